@@ -1,8 +1,7 @@
-"""The `megatron-muon` command: finds the subcommand, imports it, runs it, turns errors into one line.
+"""The `megatron-muon` command: finds the subcommand, imports its module alone, runs it, turns errors into one line.
 
-A subcommand is one entry of `COMMANDS` and one module: `configure(parser)` adds arguments, description and examples,
-`run(args)` does the work, returns the exit status, and raises `UserError` for what the user got wrong. Only the module
-that is asked for is imported, so that help and usage errors never wait for torch.
+A subcommand is one entry of `GROUPS` and one module: `configure(parser)` adds arguments, description and examples,
+`run(args)` does the work, returns the exit status, and raises `UserError` for what the user got wrong.
 """
 
 import argparse
@@ -12,63 +11,56 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from megatron_muon import shipped
 from megatron_muon.errors import ExitStatus, RunFailedError, UserError, missing_extra, settling, unforeseen
 from megatron_muon.tools.parser import CommandParser
-from megatron_muon.version import __version__
-
-EXPERIMENTS, USE, MEASURE, PREPARE = (
-    "train and compare",
-    "use what was trained",
-    "plan and measure",
-    "prepare and check",
-)
-"""Groups of subcommands, in the order of `megatron-muon --help`."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: the module that implements it, its line in `megatron-muon --help`, and the group it stands in."""
+class Command(NamedTuple):
+    """A subcommand: the module that implements it, and its line in `megatron-muon --help`."""
 
     module: str
     summary: str
-    group: str = EXPERIMENTS
 
 
-COMMANDS = {
-    "quickstart": Command("quickstart", "train a small GPT in this folder, and show what it writes"),
-    "train": Command("train.command", "train what an experiment file says"),
-    "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
-    "report": Command("report.command", "write a page with plots on one run or many"),
-    "submit": Command("submit.command", "put a training into SLURM's queue"),
-    "summary": Command("train.summary", "sum up a finished run"),
-    "generate": Command("models.generate_command", "write text with a checkpoint", USE),
-    "eval": Command("models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
-    "export": Command("models.export_command", "checkpoint to Hugging Face or torch_dist", USE),
-    "import": Command("models.import_command", "Hugging Face model to a checkpoint, to go on with", USE),
-    "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
-    "rehearse": Command("rehearse.command", "run every rank's real step without a GPU, and compare", MEASURE),
-    "data": Command("data", "prepare text for training", PREPARE),
-    "doctor": Command("doctor", "check this environment, and a checkpoint", PREPARE),
+GROUPS = {
+    "train and compare": {
+        "quickstart": Command("quickstart", "train a small GPT in this folder, and show what it writes"),
+        "train": Command("train.command", "train what an experiment file says"),
+        "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
+        "report": Command("report.command", "write a page with plots on one run or many"),
+        "submit": Command("submit.command", "put a training into SLURM's queue"),
+        "summary": Command("train.summary", "sum up a finished run"),
+    },
+    "use what was trained": {
+        "generate": Command("models.generate_command", "write text with a checkpoint"),
+        "eval": Command("models.eval_command", "loss and bits per byte of a checkpoint on any text"),
+        "export": Command("models.export_command", "checkpoint to Hugging Face or torch_dist"),
+        "import": Command("models.import_command", "Hugging Face model to a checkpoint, to go on with"),
+    },
+    "plan and measure": {
+        "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),
+        "rehearse": Command("rehearse.command", "run every rank's real step without a GPU, and compare"),
+    },
+    "prepare and check": {
+        "data": Command("data", "prepare text for training"),
+        "doctor": Command("doctor", "check this environment, and a checkpoint"),
+    },
 }
+"""The subcommands by name, in groups as `megatron-muon --help` shows them."""
+
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 EPILOG = """\
 examples:
   megatron-muon quickstart
-  megatron-muon data prepare --stdlib --output data/stdlib
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
-  megatron-muon summary runs/first
   megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2 --seeds 3
-  megatron-muon report runs/quickstart-sweep --out runs/report
-  megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
-  megatron-muon rehearse --config configs/llama3-8b.yaml --world-size 64
-  megatron-muon doctor --checkpoint runs/first/checkpoints
   megatron-muon COMMAND --help
 
 exit status:
@@ -88,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _require_checkpoint(args)
         for file in (getattr(args, "config", None), getattr(args, "hf", None)):
             if file is not None and (note := shipped.note(Path(file))):
-                print(f"megatron-muon: {note}", file=sys.stderr)
+                _say(note)
         status: int = modules[args.command].run(args)
         return status
 
@@ -105,36 +97,38 @@ def _require_checkpoint(args: argparse.Namespace) -> None:
 
 def reported(run: Callable[[], int]) -> int:
     """Calls `run`, prints what it raises in one line, and returns the exit status."""
+    status: int = ExitStatus.USAGE
     try:
         status = run()
         if sys.stdout is not None:  # closed by whoever started it
             sys.stdout.flush()  # a full device is noticed here, not by the interpreter's end
-        return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
-        return end.code if isinstance(end.code, int) else ExitStatus.FAILURE
+        status = end.code if isinstance(end.code, int) else ExitStatus.FAILURE
     except UserError as error:
-        for line in str(error).splitlines():
-            print(f"megatron-muon: error: {line}", file=sys.stderr)
-        return ExitStatus.USAGE
+        _say(*(f"error: {line}" for line in str(error).splitlines()))
     except ModuleNotFoundError as error:
         if not missing_extra(error):
             raise
-        print(f"megatron-muon: error: {missing_extra(error)}", file=sys.stderr)
-        return ExitStatus.USAGE
+        _say(f"error: {missing_extra(error)}")
     except RunFailedError as error:
-        print(f"megatron-muon: {error}", file=sys.stderr)
-        return ExitStatus.FAILURE
+        _say(str(error))
+        status = ExitStatus.FAILURE
     except KeyboardInterrupt:
-        print("megatron-muon: interrupted", file=sys.stderr)
-        return ExitStatus.INTERRUPTED
+        _say("interrupted")
+        status = ExitStatus.INTERRUPTED
     except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
         _discard_output()
-        return ExitStatus.FAILURE
+        status = ExitStatus.FAILURE
     except (OSError, UnicodeError) as error:  # a file or a device that commands do not know, a name that is not text
-        print(f"megatron-muon: error: {unforeseen(error)}", file=sys.stderr)
+        _say(f"error: {unforeseen(error)}")
         if isinstance(error, OSError) and error.filename is None:  # a full device
             _discard_output()
-        return ExitStatus.USAGE
+    return status
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(f"megatron-muon: {line}", file=sys.stderr)
 
 
 def _discard_output() -> None:
@@ -146,17 +140,11 @@ class _ShowVersions(argparse.Action):
     """Shows what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        found = {"megatron-muon": __version__}
-        for package in ("megatron-core", "torch", "emerging-optimizers", "transformer-engine"):
-            try:
-                found[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                if package != "transformer-engine":  # optional: its absence is nothing to report
-                    found[package] = "not installed"
-        found |= {"python": platform.python_version(), "system": platform.platform()}
+        from megatron_muon.megatron.provenance import versions
+
+        found = {**versions(), "system": platform.platform()}
         with contextlib.suppress(OSError):
-            driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-            found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
+            found["gpu driver"] = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
         for name, version in found.items():
             print(f"{name:<20} {version}")
         parser.exit(ExitStatus.OK)
@@ -164,23 +152,17 @@ class _ShowVersions(argparse.Action):
 
 def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, ModuleType]]:
     """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
-    parser = CommandParser(
-        prog="megatron-muon",
-        usage="megatron-muon [-h] [--version] COMMAND ...",
-        description="Muon for Megatron-LM under Megatron-FSDP: tools around training.",
-        epilog=EPILOG,
-    )
+    about = "Muon for Megatron-LM under Megatron-FSDP: tools around training."
+    usage = "megatron-muon [-h] [--version] COMMAND ..."
+    parser = CommandParser(prog="megatron-muon", usage=usage, description=about, epilog=EPILOG)
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
-    groups, width = [], max(map(len, COMMANDS)) + 2
-    for group in (EXPERIMENTS, USE, MEASURE, PREPARE):
-        groups += [
-            f"{group}:",
-            *(f"  {name:<{width}}{of.summary}" for name, of in COMMANDS.items() if of.group == group),
-        ]
+    listed = []
+    for group, commands in GROUPS.items():
+        listed += [f"{group}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",
-        description="\n".join(groups),
+        description="\n".join(listed),
         dest="command",
         metavar="COMMAND",
         required=True,

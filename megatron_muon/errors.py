@@ -1,7 +1,4 @@
-"""Errors by who can mend them, how a process ends, and which warnings of libraries are shown.
-
-`UserError`, a mistake of the user, is the core's.
-"""
+"""Errors by who can mend them, how a process ends, and which warnings of libraries are shown."""
 
 from __future__ import annotations
 
@@ -75,19 +72,18 @@ def unforeseen(error: Exception) -> str:
     """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
     cause = f"{type(error).__name__}: {_first_line(error)}".encode("unicode_escape").decode()
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
-            file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode())
-    except OSError as reason:
+        with tempfile.NamedTemporaryFile("wb", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
+    except OSError as reason:  # the disk that is full may be this one
         return f"{cause} (its traceback could not be kept: {reason.strerror})"
     return f"{cause}; the traceback is in {file.name}"
 
 
 @contextlib.contextmanager
 def settling(what: str) -> Iterator[None]:
-    """Turn whatever goes wrong while settings, arguments or data are checked into a `UserError` of one line.
+    """Turn whatever goes wrong in `what`, such as "checking the settings", into a `UserError` of one line.
 
-    A training that cannot begin is the user's to mend, so its end is a line and status 2 and not a traceback. `what`
-    is being done, such as "checking the settings".
+    A training that cannot begin is the user's to mend.
     """
     try:
         yield
@@ -99,45 +95,21 @@ def settling(what: str) -> Iterator[None]:
         raise UserError(f"{what} failed: {unforeseen(error)}") from error
 
 
-class Reasons:
-    """Collects, as a context used again and again, user errors that do not depend on each other; `tell` raises them."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, UserError):
-            return False
-        self.lines += [line for line in str(error).splitlines() if line not in self.lines]
-        return True
-
-    def tell(self) -> None:
-        """Raises a `UserError` of the reasons, one a line, if there are any."""
-        if self.lines:
-            raise UserError("\n".join(self.lines))
-
-
 class ExitStatus(enum.IntEnum):
     """Exit statuses of the commands and of a training, as docs/experiments.md lists them."""
 
     OK = 0
     FAILURE = 1
-    USAGE = 2
-    """A mistake of the user."""
-    TEMPFAIL = 75
-    """SIGTERM ended a training after a checkpoint: start it again."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
+    USAGE = 2  # a mistake of the user
+    TEMPFAIL = 75  # SIGTERM ended a training after a checkpoint: start it again
+    INTERRUPTED = 130  # Ctrl-C
 
 
 def end_alone(status: int) -> NoReturn:
     """Ends this process at once, with the traceback of the exception that is being handled, if there is one.
 
     The other ranks may wait for this one in a collective. Destroying the process group, or leaving through the
-    interpreter, would wait for work on the device that they never join, until the watchdog: torchrun could not end
-    them before, and nobody would see why.
+    interpreter, would wait for work on the device that they never join, until the watchdog.
     """
     if sys.exc_info()[0] is not None:
         traceback.print_exc()
@@ -150,11 +122,7 @@ def end_alone(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Suppresses warnings, and log messages up to WARNING, within the context.
-
-    For commands that prepare or read data, where a missing GPU or Apex does not matter, and for training, which lists
-    the defaults that it fills in for what is missing.
-    """
+    """Suppresses warnings, and log messages up to WARNING: libraries tell there that a GPU or Apex is missing."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -176,8 +144,6 @@ def own_warnings_in_one_line() -> Iterator[None]:
         else:
             show(message, category, filename, *where, **more)
 
-    warnings.showwarning = show_ours
-    try:
+    with warnings.catch_warnings():  # which puts this back, too
+        warnings.showwarning = show_ours
         yield
-    finally:
-        warnings.showwarning = show

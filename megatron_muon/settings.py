@@ -1,7 +1,7 @@
-"""Muon's settings as fields: each is a flag of pretrain_gpt.py, its docstring the flag's help.
+"""Muon's settings as fields: each is a flag of pretrain_gpt.py, made by megatron-core's `ArgumentGroupFactory`.
 
-megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a default and a help text stand here alone.
-The factory reads types at run time, so annotations are no strings; neither torch nor megatron-core is imported.
+Name, choices, default and help (the docstring) stand here alone. The factory reads types at run time, so annotations
+are no strings; neither torch nor megatron-core is imported.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,7 @@ TeamSize = Literal["auto", "1", "2", "4", "8"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 
 TP_MODE = "duplicated"
-"""Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
-parallel size. That of megatron-core 0.19, for its own Muon, is blockwise."""
+"""Default of --muon-tp-mode: updates do not depend on the tensor parallel size. That of 0.19 is blockwise."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""

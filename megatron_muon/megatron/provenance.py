@@ -32,10 +32,6 @@ def origin() -> dict[str, Any]:
 
     The commit is that of the checkout that the package runs from, else of the working folder's, or None.
     """
-    versions = {"python": platform.python_version(), "megatron-muon": __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
     machine = {
         "processor": _processor(),
         "cores": cores(),
@@ -49,10 +45,19 @@ def origin() -> dict[str, Any]:
         commit = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
     return {
         "machine": machine,
-        "versions": versions,
+        "versions": versions(),
         "commit": commit and commit.removesuffix("-dirty"),
         "dirty": commit and commit.endswith("-dirty"),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions that matter, of what is installed."""
+    found = {"python": platform.python_version(), "megatron-muon": __version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def cores() -> int:

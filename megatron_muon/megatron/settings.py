@@ -1,8 +1,4 @@
-"""The settings of Muon under Megatron-FSDP, and what they do not combine with.
-
-A run fills them from its flags, a script of one's own by name. What can be seen before torch.distributed starts is
-checked on the command line too (`flags.arguments`).
-"""
+"""The settings of Muon under Megatron-FSDP, filled from a run's flags, or by a script by name; see `flags.refusals`."""
 
 from __future__ import annotations
 
@@ -21,13 +17,9 @@ from megatron_muon.settings import TP_MODE, MuonSettings
 
 @dataclass
 class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name.
+    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name."""
 
-    Attributes:
-        muon_tp_mode: as megatron-core's, with another default. A plain OptimizerConfig keeps that of megatron-core.
-    """
-
-    muon_tp_mode: str = TP_MODE
+    muon_tp_mode: str = TP_MODE  # a plain OptimizerConfig keeps megatron-core's default
 
 
 def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:

@@ -2,8 +2,7 @@
 
 megatron-core refuses settings by assertions on the way from flags to a training: in the validation of all flags, the
 batch-size calculator, the configurations of model and optimizer, the scheduler, the tokenizer. None of them needs a
-process group or a device. `check` goes that way on a copy of the arguments; `explained` shows what stops it as Megatron
-words it, with the condition's source.
+process group or a device. `check` goes that way on a copy of the arguments.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ import re
 import traceback
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 from megatron_muon.errors import UserError, quiet_imports, reason_of
+from megatron_muon.megatron.flags import arguments, refusals
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.patching import Patches
 
@@ -34,16 +35,14 @@ _OF_PACKAGES = re.compile(
 _CONDITION_LINES = 6
 """Source lines above a refusal in which its condition is looked for."""
 
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
 
 def check(args: argparse.Namespace, *, world_size: int, elsewhere: list[str] | None = None) -> argparse.Namespace:
     """Take a command line through everything by which megatron-core validates it; no process group, nothing written.
 
     A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. For a run that starts
-    `elsewhere` no tokenizer is looked for: package and files may be there, and a hub that cannot be reached is waited
-    for a minute. That list then takes what packages of this machine refuse, which only the other machine can know.
-    `args` stay as they are; returned are those that validation has completed, with the padded size of the vocabulary.
+    `elsewhere` no tokenizer is built, and that list takes what packages of this machine refuse, which only the other
+    machine can know. `args` stay as they are; returned are those that validation has completed, with the padded size of
+    the vocabulary.
 
     Raises:
         UserError: the first refusal.
@@ -53,22 +52,22 @@ def check(args: argparse.Namespace, *, world_size: int, elsewhere: list[str] | N
     settled._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     if args.yaml_cfg is not None:
         return settled
-    with silent(), _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
-        try:
-            with explained():
-                _validate(settled)
-                _count_micro_batches(settled)
-                _build_tokenizer(settled, elsewhere=elsewhere is not None)
-                _schedule(settled)
-                if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
-                    multiple = settled.make_vocab_size_divisible_by
-                    settled.padded_vocab_size = multiple * settled.tensor_model_parallel_size
-                _check_heads(settled)
-                _build_model(settled)
-        except UserError as error:
-            if elsewhere is None or not _is_of_packages(error):
-                raise
-            elsewhere.append(f"not known here, and checked no further: {error}")
+    try:
+        with _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
+            _validate(settled)
+            _count_micro_batches(settled)
+            _build_tokenizer(settled, elsewhere=elsewhere is not None)
+            _schedule(settled)
+            if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
+                settled.padded_vocab_size = settled.make_vocab_size_divisible_by * settled.tensor_model_parallel_size
+            refusals.apply(arguments.of_model(settled))
+            _build_model(settled)
+    except UserError as error:
+        raised = error.__cause__
+        by_import = any(isinstance(cause, ImportError) for cause in (raised, raised and raised.__context__))
+        if elsewhere is None or not (by_import or _OF_PACKAGES.search(str(error))):
+            raise
+        elsewhere.append(f"not known here, and checked no further: {error}")
     return settled
 
 
@@ -78,7 +77,7 @@ def complete(args: argparse.Namespace) -> None:
     The size of the vocabulary is the tokenizer's where there is one at hand, else that of `--vocab-size`. Where
     neither is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
     """
-    with silent(), _as_in_training(True), explained():
+    with _as_in_training(True):
         _validate(args)
         if args.vocab_size is None or args.tokenizer_type == "NullTokenizer":
             try:
@@ -88,27 +87,7 @@ def complete(args: argparse.Namespace) -> None:
                     raise
         if args.padded_vocab_size is None and args.vocab_size is None:
             args.vocab_size = 1
-        _check_heads(args)
-
-
-def _check_heads(args: argparse.Namespace) -> None:
-    """What megatron-core finds out in the first step alone."""
-    heads, groups = args.num_attention_heads, args.num_query_groups
-    if args.group_query_attention and heads % groups:
-        raise UserError(
-            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
-        )
-    if args.swiglu and args.ffn_hidden_size % 2:
-        raise UserError(
-            f"--ffn-hidden-size {args.ffn_hidden_size} is odd, and --swiglu pairs its columns; take an even one"
-        )
-    experts, top_k = args.num_experts, args.moe_router_topk
-    if experts and top_k > experts:
-        raise UserError(f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it")
-    if experts and args.bias_gelu_fusion and not (args.swiglu or args.quick_geglu):
-        raise UserError(
-            "megatron-core has no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"
-        )
+        refusals.apply(arguments.of_model(args))
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -119,22 +98,26 @@ def _validate(args: argparse.Namespace) -> None:
 
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-    kept = os.environ.pop(_CONNECTIONS, None) if args.use_megatron_fsdp else None  # check_settings has its say on it
-    try:
+    with mock.patch.dict(os.environ):
+        if args.use_megatron_fsdp:
+            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # check_settings has its say on it
         arguments.validate_args(args, DEFAULTS)
-    finally:
-        if kept is not None:
-            os.environ[_CONNECTIONS] = kept
 
 
 def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> None:
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
     from megatron_muon.megatron.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
 
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
     if args.tokenizer_type in TOKENIZER_TYPES:
         check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
-    if not elsewhere:
+    if elsewhere:  # package and files may be there, and a hub that cannot be reached is waited for a minute
+        return
+    if args.tokenizer_type != "NullTokenizer":
         build_megatron(args)  # which pads the vocabulary, too
+    elif args.pad_vocab_size and args.padded_vocab_size is None:  # without the two seconds of importing transformers
+        args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
 
 
 def _count_micro_batches(args: argparse.Namespace) -> None:
@@ -183,13 +166,6 @@ def _schedule(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Keep to ourselves what megatron-core prints; a training prints it again."""
-    with contextlib.redirect_stdout(io.StringIO()), quiet_imports():
-        yield
-
-
-@contextlib.contextmanager
 def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
     """What `patches.install` changes of the validation and the configurations, for a while.
 
@@ -198,7 +174,7 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
 
-    with Patches() as changes:
+    with explained(), Patches() as changes:
         loading.run_no_pickles(changes)
         loading.explain_unreadable(changes)
         if muon_under_fsdp:
@@ -210,11 +186,15 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what megatron-core raises into a UserError of one line: its words, and the condition that did not hold."""
+    """Turn what megatron-core raises into a UserError of one line: its words, and the condition that did not hold.
+
+    What it prints is kept back; a training prints it again.
+    """
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()), quiet_imports():
+            yield
     except UserError:
         raise
     except (Exception, CheckpointException) as refusal:
@@ -223,13 +203,6 @@ def explained() -> Iterator[None]:
             reason = f"{type(refusal).__name__}: {reason}"
         said = ": ".join(filter(None, (reason, _condition(refusal))))
         raise UserError(f"megatron-core refuses these settings: {said}") from refusal
-
-
-def _is_of_packages(refusal: UserError) -> bool:
-    """Whether megatron-core stopped for what is installed here, or for this machine's device."""
-    raised = refusal.__cause__
-    causes = (raised, raised and raised.__context__)
-    return any(isinstance(cause, ImportError) for cause in causes) or bool(_OF_PACKAGES.search(str(refusal)))
 
 
 def _condition(refusal: BaseException) -> str:

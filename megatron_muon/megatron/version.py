@@ -16,16 +16,8 @@ _RANGE = "megatron-core>={}.{},<{}.{}".format(*MEGATRON_CORE[0], *MEGATRON_CORE[
 def check_versions(python: tuple[int, int] | None = None, megatron_core: str | None = None) -> None:
     """Check that this Python and megatron-core, or those given, are supported; a UserError says what to install."""
     major, minor = python or sys.version_info[:2]
-    if (major, minor) >= PYTHON[1]:
-        raise UserError(
-            f"Python {major}.{minor} is too new: {_RANGE} has no wheel for it; make the virtual environment with "
-            "python3.12 or python3.13"
-        )
-    if (major, minor) < PYTHON[0]:
-        raise UserError(
-            f"Python {major}.{minor} is too old: {_RANGE} needs Python {PYTHON[0][0]}.{PYTHON[0][1]} or newer; make "
-            "the virtual environment with python3.12"
-        )
+    if not PYTHON[0] <= (major, minor) < PYTHON[1]:
+        raise UserError(f"Python {major}.{minor} does not suit {_RANGE}; make the environment with python3.12 or 3.13")
     try:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
 
 _MOST_PROCESSES = 4096
@@ -27,9 +27,7 @@ def positive(text: str) -> int:
 def processes(text: str) -> int:
     """A number of processes on one machine, for argparse."""
     if (number := positive(text)) > _MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(
-            f"must be at most {_MOST_PROCESSES}, the processes of one machine, found {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_PROCESSES}, found {text!r}")
     return number
 
 
@@ -63,54 +61,36 @@ class CommandParser(argparse.ArgumentParser):
     def take_megatron_flags(self, words: str) -> None:
         """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows."""
         self._passes_on = True
-        self.add_argument("flags", nargs="*", metavar="FLAGS", help=words)
+        self.add_argument_group("flags of pretrain_gpt.py", words)
 
     def parse_known_args(  # type: ignore[override]  # of argparse's overloads the last alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses; a flag that nobody knows is an error, with the nearest one."""
-        own, passed = self._split(sys.argv[1:] if args is None else args)
+        own = list(sys.argv[1:] if args is None else args)
+        end = own.index("--") if self._passes_on and "--" in own else len(own)
+        own, passed = own[:end], own[end + 1 :]
+        self._refuse_misspelled(own)
         parsed, rest = super().parse_known_args(own, namespace)
         if self._passes_on:
-            parsed.flags = [*parsed.flags, *passed]
+            parsed.flags, rest = [*rest, *passed], []
         return parsed, rest
 
-    def _split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The command's own flags with their values, and those of pretrain_gpt.py with theirs."""
-        own: list[str] = []
-        passed: list[str] = []
-        to = own
-        for at, token in enumerate(argv):
-            if token == "--" and self._passes_on:
-                passed += argv[at + 1 :]
-                break
-            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
-                own += argv[at:]  # a subcommand has a parser of its own
-                break
-            if token.startswith("--") or token in self._option_string_actions:
-                flag = token.partition("=")[0]
-                to = own
-                if flag not in self._option_string_actions and (self._passes_on or " " not in token):
-                    self._refuse_misspelled(flag)
-                    to = passed
-            to.append(token)
-        return own, passed
-
-    def _refuse_misspelled(self, flag: str) -> None:
+    def _refuse_misspelled(self, argv: Sequence[str]) -> None:
         """Refuses a flag that the command does not have, unless pretrain_gpt.py may."""
-        known: list[str] = []
-        if self._passes_on:
-            if nearest(flag, self._option_string_actions) is None:
-                return
-            from megatron_muon.errors import quiet_imports
-
-            with quiet_imports():
-                from megatron_muon.megatron.flags.arguments import build_parser
-                from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-
-                known = [UNSET_FLAG, *build_parser()._option_string_actions]
-        if flag not in known:
-            self.error(f"unknown flag {flag}{did_you_mean(flag, [*self._option_string_actions, *known])}")
+        for token in argv:
+            flag, options = token.partition("=")[0], self._option_string_actions
+            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
+                return  # a subcommand has a parser of its own
+            if not flag.startswith("--") or flag in options or " " in flag:
+                continue
+            known: frozenset[str] = frozenset()
+            if self._passes_on:
+                if nearest(flag, options) is None:
+                    continue
+                known = _megatrons()
+            if flag not in known:
+                self.error(f"unknown flag {flag}{did_you_mean(flag, [*options, *known])}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -118,3 +98,16 @@ class CommandParser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             hint = did_you_mean(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
+
+def _megatrons() -> frozenset[str]:
+    """All flags of pretrain_gpt.py."""
+    from megatron_muon.megatron.flags import names
+    from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+
+    if not (known := names.kept()):
+        with quiet_imports():
+            from megatron_muon.megatron.flags.arguments import build_parser
+
+            known = frozenset(build_parser()._option_string_actions)
+    return known | {UNSET_FLAG}

@@ -184,25 +184,24 @@ def test_one_process_needs_no_torchrun(tmp_path, corpus):
     assert notes(run, "one process; for more: torchrun --nproc-per-node N")
 
 
-def test_muon_without_fsdp_is_upstreams(tmp_path, corpus):
-    run = cli.torchrun(
-        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, "--optimizer", "muon", "--logging-level", "20"
-    ).checked()
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--optimizer", "muon"), "Setting up emerging optimizer with config OptimizerConfig("),
+        (
+            ("--optimizer", "adam", "--use-megatron-fsdp", *SHARDED[-2:]),
+            "Setting up optimizer with config OptimizerCon",
+        ),
+    ],
+)
+def test_other_optimizers_are_upstreams(tmp_path, corpus, flags, said):
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *flags, "--logging-level", "20").checked()
     assert_learns(run, 6)
-    assert "Setting up emerging optimizer with config OptimizerConfig(" in run.output
+    assert said in run.output
     assert "MuonOptimizerConfig" not in run.output
     assert "optimizer     tensors" not in run.output
     (defaults,) = notes(run, "defaults filled in: ")
-    assert "fsdp_dtensor" not in defaults
-
-
-def test_adam_under_fsdp_is_upstreams(tmp_path, corpus):
-    adam = ("--optimizer", "adam", "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *adam, "--logging-level", "20").checked()
-    assert_learns(run, 6)
-    assert "Setting up optimizer with config OptimizerConfig(" in run.output
-    assert "MuonOptimizerConfig" not in run.output
-    assert "optimizer     tensors" not in run.output
+    assert ("fsdp_dtensor" in defaults) == ("--use-megatron-fsdp" in flags)
 
 
 @pytest.mark.wide
@@ -252,27 +251,3 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     assert four.losses == pytest.approx(two.losses, abs=1e-4)
     norms = [[iteration.grad_norm for iteration in run.iterations] for run in (two, four)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)
-
-
-@pytest.mark.wide
-def test_replicas_share_their_work_experts_too(tmp_path, corpus):
-    """Nothing but the speed changes; experts are shared over their own group."""
-    experts = (*SWIGLU, "--num-experts", "2", "--moe-router-topk", "2", "--muon-fp32-matmul-prec", "highest")
-    args = (*cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, "--data-parallel-sharding-strategy", "no_shard", *experts)
-    plain = cli.torchrun(tmp_path, *args).checked()
-    shared = cli.torchrun(tmp_path, *args, "--muon-share-replicated").checked()
-    assert_learns(shared, 6)
-    assert table(shared) == table(plain)
-    assert shared.losses == pytest.approx(plain.losses, abs=1e-4)
-
-
-@pytest.mark.wide
-def test_experts_over_ranks(tmp_path, corpus):
-    """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
-    experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")
-    args = (*cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *SWIGLU, *experts, "--muon-log-params")
-    run = cli.torchrun(tmp_path, *args).checked()
-    assert_learns(run, 6)
-    assert run.output.count("204 x 39  decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight") == 1
-    assert "local_experts.2." not in run.output  # four experts on two ranks
-    assert table(run)["muon"][0] == 3 * (2 + 1 + 2 * 2)  # attention, router, two experts of two matrices

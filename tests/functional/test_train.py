@@ -295,20 +295,6 @@ def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     ]  # fmt: skip
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("attempt", range(10))
-def test_three_starts_without_a_folder_have_one_each(tmp_path, corpus, attempt):
-    write_config(
-        tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4", "--train-iters", "2"
-    )
-    runs = at_once(tmp_path, *(("--config", "tiny.yaml", "--set", f"lr=0.0{number}") for number in (1, 2, 3)))
-    folders = [re.search(r"^  run folder  (\S+)$", run.checked().output, re.MULTILINE)[1] for run in runs]
-    assert len(set(folders)) == 3
-    for number, (folder, run) in enumerate(zip(folders, runs, strict=True), 1):
-        assert {iteration.learning_rate for iteration in run.iterations} == {number / 100}
-        assert dict(load_config(tmp_path / folder / "config.yaml").flags)["--lr"] == (f"0.0{number}",)
-
-
 def test_ctrl_c_ends_a_bench(tmp_path, corpus):
     write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4")
     line = ("--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")

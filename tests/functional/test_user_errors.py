@@ -4,7 +4,6 @@ Most cases call the entry point's `main` in one process that stands for the firs
 megatron-core for each of them would take minutes. The last tests go through torchrun.
 """
 
-import importlib.util
 import json
 import re
 import sys
@@ -58,135 +57,63 @@ FILES = {
     "evil/iter_0000001/.metadata": "cposix\nmkdir\n(S'made-by-the-pickle'\ntR.",
 }
 
-# name: (argv, environment, what the message holds)
-CASES = {}
+DATA = (*cli.MUON, *MODEL, "--data-path")
+
+# name: (argv, environment, what the message holds); rules of Muon are in tests/unit/test_refusals.py
+CASES: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {}
 if not torch.cuda.is_available():  # first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
     CASES["no CUDA"] = ((*RUN, "--device", "cuda"), {}, ("--device cuda", "use --device cpu"))
 CASES |= {
-    "unknown flag": ((*RUN, "--optimiser", "muon"), {}, ("--optimiser", "did you mean --optimizer?")),
-    "unknown flag with =": ((*RUN, "--hidden-sise=64"), {}, ("--hidden-sise", "did you mean --hidden-size?")),
-    "nothing like it": ((*RUN, "--zzzzqqqq"), {}, ("--zzzzqqqq", "--help")),
-    "no flag": ((*RUN, "muon"), {}, ("'muon'", "flags begin with --")),
-    "not a number": ((*RUN, "--num-layers", "three"), {}, ("--num-layers", "'three'")),
-    "unknown strategy": (
-        (*RUN, "--data-parallel-sharding-strategy", "zero3"),
-        {},
-        ("--data-parallel-sharding-strategy", "'zero3'", "optim_grads_params"),
-    ),
-    "unknown exchange": ((*RUN, "--muon-exchange", "pigeon"), {}, ("--muon-exchange", "'pigeon'", "allgather")),
-    "unknown device": ((*RUN, "--device", "abacus"), {}, ("--device", "'abacus'", "cpu")),
-    "config without a name": ((*RUN, "--config"), {}, ("--config", "argument")),
-    "unknown YAML key": (("--config", "key.yaml"), {}, ("key.yaml:2", "'MODEL_ARG'", "did you mean MODEL_ARGS?")),
-    "unknown YAML flag": (
-        ("--config", "flag.yaml"),
-        {},
-        ("flag.yaml", "--hidden-sise", "did you mean --hidden-size?"),
-    ),
-    "missing YAML file": (("--config", "absent.yaml"), {}, ("absent.yaml", "No such file")),
-    "YAML with an unset variable": (
-        ("--config", "variable.yaml"),
-        {},
-        ("variable.yaml:2", "NO_SUCH_VARIABLE", "export NO_SUCH_VARIABLE="),
-    ),
-    "nothing to unset": (("--config", "good.yaml", "--unset", "bf16"), {}, ("--bf16", "good.yaml does not set")),
-    "missing data": (
-        (*cli.MUON, *MODEL, "--data-path", "data/absent"),
-        {},
-        ("data/absent.bin does not exist", "megatron-muon data prepare --input TEXT --output data/absent"),
-    ),
-    "one document for two sets": (
-        (*cli.MUON, *MODEL, "--data-path", "one"),
-        {},
-        ("--split 969, 30, 1", "no document of one for validation", "1 in all", "100,0,0"),
-    ),
-    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is not an index",)),
-    "half of the data": ((*cli.MUON, *MODEL, "--data-path", "0.5", "half"), {}, ("half.idx does not exist",)),
-    "no data": ((*cli.MUON, *MODEL), {}, ("--data-path", "--mock-data")),
-    "fp16": ((*RUN, "--fp16"), {}, ("--fp16", "--optimizer muon", "use --bf16")),
-    "more TP than ranks": (
-        (*RUN, "--tensor-model-parallel-size", "4"),
-        {},
-        ("--tensor-model-parallel-size 4", "2 ranks", "--nproc-per-node"),
-    ),
-    "ranks that TP does not divide": (
-        (*RUN, "--tensor-model-parallel-size", "2"),
-        {"WORLD_SIZE": "3"},
-        ("--tensor-model-parallel-size 2", "3 ranks"),
-    ),
-    "more CP than ranks": (
-        (*RUN, "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
-        {},
-        ("--context-parallel-size 2", "multiple of 4 ranks"),
-    ),
-    "PP": (
-        (*RUN, "--pipeline-model-parallel-size", "2"),
-        {},
-        ("--pipeline-model-parallel-size 2", "--use-megatron-fsdp", "use 1"),
-    ),
-    "unwritable save directory": (
-        (*RUN, "--save", "a-file/below", "--save-interval", "2"),
-        {},
-        ("--save a-file/below", "cannot write"),
-    ),
-    "an absent offload directory": (
-        (*RUN, *OFFLOAD, "absent"),
-        {},
-        ("--muon-offload-dir absent does not exist", "mkdir -p absent"),
-    ),
-    "an offload directory that is a file": ((*RUN, *OFFLOAD, "a-file"), {}, ("a-file is not a directory",)),
-    "an offload directory of the system": ((*RUN, *OFFLOAD, "/proc"), {}, ("/proc: cannot write there",)),
-    "a layout without shards": (
-        (*RUN, "--data-parallel-sharding-strategy", "no_shard", "--muon-dump-layout", "layout.json"),
-        {},
-        ("--muon-dump-layout", "no_shard", "optim_grads_params"),
-    ),
-    "a layout without a folder": (
-        (*RUN, "--data-parallel-sharding-strategy", "optim", "--muon-dump-layout", "absent/layout.json"),
-        {},
-        ("--muon-dump-layout 'absent/layout.json'", "mkdir -p absent"),
-    ),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        RUN,
-        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
-    ),
-}
-if importlib.util.find_spec("transformer_engine") is None:
-    CASES["no Transformer Engine"] = (
-        (*RUN, "--transformer-impl", "transformer_engine"),
-        {},
-        ("--transformer-impl transformer_engine", "not installed", "pip install", "--transformer-impl local"),
+    name: (tuple(argv), {}, fragments)
+    for name, argv, fragments in (
+        ("unknown flag", (*RUN, "--optimiser", "muon"), ("--optimiser", "did you mean --optimizer?")),
+        ("no flag", (*RUN, "muon"), ("'muon'", "flags begin with --")),
+        ("not a number", (*RUN, "--num-layers", "three"), ("--num-layers", "'three'")),
+        ("unknown device", (*RUN, "--device", "abacus"), ("--device", "'abacus'", "cpu")),
+        ("config without a name", (*RUN, "--config"), ("--config", "argument")),
+        ("unknown YAML key", ("--config", "key.yaml"), ("key.yaml:2", "'MODEL_ARG'", "did you mean MODEL_ARGS?")),
+        ("unknown YAML flag", ("--config", "flag.yaml"), ("flag.yaml", "did you mean --hidden-size?")),
+        ("missing YAML file", ("--config", "absent.yaml"), ("absent.yaml", "No such file")),
+        ("a link to itself", ("--config", "loop.yaml"), ("loop.yaml", "Too many levels of symbolic links")),
+        ("an unset variable", ("--config", "variable.yaml"), ("variable.yaml:2", "export NO_SUCH_VARIABLE=")),
+        ("nothing to unset", ("--config", "good.yaml", "--unset", "bf16"), ("--bf16", "good.yaml does not set")),
+        ("no data", (*cli.MUON, *MODEL), ("--data-path", "--mock-data")),
+        ("missing data", (*DATA, "data/absent"), ("data/absent.bin does not exist", "data prepare --input TEXT")),
+        ("one document for two sets", (*DATA, "one"), ("no document of one for validation", "1 in all", "100,0,0")),
+        ("an index of something else", (*DATA, "wrong"), ("wrong.idx is not an index",)),
+        ("half of the data", (*DATA, "0.5", "half"), ("half.idx does not exist",)),
+        ("fp16", (*RUN, "--fp16"), ("--fp16", "--optimizer muon", "use --bf16")),
+        ("more TP than ranks", (*RUN, "--tensor-model-parallel-size", "4"), ("-size 4", "2 ranks", "--nproc-per-node")),
+        ("unwritable save", (*RUN, "--save", "a-file/below", "--save-interval", "2"), ("a-file/below: cannot write",)),
+        ("no offload directory", (*RUN, *OFFLOAD, "absent"), ("absent does not exist", "mkdir -p absent")),
+        ("an offload file", (*RUN, *OFFLOAD, "a-file"), ("a-file is not a directory",)),
+        ("an offload directory of the system", (*RUN, *OFFLOAD, "/proc"), ("/proc: cannot write there",)),
+        (
+            "a layout without a folder",
+            (*RUN, *OFFLOAD[:2], "--muon-dump-layout", "absent/x.json"),
+            ("mkdir -p absent",),
+        ),
+        # Story: each was a traceback, or a training that never ended well.
+        ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long", "traceback is in")),
+        ("no interval of validation", (*RUN, "--eval-interval", "0"), ("--eval-interval 0", "--eval-iters 0")),
+        ("no interval of the log", (*RUN, "--log-interval", "0"), ("--log-interval 0", "at least 1")),
+        ("a seed below 1", (*RUN, "--seed", "-1"), ("--seed -1", "at least 1")),
+        ("odd SwiGLU", (*RUN, "--swiglu", "--ffn-hidden-size", "33"), ("--ffn-hidden-size 33", "even")),
+        # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
+        ("checkpoint format", (*RUN, "--ckpt-format", "torch_dist"), ("megatron-core refuses", "fsdp_dtensor")),
+        ("heads", (*RUN, "--hidden-size", "33"), ("refuses", "args.hidden_size % args.num_attention_heads")),
+        # Story: validation took the arguments from the checkpoint before pickles were kept from running.
+        *(
+            (
+                f"a command in {flag}",
+                (*RUN, flag, "evil", "--use-checkpoint-args"),
+                ("the checkpoint 1 in evil cannot be loaded", "names posix.mkdir", "it was not run"),
+            )
+            for flag in ("--load", "--pretrained-checkpoint")
+        ),
     )
-
-# Story: each was a traceback, or a training that never ended well.
-CASES |= {
-    "a name of 300 letters": (
-        (*RUN, "--save", "x" * 300, "--save-interval", "1"),
-        {},
-        ("File name too long", "traceback is in"),
-    ),
-    "a file that links to itself": (
-        ("--config", "loop.yaml"),
-        {},
-        ("cannot read configuration", "loop.yaml", "Too many levels of symbolic links"),
-    ),
-    "no interval of validation": ((*RUN, "--eval-interval", "0"), {}, ("--eval-interval 0", "--eval-iters 0")),
-    "no interval of the log": ((*RUN, "--log-interval", "0"), {}, ("--log-interval 0", "at least 1")),
-    "a seed below 1": ((*RUN, "--seed", "-1"), {}, ("--seed -1", "at least 1")),
-    "odd SwiGLU": ((*RUN, "--swiglu", "--ffn-hidden-size", "33"), {}, ("--ffn-hidden-size 33", "even")),
 }
-
-# Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
-CASES["checkpoint format"] = ((*RUN, "--ckpt-format", "torch_dist"), {}, ("megatron-core refuses", "fsdp_dtensor"))
-CASES["heads"] = ((*RUN, "--hidden-size", "33"), {}, ("refuses", "args.hidden_size % args.num_attention_heads"))
-
-# Story: validation took the arguments from the checkpoint before pickles were kept from running.
-for flag in ("--load", "--pretrained-checkpoint"):
-    CASES[f"a command in {flag}"] = (
-        (*RUN, flag, "evil", "--use-checkpoint-args"),
-        {},
-        ("the checkpoint 1 in evil cannot be loaded", "names posix.mkdir", "it was not run"),
-    )
+CASES["connections"] = (RUN, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ("unset CUDA_DEVICE_MAX_CONNECTIONS",))
 
 
 def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[int | str, str, str]]:

@@ -1,6 +1,7 @@
 """Experiment files: what they say reaches argparse as written, and every slip is named."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -8,13 +9,13 @@ import pytest
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import (
     ExperimentConfig,
-    apply_env,
     as_argv,
     check_flags,
     given_flags,
     load_config,
     merge,
 )
+from megatron_muon.megatron.prepare import _apply
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -74,43 +75,12 @@ def model_args(*lines):
         ("--moe-layer-freq: '[0,1,1]'", ["--moe-layer-freq", "[0,1,1]"]),
         ("--offset: -1", ["--offset=-1"]),
         ("--data-path: ${DATA}/text-$KIND", ["--data-path", "/data/text-code"]),
+        ("--note: a$$b$${C}", ["--note", "a$b${C}"]),
     ],
 )
 def test_a_value_reaches_the_command_line_as_written(load, line, argv):
     config = load(model_args(line), {"DATA": "/data", "KIND": "code"})
     assert argv_of(config) == argv
-
-
-def test_a_file_of_upstreams_form_loads(load, parser):
-    config = load(
-        """
-        # a comment
-        ENV_VARS:
-          NCCL_ALGO: Ring
-          CUBLAS_WORKSPACE_CONFIG: :4096:8
-          NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0
-        MODEL_ARGS:
-          --num-layers: 12
-          --lr: 1.0e-5
-          --bf16: true
-          --recompute-modules: "[layernorm moe_act]"
-        MODEL_ARGS_2:
-          --num-layers: 14
-        TEST_TYPE: ckpt-resume
-        METRICS:
-          - "lm loss"
-        """
-    )
-    assert config.env == {
-        "NCCL_ALGO": "Ring",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
-    assert config.ignored == ("MODEL_ARGS_2", "TEST_TYPE", "METRICS")
-    check_flags(config, parser)
-    args = parser.parse_args(argv_of(config))
-    assert (args.num_layers, args.lr, args.bf16) == (12, 1e-5, True)
-    assert args.recompute_modules == ["layernorm", "moe_act"]
 
 
 # The user's flags win
@@ -179,43 +149,35 @@ def test_an_overriding_flag_comes_after_its_opposite(tree, parser):
     assert not parser.parse_args(argv_of(load_config(folder / "run.yaml", {}))).overlap
 
 
-def test_a_file_may_rest_on_others_alone(tree):
-    folder = tree(base=model_args("--lr: 1"), run="BASE: base.yaml\n", nothing="BASE: empty.yaml", empty="ENV_VARS:\n")
+def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
+    bases = {name: "BASE: model.yaml\n" for name in ("a", "b")}
+    folder = tree(model=model_args("--lr: 1"), **bases, run="BASE: [a.yaml, b.yaml]\n")
     assert argv_of(load_config(folder / "run.yaml", {})) == ["--lr", "1"]
-    with pytest.raises(UserError, match=r"nothing\.yaml: has no MODEL_ARGS"):
-        load_config(folder / "nothing.yaml", {})
 
 
-def test_a_link_to_itself_is_no_file(tmp_path):
-    (tmp_path / "run.yaml").symlink_to("run.yaml")
-    with pytest.raises(UserError, match=r"cannot read configuration .*run\.yaml': Too many levels of symbolic links"):
-        load_config(tmp_path / "run.yaml", {})
-
-
-def test_one_base_twice_is_no_circle_but_a_circle_is(tree):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gone", r"none\.yaml', the BASE of .*gone\.yaml: No such file"),
+        ("wrong", r"wrong\.yaml: BASE must be a file or a list of files"),
+        ("flag", r"bad\.yaml:2: MODEL_ARGS key 'lr' is not a flag"),
+        ("nothing", r"nothing\.yaml: has no MODEL_ARGS"),
+        ("ring", r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring"),
+    ],
+)
+def test_slips_about_bases_are_named(tree, name, said):
     folder = tree(
-        model=model_args("--lr: 1"),
-        a="BASE: model.yaml\n",
-        b="BASE: model.yaml\n",
-        run="BASE: [a.yaml, b.yaml]\n",
+        gone="BASE: none.yaml\n",
+        wrong="BASE: {a: 1}\n",
+        flag="BASE: bad.yaml\n",
+        bad=model_args("lr: 1"),
+        nothing="BASE: empty.yaml",
+        empty="ENV_VARS:\n",
         ring="BASE: back.yaml\n" + model_args("--lr: 1"),
         back="BASE: ring.yaml\n",
     )
-    assert argv_of(load_config(folder / "run.yaml", {})) == ["--lr", "1"]
-    with pytest.raises(
-        UserError, match=r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring"
-    ):
-        load_config(folder / "ring.yaml", {})
-
-
-def test_slips_about_bases_are_named(tree):
-    folder = tree(gone="BASE: none.yaml\n", wrong="BASE: {a: 1}\n", flag="BASE: bad.yaml\n", bad=model_args("lr: 1"))
-    with pytest.raises(UserError, match=r"none\.yaml', the BASE of .*gone\.yaml: No such file"):
-        load_config(folder / "gone.yaml", {})
-    with pytest.raises(UserError, match=r"wrong\.yaml:1: BASE must be a file or a list of files"):
-        load_config(folder / "wrong.yaml", {})
-    with pytest.raises(UserError, match=r"bad\.yaml:2: MODEL_ARGS key 'lr' is not a flag"):
-        load_config(folder / "flag.yaml", {})
+    with pytest.raises(UserError, match=said):
+        load_config(folder / f"{name}.yaml", {})
 
 
 def test_placeholders_matter_where_they_are_used(tree):
@@ -224,12 +186,8 @@ def test_placeholders_matter_where_they_are_used(tree):
     config = load_config(folder / "run.yaml", {}, overridden=given_flags(["--save=x", "--unset", "load", "--lr", "1"]))
     assert argv_of(config) == ["--data-path", "here"]
     assert merge(config, ["--save=x", "--unset", "load"]) == ["--data-path", "here", "--save=x"]
-    with pytest.raises(UserError, match=r"--data-path needs .* variable DATA, which is not set \(so are SAVE, LOAD\)"):
+    with pytest.raises(UserError, match=r"--data-path needs .* variable DATA, which is not set"):
         load_config(folder / "base.yaml", {})
-
-
-def test_two_dollars_are_one(load):
-    assert argv_of(load(model_args("--note: a$$b$${C}"))) == ["--note", "a$b${C}"]
 
 
 # Flags against a parser
@@ -246,8 +204,8 @@ def test_all_flags_that_a_version_lacks_are_named(load, parser):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--num-layer: 12", r"run\.yaml: unknown flag --num-layer; did you mean --num-layers\?"),
-        ("--zzz: 1", r"run\.yaml: unknown flag --zzz$"),
+        ("--num-layer: 12", r"run\.yaml: pretrain_gpt.py does not know --num-layer; did you mean --num-layers\?"),
+        ("--zzz: 1", r"run\.yaml: pretrain_gpt.py does not know --zzz; leave out"),
         ("--bf16: 1", r"--bf16 takes no value, found '1'; write '--bf16: true'"),
         ("--num-layers: true", r"--num-layers needs a value"),
     ],
@@ -269,22 +227,20 @@ def test_flags_that_the_parser_would_refuse_are_named(load, parser, line, messag
         ("", r"the file must be a mapping"),
         ("MODEL_ARGS: 5\n", r"MODEL_ARGS must be a mapping"),
         ("ENV_VARS:\n  A: b\n", r"has no MODEL_ARGS"),
-        (model_args("lr: 1"), r"run\.yaml:2: MODEL_ARGS key 'lr' is not a flag; write '--lr:'"),
-        (model_args("-lr: 1"), r"write '--lr:'"),
+        (model_args("lr: 1"), r"run\.yaml:2: MODEL_ARGS key 'lr' is not a flag; write it with two dashes"),
+        (model_args("-lr: 1"), r"'-lr' is not a flag"),
         (model_args("--lr: 1", "--bf16: true", "--lr: 2"), r"run\.yaml:4: '--lr' is given twice"),
         (model_args("--lr: 1") + model_args("--lr: 1"), r"run\.yaml:3: 'MODEL_ARGS' is given twice"),
-        (model_args("--lr: {a: 1}"), r"--lr must be a value or a list"),
-        (model_args("--lr: [[1]]"), r"--lr holds a list or mapping within its list"),
+        (model_args("--lr: {a: 1}"), r"run\.yaml:2: --lr must be a value, or a list of them"),
+        (model_args("--lr: [[1]]"), r"--lr must be a value"),
         (
             model_args("--data-path: ${NOWHERE}/x"),
             r"run\.yaml:2: --data-path needs the environment variable NOWHERE",
         ),
         (model_args("--data-path: ${A:-b}"), r"\$\{A:-b\} is no placeholder"),
-        ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"ENV_VARS A must be a string or a number"),
-        ("ENV_VARS:\n  A B: 1\n" + model_args("--lr: 1"), r"'A B' is no name of an environment variable"),
+        ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml:2: A must be a value"),
+        ("ENV_VARS:\n  A B: 1\n" + model_args("--lr: 1"), r"'A B' is not the name of an environment variable"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),
-        ("MODEL_ARGS: " + "[" * 20_000 + "]" * 20_000, r"run\.yaml: nested too deeply; a file holds"),
-        ("MODEL_ARGS: " + "{a: " * 20_000 + "1" + "}" * 20_000, r"run\.yaml: nested too deeply; a file holds"),
     ],
 )
 def test_slips_are_named(load, text, message):
@@ -292,29 +248,23 @@ def test_slips_are_named(load, text, message):
         load(text)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"cannot read configuration .*none\.yaml': No such file"):
-        load_config(tmp_path / "none.yaml")
-
-
 # The environment
 
 
-def test_the_environment_wins_over_the_file(load):
+def test_the_environment_wins_over_the_file(load, monkeypatch):
     config = load("ENV_VARS:\n  A: ${HOME}/a\n  B: 2\n" + model_args("--lr: 1"), {"HOME": "/home"})
-    environ = {"B": "mine"}
-    assert apply_env(config, environ) == {"A": "/home/a"}
-    assert environ == {"A": "/home/a", "B": "mine"}
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.name)
-def test_our_own_files_load(path):
-    assert load_config(path).flags
+    monkeypatch.setenv("B", "mine")
+    monkeypatch.setenv("A", "")
+    monkeypatch.delenv("A")
+    notes = _apply(config)
+    assert (os.environ["A"], os.environ["B"]) == ("/home/a", "mine")
+    assert [note.split()[1] for note in notes] == ["from", "wins"]
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_no_shipped_config_puts_barriers_around_its_timers(path):
     """Megatron has all ranks wait for each other at every timer of level 1 unless it is told not to."""
     flags = dict(load_config(path).flags)
+    assert flags
     assert flags.get("--timing-log-level", ("0",)) == ("0",) or "--no-barrier-with-level-1-timing" in flags
     assert path.stem != "quickstart" or "--timing-log-level" in flags  # there is something to test

@@ -9,9 +9,8 @@ import torch
 
 from benchmarks import step_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import gpu, launch
+from megatron_muon.megatron import gpu, prepare
 from megatron_muon.tools import doctor
-from megatron_muon.tools.train import resolve
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -54,7 +53,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     """One node with an old driver trained on its CPU over gloo, while the others waited over NCCL."""
     machine(**about)
     assert re.search(why, gpu.unusable_gpu({}))
-    for settle in (lambda: launch.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
+    for settle in (lambda: prepare.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
         with pytest.raises(UserError, match=r"^--device auto: torch cannot use .* GPU: .* --device cpu"):
             settle()
     finding = doctor._device(0)
@@ -69,16 +68,16 @@ def test_a_rank_takes_its_own_gpu_before_anything_else_and_is_refused_where_ther
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert launch.settle_device("auto") == "cuda"
+    assert prepare.settle_device("auto") == "cuda"
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert launch.settle_device("cuda") == "cuda"
-    assert launch.settle_device("cuda", on_paper=True) == "cuda"
+        assert prepare.settle_device("cuda") == "cuda"
+    assert prepare.settle_device("cuda", on_paper=True) == "cuda"
     assert taken == [0, 1]
     monkeypatch.setenv("LOCAL_RANK", "2")
     message = r"^3 ranks on this machine need as many GPUs; it has 2: --nproc-per-node 2$"
     with pytest.raises(UserError, match=message):
-        launch.settle_device("auto")
+        prepare.settle_device("auto")
     assert taken == [0, 1]
 
 
@@ -98,10 +97,3 @@ def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
     machine(files=2, says=OLD)
     gpu.refuse_unusable_gpu("cpu")
     assert step_ranks.settle_device("cpu", 1) == torch.device("cpu")
-
-
-def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch):
-    """The process that forks looks with NVML, to which a GPU with an old driver is as good as another."""
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.setattr(resolve, "settle", lambda request: torch.cuda._nvml_based_avail())
-    assert resolve._answer_in_fork(resolve.Request("x.yaml")) is False

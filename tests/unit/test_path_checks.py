@@ -26,7 +26,7 @@ def check(parser, *argv: str, rank: int = 0, refused: str | None = None) -> None
 def test_a_folder_without_a_checkpoint_is_not_loaded(parser, tmp_path):
     """Story: a fine-tuning with a mistyped folder trained from scratch, and its figures looked plausible."""
     load = (*MOCK, "--load", str(tmp_path))
-    check(parser, *load, refused=r"--load .* holds no checkpoint: it has no latest_checkpointed_iteration\.txt")
+    check(parser, *load, refused=r"--load .* holds no checkpoint, as it has no latest_checkpointed_iteration\.txt")
     check(parser, *load, "--save", f"{tmp_path}/", "--save-interval", "5")  # the first start of one that resumes
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     check(parser, *load)

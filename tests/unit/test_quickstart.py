@@ -36,16 +36,17 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
     """It wrote over the first one's checkpoint, and both curves stood in one folder."""
     for flags in ((), ("--muon-lr", "0.01"), ("--nproc", "4", "--", "--bf16")):
         assert cli.main(["quickstart", *flags]) == 0
-    prepare = "data prepare --stdlib --output data/stdlib --overwrite"
-    train = "train --config configs/quickstart.yaml --nproc"
-    write, how = "generate --checkpoint", "--prompt def  --untrained --wrap 96"
+    runs = (("runs/quickstart", "2", ""), ("runs/quickstart-2", "2", " -- --muon-lr 0.01"))
+    runs = (*runs, ("runs/quickstart-3", "4", " -- --bf16"))
     assert asked == [
-        *(prepare, f"{train} 2 --out runs/quickstart", "summary runs/quickstart"),
-        f"{write} runs/quickstart {how}",
-        *(prepare, f"{train} 2 --out runs/quickstart-2 -- --muon-lr 0.01", "summary runs/quickstart-2"),
-        f"{write} runs/quickstart-2 {how}",
-        *(prepare, f"{train} 4 --out runs/quickstart-3 -- --bf16", "summary runs/quickstart-3"),
-        f"{write} runs/quickstart-3 {how}",
+        line
+        for out, nproc, more in runs
+        for line in (
+            "data prepare --stdlib --output data/stdlib --overwrite",
+            f"train --config configs/quickstart.yaml --nproc {nproc} --out {out}{more}",
+            f"summary {out}",
+            f"generate --checkpoint {out} --prompt def  --untrained --wrap 96",
+        )
     ]
 
 

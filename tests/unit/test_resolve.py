@@ -1,15 +1,13 @@
 """What `--set KEY=VALUE` and the flags of a command line mean to the parser of pretrain_gpt.py."""
 
 import argparse
-import types
+import contextlib
 
 import pytest
-import torch
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import launch
-from megatron_muon.megatron.flags.config_file import pairs
-from megatron_muon.tools.train.resolve import Request, flag_named, set_flag, settle
+from megatron_muon.megatron.flags.config_file import load_config, pairs
+from megatron_muon.tools.train.resolve import Request, _layers, check_gpus, flag_named, set_flag
 
 
 @pytest.fixture
@@ -41,27 +39,26 @@ def test_an_unknown_key_is_refused_with_the_nearest(actions):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "argv"),
+    ("key", "value", "setting"),
     [
-        ("lr", "0.001", ["--lr", "0.001"]),
-        ("offset", "-3", ["--offset=-3"]),
-        ("bf16", "true", ["--bf16"]),
-        ("bf16", "false", ["--unset", "--bf16"]),
-        ("lr", "null", ["--unset", "--lr"]),
-        ("offset", "null", []),  # the file has none
-        ("overlap", "false", ["--no-overlap"]),
-        ("no_rope_fusion", "false", []),  # it gave the flag
-        ("data_path", "0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
-        ("brand_new", "null", ["--unset", "--brand-new"]),  # Megatron does not know it
+        ("lr", "0.001", ("--lr", ("0.001",))),
+        ("offset", "-3", ("--offset", ("-3",))),
+        ("bf16", "true", ("--bf16", ())),
+        ("bf16", "false", None),
+        ("lr", "null", None),
+        ("overlap", "false", ("--no-overlap", ())),
+        ("no_rope_fusion", "false", None),  # it gave the flag
+        ("data_path", "0.3 a 0.7 b", ("--data-path", ("0.3", "a", "0.7", "b"))),
+        ("brand_new", "null", None),  # Megatron does not know it
     ],
 )
-def test_a_setting_is_what_would_be_typed(actions, key, value, argv):
-    assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap", "--brand-new"]) == argv
+def test_a_setting_is_what_would_be_typed(actions, key, value, setting):
+    assert set_flag(key, value, actions, in_file=["--brand-new"]) == setting
 
 
 def test_a_value_for_a_bare_flag_is_refused(actions):
     with pytest.raises(UserError, match=r"--set bf16=1: --bf16 takes no value; type bf16=true or bf16=false"):
-        set_flag("bf16", "1", actions, in_file=[])
+        set_flag("bf16", "1", actions)
 
 
 def test_a_command_line_is_read_back_as_pairs(actions):
@@ -74,20 +71,29 @@ def test_a_command_line_is_read_back_as_pairs(actions):
     ]
 
 
-@pytest.mark.parametrize(("ranks", "writes", "is_refused"), [(3, True, True), (2, True, False), (3, False, False)])
-def test_more_ranks_than_gpus_are_refused_where_a_run_starts(monkeypatch, ranks, writes, is_refused):
-    class SettledError(Exception):
-        """The launch is settled: this machine has no GPU on which its flags could be checked."""
-
-    class Launch(types.SimpleNamespace):
-        @property
-        def config(self):
-            raise SettledError
-
-    monkeypatch.setattr(launch, "prepare", lambda *_, **__: Launch(device="cuda"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+@pytest.mark.parametrize(("ranks", "refused"), [(3, True), (2, False)])
+def test_more_ranks_than_gpus_are_refused(ranks, refused):
     expected = "3 processes at once on this machine need as many GPUs, and it has 2; give --nproc 2, or --device cpu"
-    with pytest.raises(UserError if is_refused else SettledError, match=expected if is_refused else ""):
-        settle(Request(config="tiny.yaml", ranks=ranks, writes=writes))
+    with pytest.raises(UserError, match=expected) if refused else contextlib.nullcontext():
+        check_gpus(ranks, 2)
+
+
+def test_each_layer_wins_over_those_before_it(actions, tmp_path, monkeypatch):
+    """File, --set, command line, the run's folder: each flag stands once, with where it comes from."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("--save", "--tensorboard-dir"):
+        actions[name] = argparse.ArgumentParser().add_argument(name)
+    lines = ("--lr: 1", "--bf16: true", "--no-overlap: true", "--offset: 4", "--save: a/checkpoints")
+    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n" + "".join(f"  {line}\n" for line in lines))
+    request = Request("run.yaml", sets=(("lr", "3"), ("lr", "2"), ("muon_lr", "5"), ("bf16", "null")), out="b")
+    typed = ["--muon-lr", "6", "--overlap", "--unset", "offset"]
+    config = load_config("run.yaml", overridden={*request.overridden, "--offset"})
+    flags, folder, _ = _layers(request, config, actions, typed, 1)
+    assert [(flag.name, *flag.values, flag.source) for flag in flags.values()] == [
+        ("--lr", "2", "--set"),
+        ("--muon-lr", "6", "command line"),
+        ("--overlap", "command line"),
+        ("--save", "b/checkpoints", "run folder"),
+        ("--tensorboard-dir", "b/tensorboard", "run folder"),
+    ]
+    assert str(folder.root) == "b"

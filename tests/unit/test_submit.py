@@ -14,7 +14,6 @@ from megatron_muon import cli, shipped
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.submit import command as command_module
-from megatron_muon.tools.train import resolve
 from megatron_muon.tools.train.processes import ROOT
 
 CONFIG = """\
@@ -43,8 +42,6 @@ def submit(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     Path("run.yaml").write_text(CONFIG)
-    # As `resolve_each` does, but for the process that imports everything: this one has.
-    monkeypatch.setattr(resolve, "resolve_each", lambda requests: list(map(resolve._answer_in_fork, requests)))
 
     def run(*arguments: str, dry: bool = True) -> tuple[int, str, str]:
         line = ["submit", "--config", "run.yaml", "--nodes", "2", *(["--dry-run"] if dry else []), *arguments]
@@ -82,7 +79,7 @@ def test_every_option_reaches_sbatch_and_flags_the_script(submit, monkeypatch):
         *("--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive"),
         *(str(ROOT / "scripts/slurm/pretrain.sbatch"), "run.yaml", "--lr", "1e-3"),
     ]
-    assert "2 nodes x 8 = 16 ranks" in output
+    assert "2 x 8 = 16 ranks" in output
     assert "image.sqsh" in output
 
 
@@ -98,7 +95,7 @@ def test_it_says_that_a_run_is_finished(submit):
     """It "went on" with one, and the job would have ended at once after its time in the queue."""
     Path("ck").mkdir()
     Path("ck", files.TRACKER).write_text("30")
-    finished = "ck: finished, iteration 30 of 30: nothing would be trained; raise --train-iters to go on"
+    finished = "ck: finished, iteration 30 of 30; raise --train-iters to go on"
     assert finished in submit("--", "--train-iters", "30")[1]
     assert "goes on" not in submit("--", "--train-iters", "20")[1]
     assert "ck: goes on from iteration 30\n" in submit("--", "--train-iters", "31")[1]
@@ -130,7 +127,7 @@ def test_an_array_has_a_task_for_each_line(submit):
         ("", "rates.txt is empty; write a line of flags for each task"),
         ("--lr 1e-3 --save a\n\n--lr 2e-3 --save b\n", "rates.txt:2: a line holds the flags of a task, found ''"),
         ("--lr 1e-3 --save 'a\n", "rates.txt:1: No closing quotation; quote as in a shell"),
-        ("--lr 1e-3\n--lr 2e-3\n", "tasks 1 and 2 of rates.txt would write the same checkpoints, --save ck; give each"),
+        ("--lr 1e-3\n--lr 2e-3\n", "rates.txt:2: --save ck is that of task 1 too; give each line a --save of its own"),
         ("--lr 1e-3 --save a\n--lrr 2e-3 --save b\n", "unknown flag --lrr; did you mean --lr?"),
     ],
 )
@@ -144,9 +141,9 @@ def test_array_files_that_would_go_wrong(submit, tasks, message):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ("--lr: -> --lrr:", (), "run.yaml: unknown flag --lrr; did you mean --lr?"),
+        ("--lr: -> --lrr:", (), "does not know --lrr; did you mean --lr?"),
         ("", ("--", "--no-such-flag"), "unknown flag --no-such-flag"),
-        ("", ("--", "--unset", "save"), "no --save, so the run could not be resumed; add '-- --save DIR'"),
+        ("", ("--", "--unset", "save"), "no --save, so the run could not be resumed; add --save DIR"),
         ("--save-interval: 10 -> --seed: 1", (), "--save ck needs --save-interval N too"),
         ("", ("--nproc-per-node", "4", "--", "--tensor-model-parallel-size", "3"), "does not fit 8 ranks"),
         ("", ("--array", "none.txt"), "cannot read --array 'none.txt': No such file"),

@@ -18,19 +18,12 @@ def flags():
         # a slip of the fingers
         ("--hidden-sise", "--hidden-size"),
         ("--num-layres", "--num-layers"),
-        ("--optimiser", "--optimizer"),
-        ("--lrr", "--lr"),
-        ("--muon-rl", "--muon-lr"),
         ("--bf61", "--bf16"),
-        ("--numlayers", "--num-layers"),
         ("--Weight_Decay", "--weight-decay"),
         # the words in another form or order, or one missing
         ("--num-lay", "--num-layers"),
         ("--sequence-length", "--seq-length"),
-        ("--logging-interval", "--log-interval"),
         ("--warmup-fraction", "--lr-warmup-fraction"),
-        ("--attention-heads", "--num-attention-heads"),
-        ("--muon-ns-steps", "--muon-num-ns-steps"),
         # other systems' names
         ("--max_seq_length", "--seq-length"),
         *((f"--{theirs}", f"--{ours}") for theirs, ours in SYNONYMS.items()),

@@ -90,22 +90,17 @@ OURS = '{"config_hash": "0"}'
 
 
 def test_a_run_is_not_written_over(taken):
-    with pytest.raises(
-        UserError, match=r"holds a run that stopped after 7 of 20 iterations; .*--out.*--resume.*--overwrite"
+    for gone, said in (
+        ((), r"holds a run that stopped after 7 of 20 iterations; .*--out.*--resume.*--overwrite"),
+        (("summary.json",), "holds a run that was cut off"),
+        (("summary.json", "run.json"), "/tensorboard holds a run"),
     ):
-        check_free(taken, resume=False, overwrite=False)
-    check_free(taken, resume=True, overwrite=False)
-    check_free(taken, resume=False, overwrite=True)
-
-
-def test_a_folder_without_a_summary_is_not_written_over_either(taken):
-    (taken.root / "summary.json").unlink()
-    (taken.root / "run.json").unlink()
-    with pytest.raises(UserError, match="/tensorboard holds a run;"):
-        check_free(taken, resume=False, overwrite=False)
-    (taken.root / "run.json").write_text(OURS)
-    with pytest.raises(UserError, match="holds a run that was cut off"):
-        check_free(taken, resume=False, overwrite=False)
+        for name in gone:
+            (taken.root / name).unlink(missing_ok=True)
+        with pytest.raises(UserError, match=said):
+            check_free(taken, resume=False, overwrite=False)
+        check_free(taken, resume=True, overwrite=False)
+        check_free(taken, resume=False, overwrite=True)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "train.log", "run.json", "summary.json"])
@@ -181,12 +176,6 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
         run_folder.refuse_living(taken)
     run_folder.refuse_living(taken)
     assert sorted(taken.root.rglob("*")) == before
-
-
-def test_starts_in_the_same_second_have_folders_of_their_own():
-    parser, modules = cli._build_parser(["train", "--config", "x.yaml"])
-    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"])) for _ in range(3)]
-    assert len({request.default_out for request in requests}) == 3
 
 
 def test_a_start_without_a_step_may_be_overwritten(tmp_path):
@@ -396,8 +385,8 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
         (["--config", "x", "--resume", "--overwrite"], "give one of them"),
         (["--config", "x", "--no-save", "--set", "save=y"], "--no-save writes no checkpoint and --save says where to"),
         (["--config", "x", "--set", "lr"], "--set lr: write KEY=VALUE"),
-        (["--config", "x", "--nnodes", "2"], "--nnodes 2 needs --node-rank R (0 to 1) and --rdzv-endpoint HOST:PORT"),
-        (["--config", "x", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "choose 0 to 1"),
+        (["--config", "x", "--nnodes", "2"], "--nnodes 2 needs --node-rank R, 0 to 1, and --rdzv-endpoint HOST:PORT"),
+        (["--config", "x", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "--node-rank R, 0 to 1"),
         (["--config", "x", "--node-rank", "1"], "give --nnodes N too"),
     ],
 )
@@ -428,12 +417,3 @@ def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
     )
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert "GLOO_SOCKET_IFNAME" not in processes.environment(8, nodes=4)
-
-
-def test_an_installed_package_has_its_own_script(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "ROOT", tmp_path)
-    assert processes.pretrain_program() == ("-m", "megatron_muon.pretrain_gpt")
-    (tmp_path / "pretrain_gpt.py").write_text("")
-    assert processes.pretrain_program() == (str(tmp_path / "pretrain_gpt.py"),)
-    monkeypatch.chdir(tmp_path)
-    assert processes.pretrain_program() == ("pretrain_gpt.py",)

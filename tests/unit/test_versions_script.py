@@ -42,12 +42,9 @@ def test_a_row_takes_the_place_of_that_of_the_same_pair_and_rows_are_in_order(ve
     ]
 
 
-def test_a_failed_test_is_named(versions):
+def test_a_failed_test_is_named_and_the_page_has_the_table(versions):
     versions.write(found("2.15.0", "3.12.1", "tests.unit.test_x::test_y"))
     assert "1,200 passed, 1 failed (`tests.unit.test_x::test_y`)" in versions.PAGE.read_text()
-
-
-def test_the_page_has_the_table_and_the_files_of_the_tests_exist(versions):
     assert versions.HEADER in (ROOT / "docs/questions.md").read_text("utf-8")
     assert all((ROOT / name).is_file() for name in versions.FUNCTIONAL)
 

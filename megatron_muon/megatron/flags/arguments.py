@@ -1,7 +1,7 @@
-"""The command line: megatron.training's parser with our flags, and the defaults that a run needs.
+"""The command line: megatron.training's parser with our flags, the defaults that a run needs, and rules of any run.
 
-Defaults are written as flags in front of the user's, so the user's win and the list of them can be shown. This module
-checks what can be checked before torch.distributed starts; it changes nothing in megatron-core.
+Defaults are written as flags in front of the user's, so the user's win and the list of them can be shown. Rules of Muon
+are in `refusals`. Nothing here changes megatron-core.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.core.numbers import check_numbers, flag_of
-from megatron_muon.errors import Reasons, UserError, install
+from megatron_muon.errors import UserError, install
 from megatron_muon.megatron.flags import config_file, refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
-from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
+from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, Rules
 from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
 
 MODEL_FLAGS = (
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--hybrid-layer-pattern",
-    "--heterogeneous-layers-config-path",
-    "--use-checkpoint-args",
-    "--yaml-cfg",
+    *("--num-layers", "--hidden-size", "--num-attention-heads", "--hybrid-layer-pattern"),
+    *("--heterogeneous-layers-config-path", "--use-checkpoint-args", "--yaml-cfg"),
 )
 """Flags that say that the user brings a model of their own."""
 
 TENSOR_PARALLEL = ("--tensor-model-parallel-size", "--expert-tensor-parallel-size")
+NO_FUSED_GRADIENTS = "--no-gradient-accumulation-fusion"
+NO_FUSION = tuple(f"--no-{kernel}" for kernel in ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion"))
+"""Leave out kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same. The fusion
+of bias and GELU needs neither, and computes GELU's tanh approximation, as without it nothing does."""
+BY_PACKAGES = frozenset((NO_FUSED_GRADIENTS, "--transformer-impl", *NO_FUSION))
+"""Of `missing_defaults` for "cuda": what a machine with Transformer Engine or Apex does not need."""
 
-TE = "transformer_engine"
+TE = "--transformer-impl transformer_engine"
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,53 +82,36 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
         raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
     config_file.refuse_unknown_flags(unknown, parser._option_string_actions)
-    if unknown:
-        raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
     return args
-
-
-BY_PACKAGES = frozenset(
-    f"--{name}"
-    for name in (
-        "no-gradient-accumulation-fusion",
-        "transformer-impl",
-        "no-persist-layer-norm",
-        "no-masked-softmax-fusion",
-        "no-rope-fusion",
-    )
-)
-"""Of `missing_defaults` for "cuda": what a machine with Transformer Engine or Apex does not need."""
 
 
 def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
     """The flags that a run on "cuda" or "cpu" needs and that `argv` does not settle, as they would be typed."""
     actions = parser._option_string_actions
     chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
-    wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
-    if "use_megatron_fsdp" in chosen:
-        wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
-    if device == "cpu":
-        wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
     early = Parser(add_help=False, allow_abbrev=False)
     for flag in ("--muon-ns-device", "--optimizer", *TENSOR_PARALLEL):
         early.add_argument(flag)
     given = early.parse_known_args(list(argv))[0]
     sizes = [getattr(given, actions[flag].dest) for flag in TENSOR_PARALLEL]
     may_cut = "use_checkpoint_args" in chosen or any(size not in (None, "1") for size in sizes)
+
+    wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
+    if "use_megatron_fsdp" in chosen:
+        wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
+    if device == "cpu":
+        wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
     if "use_megatron_fsdp" in chosen and given.optimizer in MUONS and may_cut:
         wanted.append(["--muon-tp-mode", TP_MODE])
     if (device == "cpu" or given.muon_ns_device == "cpu") and not cpu_has_bf16():
         wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
-        wanted.append(["--no-gradient-accumulation-fusion"])
+        wanted.append([NO_FUSED_GRADIENTS])
     if device == "cpu" or not has_transformer_engine():
         wanted.append(["--transformer-impl", "local"])
         if device == "cpu" or importlib.util.find_spec("apex") is None:
-            # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same. The
-            # fusion of bias and GELU needs neither, and computes GELU's tanh approximation, as without it nothing does.
-            fused = ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion")
-            wanted += [[f"--no-{kernel}"] for kernel in fused]
+            wanted += [[flag] for flag in NO_FUSION]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
 
 
@@ -161,115 +145,92 @@ def check_settings(
     A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
     """
     check_numbers(args)
-    on_cpu = device == "cpu"
-    te_here, te_asked = elsewhere or has_transformer_engine(), args.transformer_impl == TE
-    one_connection = environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    reasons = Reasons()
-    with reasons:
-        check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
-    with reasons:
-        refuse_hybrid(args)
-    with reasons:
-        refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
+
+    def muon() -> None:
+        refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=device == "cpu", has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
-    with reasons:
-        if check_data:
-            require_data(args)
-    with reasons:
-        if args.load and writes:
-            check_load(args)
-    start, end = args.profile_step_start, args.profile_step_end
-    steps = f"--profile-step-start {start} --profile-step-end {end}"
-    independent = (
-        (
-            args.use_pytorch_profiler and not args.profile,
-            "--use-pytorch-profiler does nothing without --profile; add it, or leave both out",
-        ),
-        (
-            args.profile and start >= end,
-            f"{steps}: no step lies between them; the second number must be larger",
-        ),
-        (
-            args.profile and args.train_iters is not None and end > args.train_iters,
-            f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before; "
-            "give earlier steps (`train`: --profile-steps FIRST:END), or train longer",
-        ),
-        (
-            args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None,
-            "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too, such as "
-            "--tensorboard-dir runs/profiled/tensorboard",
-        ),
-        (
-            args.profile and on_cpu and not args.use_pytorch_profiler,
-            "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU",
-        ),
-        (
-            args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None,
-            f"--wandb-project {args.wandb_project}: wandb is not installed; {install('wandb')}, or leave the flag out",
-        ),
-        (
-            te_asked and not te_here,
-            f"--transformer-impl {TE}: Transformer Engine is not installed; {install('te')} on a "
-            "machine with a GPU, or use --transformer-impl local",
-        ),
-        (
-            te_asked and te_here and on_cpu,
-            f"--transformer-impl {TE} needs a GPU; use --transformer-impl local on a CPU",
-        ),
-        (
-            args.use_megatron_fsdp and one_connection,
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; type: unset "
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-        ),
-        (
-            args.async_save and on_cpu,
-            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
-            "changes; leave it out, and --use-persistent-ckpt-worker too",
-        ),
-        (
-            args.async_save and not on_cpu and not args.use_persistent_ckpt_worker,  # 0.19 would warn, and do so
-            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
-            "foreground; add that flag, or leave --async-save out",
-        ),
-        (
-            args.save and args.save_interval is None,
-            f"--save {args.save} needs --save-interval N: after how many iterations to save",
-        ),
-    )
-    reasons.lines += [message for is_wrong, message in independent if is_wrong]
-    reasons.tell()
 
-
-def refuse_hybrid(args: argparse.Namespace) -> None:
-    """Refuse layers of a HybridModel: a run builds a GPT, and would ignore them."""
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        if pattern := getattr(args, name):
-            raise UserError(
-                f"{flag_of(name)} {pattern} makes a hybrid model, and a run builds only GPTs; leave it out "
-                "(megatron-muon plan takes it)"
-            )
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    checks = [lambda: check_parallelism(args, world_size), lambda: refusals.apply(_of_models(args)), muon]
+    if check_data:
+        checks.append(lambda: require_data(args))
+    if args.load and writes:
+        checks.append(lambda: check_load(args))
+    of_run = _of_run(args, on_cpu=device == "cpu", environ=environ, elsewhere=elsewhere)
+    refusals.tell(*checks, lambda: refusals.apply(of_run))
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     """Refuse parallel sizes that do not fit the number of ranks, or each other."""
     product = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        flag, size = flag_of(name), getattr(args, name)
-        product *= size
+        product *= getattr(args, name)
         if product > world_size or world_size % product:
             raise UserError(
-                f"{flag} {size} does not fit {world_size} rank{'s' * (world_size != 1)}: the product of tensor, "
-                "pipeline and context parallel sizes must divide the number of ranks; start a multiple of "
-                f"{product} ranks (torchrun --nproc-per-node) or lower {flag}"
+                f"{flag_of(name)} {getattr(args, name)} does not fit {world_size} ranks, a multiple of the product of "
+                f"tensor, pipeline and context parallel sizes; start a multiple of {product} (torchrun "
+                "--nproc-per-node) or lower it"
             )
-    if args.context_parallel_size > 1 and args.transformer_impl == "local":
-        raise UserError(
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, and a GPU; "
-            f"use --transformer-impl {TE} there, or --context-parallel-size 1"
-        )
-    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
-        raise UserError(
-            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not work with "
-            "--use-megatron-fsdp: Megatron-FSDP of megatron-core 0.19 builds its device mesh from all ranks; use 1"
-        )
+    refusals.apply(_of_parallelism(args))
+
+
+def _of_parallelism(args: argparse.Namespace) -> Rules:
+    context, pipeline = args.context_parallel_size, args.pipeline_model_parallel_size
+    if context > 1 and args.transformer_impl == "local":
+        yield f"--context-parallel-size {context} needs Transformer Engine's attention, and a GPU; use {TE}, or size 1"
+    if args.use_megatron_fsdp and pipeline > 1:  # Megatron-FSDP of 0.19 builds its device mesh from all ranks
+        yield f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
+
+
+def _of_models(args: argparse.Namespace) -> Rules:
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if pattern := getattr(args, name):
+            yield f"{flag_of(name)} {pattern} makes a hybrid model, which `plan` takes and a run does not; leave it out"
+
+
+def _of_run(args: argparse.Namespace, *, on_cpu: bool, environ: Mapping[str, str], elsewhere: bool) -> Rules:
+    """Flags of Megatron that do nothing, or cannot be, in a run."""
+    start, end, torchs = args.profile_step_start, args.profile_step_end, args.use_pytorch_profiler
+    steps = f"--profile-step-start {start} --profile-step-end {end}"
+    if torchs and not args.profile:
+        yield "--use-pytorch-profiler does nothing without --profile; add it, or leave both out"
+    if args.profile and start >= end:
+        yield f"{steps}: no step lies between them; the second number must be larger"
+    if args.profile and args.train_iters is not None and end > args.train_iters:
+        late = f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before"
+        yield f"{late}; give earlier steps (`train`: --profile-steps FIRST:END), or train longer"
+    if args.profile and torchs and args.tensorboard_dir is None:
+        yield "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"
+    if args.profile and on_cpu and not torchs:
+        yield "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"
+    if args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None:
+        yield f"--wandb-project {args.wandb_project}: wandb is not installed; {install('wandb')}, or leave the flag out"
+    if args.transformer_impl == "transformer_engine":
+        if not (elsewhere or has_transformer_engine()):
+            yield f"{TE} is not installed; {install('te')} on a machine with a GPU, or use --transformer-impl local"
+        elif on_cpu:
+            yield f"{TE} needs a GPU; use --transformer-impl local on a CPU"
+    if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        keeps = "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping"
+        yield f"{keeps}; type: unset CUDA_DEVICE_MAX_CONNECTIONS"
+    if args.async_save and on_cpu:  # the saving process would share the tensors that training changes
+        yield "--async-save does not work on the CPU; leave it out, and --use-persistent-ckpt-worker too"
+    elif args.async_save and not args.use_persistent_ckpt_worker:  # 0.19 would warn, and save in the foreground
+        yield "--async-save does nothing without --use-persistent-ckpt-worker; add that flag, or leave it out"
+    if args.save and args.save_interval is None:
+        yield f"--save {args.save} needs --save-interval N: after how many iterations to save"
+
+
+def of_model(args: argparse.Namespace) -> Rules:
+    """Sizes, completed by Megatron's validation, that megatron-core finds wrong in the first step alone."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    experts, top_k, width = args.num_experts, args.moe_router_topk, args.ffn_hidden_size
+    if args.group_query_attention and heads % groups:
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
+    if args.swiglu and width % 2:
+        yield f"--ffn-hidden-size {width} is odd, and --swiglu pairs its columns; take an even one"
+    if experts and top_k > experts:
+        yield f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it"
+    if experts and args.bias_gelu_fusion and not (args.swiglu or args.quick_geglu):
+        yield "no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"

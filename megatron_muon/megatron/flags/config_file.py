@@ -8,26 +8,23 @@
       --recompute-modules: [moe_act, layernorm]
       --data-path: ${DATA_PATH}/text   # from the environment
 
-A value reaches Megatron as it is written in the file (`1e-4` stays `1e-4`); `true` gives the bare flag,
-`false` and null leave the flag out. A bracketed string, `"[384 384 976]"`, is a list, as upstream's launch
-script reads it. `$$` stands for a dollar sign.
-
-A file may rest on others, named relative to it:
+A value reaches Megatron as it is written (`1e-4` stays `1e-4`); `true` gives the bare flag, `false` and null
+leave the flag out. A bracketed string, `"[384 384 976]"`, is a list, as for upstream's launch script. `$$` stands for a
+dollar sign. A file may rest on others, named relative to it:
 
     BASE: [model.yaml, optimizer.yaml]
     MODEL_ARGS:
       --lr: 2e-3                       # instead of the bases'
       --clip-grad: null                # takes the bases' away
 
-Bases count in their order, the file itself last; ENV_VARS and MODEL_ARGS are merged key by key. A placeholder matters
-only where its value is used, so one of an overridden flag may stay unset.
+ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Placeholders of overridden flags may stay unset.
 """
 
 import argparse
 import os
 import re
 import string
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,47 +40,35 @@ UPSTREAM_TEST_KEYS = re.compile(
     "AFTER_SCRIPT|BEFORE_SCRIPT|LAUNCHER|METRICS|MODE|MODEL_ENV_VARS|TEST_EVALUATION|TEST_TYPE|THROUGHPUT_TEST_PARAMS"
     "|MODEL_ARGS_[0-9]+"  # flags of a test's second run
 )
-"""Keys that only upstream's test harness reads.
-
-Source: tests/functional_tests/shell_test_utils/{run_ci_test,_run_training}.sh and python_test_utils of
-https://github.com/NVIDIA/Megatron-LM, and its test_cases/**/model_config.yaml.
-"""
+"""Keys that only upstream's test harness reads (Megatron-LM: tests/functional_tests/shell_test_utils/*.sh)."""
 
 UNSET_FLAG = "--unset"
 """Takes a flag of the file back: `--unset bf16`. The way to undo a bare flag that has no `--no-` twin."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ANY, _FLAG, _NAME = re.compile(r".*", re.DOTALL), re.compile(r"--.+"), re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """What an experiment file says.
-
-    Attributes:
-        flags: (flag, its values) in the file's order; no values for a bare flag.
-        ignored: Top-level keys that only upstream's test harness reads.
-        files: All files read, bases before those that rest on them; `origins` names that of each flag.
-        overridden: Flags that the file has and that were left out of `flags` because the user gives or unsets them.
-    """
+    """What an experiment file says."""
 
     path: Path
     env: Mapping[str, str]
-    flags: tuple[tuple[str, tuple[str, ...]], ...]
-    ignored: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
-    origins: Mapping[str, Path] = field(default_factory=dict)
-    overridden: frozenset[str] = frozenset()
+    flags: tuple[tuple[str, tuple[str, ...]], ...]  # in the file's order, with their values; none for a bare flag
+    ignored: tuple[str, ...] = ()  # keys that only upstream's test harness reads
+    files: tuple[Path, ...] = ()  # all files read, bases before those that rest on them
+    origins: Mapping[str, Path] = field(default_factory=dict)  # the file of each flag
+    overridden: frozenset[str] = frozenset()  # flags of the file, left out of `flags` as the user gives or unsets them
 
 
 def load_config(
     path: str | Path, environ: Mapping[str, str] | None = None, *, overridden: Container[str] = ()
 ) -> ExperimentConfig:
-    """Read an experiment file and the files that it rests on; a mistake is named with file and line.
+    """Read an experiment file and the files that it rests on; a mistake is a UserError with file and line.
 
-    One of configs/ that is not here is taken from those that come with the package (`shipped.find`).
-    Placeholders are looked up in `environ`, by default `os.environ`. Flags that are `overridden` by the user are left
-    out, and their placeholders may stay unset.
+    One of configs/ that is not here is taken from those of the package (`shipped.find`). Placeholders are looked up in
+    `environ`, by default `os.environ`. Flags that are `overridden` by the user are left out.
     """
     path = Path(path)
     layers = list(_layers(shipped.find(path), ()))
@@ -97,18 +82,11 @@ def load_config(
             found.pop(flag, None)  # an overriding flag takes its place behind the bases', as on a command line
             found[flag] = file, node
     values = _Values(os.environ if environ is None else environ)
-    env = {}
-    for name, (file, node) in variables.items():
-        if not isinstance(node, yaml.ScalarNode):
-            raise UserError(f"{_at(file, node)}: {ENV_KEY} {name} must be a string or a number")
-        if not _is_null(node):
-            env[name] = values.text(file, name, node)
     taken = {flag: values.of_flag(file, flag, node) for flag, (file, node) in found.items() if flag not in overridden}
-    values.require_all()
     flags = tuple((flag, given) for flag, given in taken.items() if given is not None)
     return ExperimentConfig(
         path=path,
-        env=env,
+        env={name: values.text(file, name, node) for name, (file, node) in variables.items() if not _is_null(node)},
         flags=flags,
         ignored=tuple(dict.fromkeys(key for _, sections in layers for key in sections if key not in OURS)),
         files=tuple(dict.fromkeys(file for file, _ in layers)),
@@ -118,19 +96,20 @@ def load_config(
 
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
-    """A command line on which the user's flags override the file's, and `--unset FLAG` takes one of the file back.
-
-    The file's flags come first; argparse takes the last of a repeated flag, and of one with several values the last
-    one's values alone.
-    """
+    """The file's flags and behind them the user's, which win in argparse; `--unset FLAG` takes one of the file back."""
+    check_unset(config, user_argv)
     rest, unset = _without_unset(user_argv)
+    left_out = set(map(_flag, unset))
+    return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
+
+
+def check_unset(config: ExperimentConfig, user_argv: Sequence[str]) -> None:
+    """Refuse an `--unset` of a flag that the file does not have."""
     known = [*(flag for flag, _ in config.flags), *config.overridden]
-    for name in unset:
+    for name in _without_unset(user_argv)[1]:
         if _flag(name) not in known:
             hint = did_you_mean(_flag(name), known)
             raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {_flag(name)}{hint}")
-    left_out = set(map(_flag, unset))
-    return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
 
 
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
@@ -140,27 +119,27 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
     for flag, values in config.flags:
         file, takes = config.origins.get(flag, config.path), actions[flag].nargs
         if takes == 0 and values:
-            given = " ".join(values)
-            raise UserError(f"{file}: {flag} takes no value, found {given!r}; write '{flag}: true' or leave it out")
+            raise UserError(f"{file}: {flag} takes no value, found {' '.join(values)!r}; write '{flag}: true'")
         if takes in (None, "+") and not values:
             raise UserError(f"{file}: {flag} needs a value, found true or an empty list")
 
 
 def refuse_unknown(config: ExperimentConfig, known: Collection[str], *, software: str = "") -> None:
     """Refuse flags of a file that are not among those of `software`."""
-    unknown = [flag for flag, _ in config.flags if flag not in known]
-    if unknown:
+    if unknown := [flag for flag, _ in config.flags if flag not in known]:
         hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
-        whose = f"{software} does not know " if software else "unknown flag" + "s" * (len(unknown) > 1) + " "
-        remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
-        raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
+        hint = hint or f"; leave out what is not needed with {UNSET_FLAG} FLAG"
+        file = config.origins.get(unknown[0], config.path)
+        raise UserError(f"{file}: {software or 'pretrain_gpt.py'} does not know {', '.join(unknown)}{hint}")
 
 
 def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
-    """Refuse a flag of a command line that is not known, with the nearest one."""
+    """Refuse a flag of a command line that is not known, with the nearest one, and a value without a flag."""
     for flag in (token.partition("=")[0] for token in argv if token.startswith("--")):
         if flag not in known:
             raise UserError(f"unknown flag {flag}{did_you_mean(flag, known) or '; see pretrain_gpt.py --help'}")
+    if argv and not argv[0].startswith("-"):
+        raise UserError(f"unexpected argument {argv[0]!r}: flags begin with --")
 
 
 def given_flags(user_argv: Sequence[str]) -> frozenset[str]:
@@ -198,13 +177,6 @@ def _flag(name: str) -> str:
     return "--" + name.lstrip("-")
 
 
-def apply_env(config: ExperimentConfig, environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Set the file's variables in `environ`, except those that the user has set already; those set."""
-    applied = {name: value for name, value in config.env.items() if name not in environ}
-    environ.update(applied)
-    return applied
-
-
 def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
     """Flags with their values as a command line."""
     for flag, values in flags:
@@ -215,7 +187,10 @@ def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
             yield from values
 
 
-def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, dict[str, yaml.Node]]]]:
+type _Items = dict[str, yaml.Node]
+
+
+def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, _Items]]]:
     """A file's sections by key, after those of its bases. `above` are the files that led here."""
     if os.path.realpath(path) in map(os.path.realpath, above):
         ring = " -> ".join(str(file) for file in (*above, path))
@@ -228,20 +203,14 @@ def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
     if (bases := sections.get(BASE_KEY)) is not None and not _is_null(bases):
         items = bases.value if isinstance(bases, yaml.SequenceNode) else [bases]
         if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
-            raise UserError(f"{_at(path, bases)}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
+            raise UserError(f"{path}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
         for item in items:
             yield from _layers(path.parent / item.value, (*above, path))
-    read: dict[str, dict[str, yaml.Node]] = {key: {} for key in sections}
+    read: dict[str, _Items] = {key: {} for key in sections}
     if not _is_null(env := sections.get(ENV_KEY)):
-        read[ENV_KEY] = _items(path, ENV_KEY, env)
-    for key, node in read.get(ENV_KEY, {}).items():
-        if not _NAME.fullmatch(key):
-            raise UserError(f"{_at(path, node)}: {ENV_KEY} key {key!r} is no name of an environment variable")
+        read[ENV_KEY] = _items(path, ENV_KEY, env, _NAME, "the name of an environment variable")
     if ARGS_KEY in sections:
-        read[ARGS_KEY] = _items(path, ARGS_KEY, sections[ARGS_KEY])
-    for key, node in read.get(ARGS_KEY, {}).items():
-        if not key.startswith("--"):
-            raise UserError(f"{_at(path, node)}: {ARGS_KEY} key {key!r} is not a flag; write '{_flag(key)}:'")
+        read[ARGS_KEY] = _items(path, ARGS_KEY, sections[ARGS_KEY], _FLAG, "a flag; write it with two dashes")
     yield path, read
 
 
@@ -253,20 +222,21 @@ def _root(path: Path, above: tuple[Path, ...]) -> yaml.Node | None:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         where = f", the {BASE_KEY} of {above[-1]}" if above else ""
         raise UserError(f"cannot read configuration {str(path)!r}{where}: {reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise UserError(f"{path}: nested too deeply; a file holds {ENV_KEY} and {ARGS_KEY} with their keys") from None
 
 
-def _items(path: Path, what: str, node: yaml.Node | None) -> dict[str, yaml.Node]:
-    """A mapping's keys and values; refuses keys that are given twice."""
+def _items(
+    path: Path, what: str, node: yaml.Node | None, form: re.Pattern[str] = _ANY, must_be: str = ""
+) -> dict[str, yaml.Node]:
+    """A mapping's keys and values; refuses keys that are given twice, or that are not of the `form`."""
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below")
     items: dict[str, yaml.Node] = {}
     for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise UserError(f"{_at(path, key)}: a key must be a plain word")
+        if not isinstance(key, yaml.ScalarNode) or not form.fullmatch(key.value):
+            name = repr(key.value) if isinstance(key, yaml.ScalarNode) else "of several values"
+            raise UserError(f"{_at(path, key)}: {what} key {name} is not {must_be or 'a plain word'}")
         if key.value in items:
             raise UserError(f"{_at(path, key)}: {key.value!r} is given twice; keep one of them")
         items[key.value] = value
@@ -279,34 +249,34 @@ class _Placeholders(string.Template):
     pattern = r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^}]*)\}|(?P<named>[A-Za-z_][A-Za-z0-9_]*)|(?P<invalid>(?!)))"  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
 class _Values:
-    """Nodes as values, with placeholders replaced from the environment as envsubst does it; notes what that lacks."""
+    """Nodes as values, with placeholders replaced from the environment as envsubst does it."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._missing: dict[str, tuple[str, str]] = {}
+    environ: Mapping[str, str]
 
-    def text(self, file: Path, key: str, node: yaml.ScalarNode) -> str:
+    def text(self, file: Path, key: str, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode):
+            raise UserError(f"{_at(file, node)}: {key} must be a value, or a list of them for a flag")
         template = _Placeholders(node.value)
         for name in template.get_identifiers():
             if not _NAME.fullmatch(name):
                 raise UserError(f"{_at(file, node)}: {key}: ${{{name}}} is no placeholder; write ${{NAME}}")
-            if name not in self._environ:
-                self._missing.setdefault(name, (_at(file, node), key))
-        return template.safe_substitute(self._environ)
+            if name not in self.environ:
+                unset = f"{key} needs the environment variable {name}, which is not set"
+                raise UserError(
+                    f"{_at(file, node)}: {unset}; type export {name}=..., or give {key} on the command line"
+                )
+        return template.safe_substitute(self.environ)
 
     def of_flag(self, file: Path, flag: str, node: yaml.Node) -> tuple[str, ...] | None:
         """A flag's values: none for a bare flag, None for a flag that is to be left out."""
         if isinstance(node, yaml.SequenceNode):
             values: list[str] = []
             for item in node.value:
-                if not isinstance(item, yaml.ScalarNode):
-                    raise UserError(f"{_at(file, item)}: {flag} holds a list or mapping within its list")
                 text = self.text(file, flag, item)
                 values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
             return tuple(values)
-        if not isinstance(node, yaml.ScalarNode):
-            raise UserError(f"{_at(file, node)}: {flag} must be a value or a list, not a mapping")
         if _is_null(node):
             return None
         text = self.text(file, flag, node)
@@ -314,14 +284,6 @@ class _Values:
             return () if text.lower() == "true" else None
         bracketed = _BRACKETED.match(text)
         return tuple(bracketed[1].split()) if bracketed else (text,)
-
-    def require_all(self) -> None:
-        for name, (place, key) in self._missing.items():
-            others = f" (so are {', '.join(list(self._missing)[1:])})" if len(self._missing) > 1 else ""
-            raise UserError(
-                f"{place}: {key} needs the environment variable {name}, which is not set{others}; "
-                f"type 'export {name}=...' first, or give {key} on the command line"
-            )
 
 
 def _is_null(node: yaml.Node | None) -> bool:

@@ -26,9 +26,8 @@ def kept() -> frozenset[str]:
 def keep(flags: Iterable[str]) -> None:
     """Keeps the flags for the next command, where that can be written."""
     with contextlib.suppress(OSError):
-        file = _file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with files.written_at_once(file) as stream:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with files.written_at_once(_file()) as stream:
             stream.write(json.dumps(sorted(flags)))
 
 

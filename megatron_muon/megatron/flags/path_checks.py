@@ -56,13 +56,11 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
         if part is None and (name == "training" or (name == "validation" and needs_validation)):
-            remedy = ", or --eval-iters 0 to leave validation out" * (name == "validation")
-            raise UserError(f"--split {split} has no part for {name}; give another, such as 98,2,0{remedy}")
+            raise UserError(f"--split {split} has no part for {name}; give 98,2,0, or 100,0,0 with --eval-iters 0")
         if part is not None and round(part[0] * documents) == round(part[1] * documents):
             raise UserError(
                 f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
-                "(a text file is one document, and so is a line of JSONL), or choose another --split: 98,2,0 works "
-                "from 26 documents on, 100,0,0 with --eval-iters 0 trains on all of them"
+                "(a text file or a line of JSONL is one), or give --split 100,0,0 --eval-iters 0 to train on all"
             )
 
 
@@ -74,10 +72,7 @@ def check_load(args: argparse.Namespace) -> None:
     folder = Path(args.load)
     is_own = args.save and Path(args.save).resolve() == folder.resolve()
     if not ((folder / TRACKER).exists() or args.pretrained_checkpoint or is_own):
-        raise UserError(
-            f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go "
-            "on from, or leave --load out to start from scratch"
-        )
+        raise UserError(f"--load {folder} holds no checkpoint, as it has no {TRACKER}; give a run's --save directory")
 
 
 def check_writable(directory: Path, flag: str) -> None:
@@ -87,9 +82,7 @@ def check_writable(directory: Path, flag: str) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise UserError(
-            f"{flag} {directory}: cannot write there ({error.strerror}); choose a directory that this user may write"
-        ) from error
+        raise UserError(f"{flag} {directory}: cannot write there ({error.strerror}); give another") from error
 
 
 def check_places(args: argparse.Namespace, *, first_rank: bool) -> None:

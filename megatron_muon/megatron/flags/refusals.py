@@ -1,18 +1,18 @@
-"""What a run with Muon is refused: one table of conditions and messages, for the command line and for scripts alike.
+"""The table of rules: what a run with Muon is refused, for the command line and for scripts alike.
 
-The rules see plain values (`MuonRun`), so that the command line can ask before torch is imported. Every rule that
-applies is told, each in a line.
+A rule is a condition and a message; every rule that applies is told, each in a line. The rules see plain values, so
+that the command line can ask before torch is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from megatron_muon.core.numbers import check_number, flag_of
-from megatron_muon.errors import Reasons
-from megatron_muon.settings import MuonSettings, default_of, iteration_of, steps_for
+from megatron_muon.errors import UserError
+from megatron_muon.settings import MuonSettings, choices_of, default_of, iteration_of, steps_for
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
@@ -24,28 +24,23 @@ MOMENTUM = (*(name for name in FIELDS if name.startswith("muon_offload")), "muon
 
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 SHARDING = "optim, optim_grads or optim_grads_params"
+SHARED, HYPERBALL, CAUTIOUS = "--muon-share-replicated", "--muon-hyperball", "--muon-cautious-weight-decay"
 CLIP, LOG = "--qk-clip", "--log-max-attention-logit"
+ONE_OUT = "leave one of the two out"
 
-type Rules = Iterator[tuple[object, str]]
-"""Of each rule, what makes it apply where it is true, and what is said then."""
+type Rules = Iterator[str]
+"""A table of rules: the messages of those that apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRun:
-    """What the rules depend on.
+    """What the rules depend on."""
 
-    Attributes:
-        settings: parsed flags, or a MuonOptimizerConfig.
-        model: parsed flags, or a TransformerConfig.
-        ddp: parsed flags, or a DistributedDataParallelConfig.
-        has_model: a script has made the model, so `model` has its sizes and Muon is to train it.
-    """
-
-    settings: Any
-    model: Any
-    ddp: Any
+    settings: Any  # parsed flags, or a MuonOptimizerConfig
+    model: Any  # parsed flags, or a TransformerConfig
+    ddp: Any  # parsed flags, or a DistributedDataParallelConfig
     on_cpu: bool
-    has_model: bool
+    has_model: bool  # a script has made the model, so `model` has its sizes and Muon is to train it
 
     @property
     def replicated(self) -> bool:
@@ -67,21 +62,45 @@ class MuonRun:
         return [flag_of(name) for name in names if getattr(self.settings, name) != default_of(name)]
 
 
+def tell(*checks: Callable[[], object]) -> None:
+    """Makes all checks; raises one `UserError` of the lines of those that they raise."""
+    lines: dict[str, None] = {}
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            lines |= dict.fromkeys(str(error).splitlines())
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def apply(rules: Rules) -> None:
+    """Raises a `UserError` with a line for every rule that applies."""
+    if lines := list(rules):
+        raise UserError("\n".join(lines))
+
+
 def check(run: MuonRun) -> None:
     """Raises a `UserError` with a line for every rule that applies, of Muon's where the run has Muon."""
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
-    reasons = Reasons()
-    if with_muon:
-        with reasons:
-            iteration_of(run.settings).check()
-            iteration_of(run.settings).check_steps_for(steps_for(run.settings))
-        with reasons:
-            for name in ("qk_clip_alpha", "qk_clip_threshold") if run.model.qk_clip else ():
-                check_number(name, getattr(run.model, name))
     of_muon = (_features, _logits, _unheeded, _offload, _offload_all, _blocks, _share, _decay)
-    for rules in (_optimizer, *(of_muon if with_muon else (_without_muon,))):
-        reasons.lines += [message for applies, message in rules(run) if applies]
-    reasons.tell()
+    tables = (_optimizer, *(of_muon if with_muon else (_without_muon,)))
+    checks: list[Callable[[], object]] = []
+    if with_muon:
+        checks.append(lambda: _check_iteration(run.settings))
+    if with_muon and run.model.qk_clip:
+        checks.append(lambda: _check_clip(run.model))
+    tell(*checks, lambda: apply(message for table in tables for message in table(run)))
+
+
+def _check_iteration(settings: Any) -> None:
+    iteration_of(settings).check()
+    iteration_of(settings).check_steps_for(steps_for(settings))
+
+
+def _check_clip(model: Any) -> None:
+    for name in ("qk_clip_alpha", "qk_clip_threshold"):
+        check_number(name, getattr(model, name))
 
 
 def asked(model: Any) -> str | None:
@@ -99,38 +118,29 @@ def needs_whole_updates(settings: Any) -> bool:
 def _optimizer(run: MuonRun) -> Rules:
     settings, under_fsdp = run.settings, run.ddp.use_megatron_fsdp
     optimizer, is_adaptive = settings.optimizer, settings.optimizer == "adaptive_muon"
-    yield (
-        settings.fp16 and (optimizer in MUONS or run.has_model),
-        f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or neither for fp32",
-    )
+    if settings.fp16 and (optimizer in MUONS or run.has_model):
+        yield f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or neither for fp32"
     layer_wise = "--optimizer dist_muon" if optimizer == "dist_muon" else ""
     if getattr(settings, "use_layer_wise_distributed_optimizer", False):  # flags get it when they are validated
         layer_wise = layer_wise or "use_layer_wise_distributed_optimizer=True"
-    yield (
-        layer_wise and under_fsdp,
-        f"{layer_wise} is megatron-core's layer-wise Muon, which deals out whole layers, and Megatron-FSDP has cut "
-        "them into rows by then; use --optimizer muon, whose owner scheme gives every matrix one owner too",
-    )
-    for flag in run.given(ADAPTIVE):
-        yield not is_adaptive, f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
-    yield (
-        is_adaptive and not under_fsdp,
-        "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first step "
-        "with emerging-optimizers 0.3; add the flag, or use --optimizer muon",
-    )
+    if layer_wise and under_fsdp:
+        yield f"{layer_wise}, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's shards; use muon"
+    for flag in run.given(ADAPTIVE) if not is_adaptive else ():
+        yield f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
+    if is_adaptive and not under_fsdp:
+        yield "--optimizer adaptive_muon needs --use-megatron-fsdp; add the flag, or use --optimizer muon"
     if is_adaptive and under_fsdp:
-        yield _in_parts(run, "--optimizer adaptive_muon, no_shard", f", or {SHARDING}")
+        yield from _in_parts(run, "--optimizer adaptive_muon, no_shard", f", or {SHARDING}")
 
 
-def _in_parts(run: MuonRun, flags: str, otherwise: str, *, with_experts: bool = True) -> tuple[bool, str]:
+def _in_parts(run: MuonRun, flags: str, otherwise: str, *, with_experts: bool = True) -> Rules:
     """The rule of replicas whose tensor-parallel parts of a matrix would be orthogonalised together."""
     size, mode = run.model.tensor_model_parallel_size, run.settings.muon_tp_mode
     if with_experts:
         size = max(size, run.model.expert_tensor_parallel_size or 1)
-    return run.replicated and size > 1 and mode != "blockwise", (
-        f"--muon-tp-mode {mode} is not supported with {flags} and tensor parallel size {size}; use --muon-tp-mode "
-        f"blockwise{otherwise}"
-    )
+    if run.replicated and size > 1 and mode != "blockwise":
+        mode = f"--muon-tp-mode {mode} is not supported with {flags} and tensor parallel size {size}"
+        yield f"{mode}; use --muon-tp-mode blockwise{otherwise}"
 
 
 def _without_muon(run: MuonRun) -> Rules:
@@ -138,51 +148,38 @@ def _without_muon(run: MuonRun) -> Rules:
     if run.settings.muon_allow_missing_state and not run.ddp.use_megatron_fsdp:
         given.append("--muon-allow-missing-state")
     for flag in given:
-        yield True, f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
+        yield f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
     logits = asked(run.model)
-    yield (
-        run.ddp.use_megatron_fsdp and logits,
-        f"{logits} with --use-megatron-fsdp needs --optimizer muon: megatron-core's own clip looks for layers where "
-        f"Megatron-FSDP does not keep them; leave {logits} out",
-    )
+    if run.ddp.use_megatron_fsdp and logits:  # megatron-core's clip ends in an AttributeError
+        yield f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
 
 
 def _features(run: MuonRun) -> Rules:
     """Features of megatron-core that do not work with Muon under Megatron-FSDP; and values that argparse refuses."""
     settings, model = run.settings, run.model
-    for field in fields(MuonSettings):
-        value, choices = getattr(settings, field.name), get_args(field.type)
-        wrong = get_origin(field.type) is Literal and value not in choices
-        yield wrong, f"{flag_of(field.name)} {value} does not exist; use {', '.join(map(str, choices))}"
-    unsupported = f"is not supported with --optimizer {settings.optimizer}"
+    for name in FIELDS:
+        value, choices = getattr(settings, name), choices_of(name)
+        if choices and value not in choices:
+            yield f"{flag_of(name)} {value} does not exist; use {', '.join(choices)}"
     graphs = [model.cuda_graph_impl]
     older = getattr(model, "cuda_graph_scope_deprecated", None)  # flags have it until they are validated
     for scopes in (model.cuda_graph_modules, older):
         graphs += scopes if isinstance(scopes, list) else [scopes]
-    yield settings.use_precision_aware_optimizer, f"--use-precision-aware-optimizer {unsupported}; leave it out"
     main_params = str(run.ddp.megatron_fsdp_main_params_dtype).removeprefix("torch.")
-    yield (
-        main_params not in ("fp32", "float32"),
-        f"--megatron-fsdp-main-params-dtype {main_params} {unsupported}, whose momentum and main weights are fp32; "
-        "leave it out",
-    )
-    yield settings.optimizer_cpu_offload, f"--optimizer-cpu-offload {unsupported}; use --muon-offload cpu"
-    yield (
-        settings.optimizer_cuda_graph,
-        f"--optimizer-cuda-graph {unsupported}: its step reads the gradient norm on the host, which ends a capture; "
-        "leave it out",
-    )
-    yield (
-        "full_iteration" in graphs,
-        f"--cuda-graph-impl full_iteration {unsupported}: a replayed iteration runs no Python, so Muon cannot see "
-        "whether gradients are reduced; use local or transformer_engine",
-    )
-    instances = run.ddp.num_distributed_optimizer_instances
-    yield (
-        run.replicated and instances > 1,
-        f"--num-distributed-optimizer-instances {instances} has nothing to shard with {NO_SHARD}; leave it at 1, or "
-        f"use {SHARDING}",
-    )
+    main_params = "" if main_params in ("fp32", "float32") else main_params
+    host, replay = "its step reads the gradient norm on the host", "a replayed iteration runs no Python"
+    for flag, is_on, rest in (
+        ("--use-precision-aware-optimizer", settings.use_precision_aware_optimizer, "; leave it out"),
+        (f"--megatron-fsdp-main-params-dtype {main_params}", main_params, ", which keeps fp32; leave it out"),
+        ("--optimizer-cpu-offload", settings.optimizer_cpu_offload, "; use --muon-offload cpu"),
+        ("--optimizer-cuda-graph", settings.optimizer_cuda_graph, f": {host}; leave it out"),
+        ("--cuda-graph-impl full_iteration", "full_iteration" in graphs, f": {replay}; use local"),
+    ):
+        if is_on:
+            yield f"{flag} is not supported with --optimizer {settings.optimizer}{rest}"
+    if run.replicated and (count := run.ddp.num_distributed_optimizer_instances) > 1:
+        nothing = f"--num-distributed-optimizer-instances {count} has nothing to shard with {NO_SHARD}"
+        yield f"{nothing}; leave it at 1, or use {SHARDING}"
 
 
 def _logits(run: MuonRun) -> Rules:
@@ -190,34 +187,22 @@ def _logits(run: MuonRun) -> Rules:
     model = run.model
     if (flag := asked(model)) is None:
         return
-    yield (
-        model.cuda_graph_impl != "none",
-        f"{flag} is not supported with --cuda-graph-impl {model.cuda_graph_impl}: a replayed layer runs no Python, so "
-        "its logits are not kept; leave one of the two flags out",
-    )
+    graphs, variant = model.cuda_graph_impl, model.experimental_attention_variant
+    backend = getattr(model.attention_backend, "name", model.attention_backend)
     # Transformer Engine's attention: of its backends cuDNN's and the unfused one return logits, and not in FP8.
-    yield (
-        getattr(model.attention_backend, "name", model.attention_backend) == "flash",
-        f"{flag} is not supported with --attention-backend flash, which returns no logits; use fused or auto",
-    )
-    yield (
-        getattr(model, "fp8_dot_product_attention", False),  # has no flag
-        f"{flag} is not supported with fp8_dot_product_attention=True, which returns no logits; leave one of the two "
-        "out",
-    )
-    variant = model.experimental_attention_variant
-    yield (
-        variant is not None,
-        f"{flag} is not supported with --experimental-attention-variant {variant}, which keeps no logits; leave one "
-        "of the two flags out",
-    )
+    for other, is_on in (
+        (f"--cuda-graph-impl {graphs}", graphs != "none"),  # a replayed layer runs no Python
+        (f"--attention-backend {backend}", backend == "flash"),
+        ("fp8_dot_product_attention=True", getattr(model, "fp8_dot_product_attention", False)),
+        (f"--experimental-attention-variant {variant}", variant is not None),
+    ):
+        if is_on:
+            yield f"{flag} is not supported with {other}, which keeps no logits; {ONE_OUT}"
+    if flag == LOG or model.multi_latent_attention:  # which normalises before the projections that make the heads
+        return
     for name in ("qk_layernorm", "qk_l2_norm"):
-        norm = f"--{name.replace('_', '-')}"
-        yield (  # multi-latent attention normalises before the projections that make the heads
-            flag == CLIP and not model.multi_latent_attention and getattr(model, name),
-            f"{CLIP} has no effect with {norm}, which normalises queries and keys after the rows that would be "
-            f"scaled; leave {CLIP} out, or {norm}",
-        )
+        if getattr(model, name):
+            yield f"{CLIP} has no effect with {flag_of(name)}, which normalises after what would be scaled; {ONE_OUT}"
 
 
 def _unheeded(run: MuonRun) -> Rules:
@@ -228,61 +213,42 @@ def _unheeded(run: MuonRun) -> Rules:
         method = ["muon_ns"] if run.megatrons_own else []
         passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype", "muon_team_size"])
     elif run.replicated:
-        why = "--muon-share-replicated gives every matrix one owner, which broadcasts its update"
+        why = f"{SHARED} gives every matrix one owner, which broadcasts its update"
         passed_over = run.given(["muon_team_size"])
     elif settings.muon_exchange == "allgather" and not settings.muon_share_replicated:
         why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
         dtype = ["muon_exchange_dtype"] if settings.muon_exchange_dtype == "bf16" else []
         passed_over = run.given([*dtype, "muon_exchange_buffer_mb", "muon_team_size"])
     for flag in passed_over:
-        yield True, f"{flag} has no effect here: {why}; leave it out"
+        yield f"{flag} has no effect here: {why}; leave it out"
     gated = run.model.gated_linear_unit if run.has_model else run.model.swiglu
-    yield (
-        settings.muon_split_gated_mlp and not gated,
-        "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out",
-    )
-    yield (
-        run.replicated and settings.muon_dump_layout is not None,
-        f"--muon-dump-layout has nothing to write with {NO_SHARD}: every rank holds whole matrices; use {SHARDING}, or "
-        "leave the flag out",
-    )
-    yield (
-        needs_whole_updates(settings) and settings.muon_team_size not in ("auto", "1"),
-        f"--muon-team-size {settings.muon_team_size}: NorMuon keeps the norm of a whole update, which no rank of a "
-        "team has; use --muon-team-size 1, or --adaptive-muon-moment2-method adamuon",
-    )
-    yield (
-        run.megatrons_own and steps_for(settings),
-        f"--muon-ns-steps-for needs this package's Muon: with {NO_SHARD} it is megatron-core's own, which has one "
-        f"number of steps; use {SHARDING}, or --muon-share-replicated",
-    )
+    if settings.muon_split_gated_mlp and not gated:
+        yield "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out"
+    if run.replicated and settings.muon_dump_layout is not None:
+        yield f"--muon-dump-layout has nothing to write with {NO_SHARD}: every rank holds whole matrices; use optim"
+    if needs_whole_updates(settings) and settings.muon_team_size not in ("auto", "1"):
+        yield f"--muon-team-size {settings.muon_team_size}: NorMuon needs whole updates; use --muon-team-size 1"
+    if run.megatrons_own and steps_for(settings):
+        yield f"--muon-ns-steps-for: with {NO_SHARD} it is megatron-core's own, of one N; use {SHARDING}, or {SHARED}"
 
 
 def _offload(run: MuonRun) -> Rules:
     settings = run.settings
     if run.megatrons_own:
-        needs = f"needs momentum that this package keeps: with {NO_SHARD} Muon is megatron-core's own; use {SHARDING}"
         for flag in run.given(MOMENTUM):
-            yield True, f"{flag} {needs}, or --muon-share-replicated"
+            yield f"{flag} needs momentum that this package keeps, not {NO_SHARD}; use {SHARDING}, or {SHARED}"
         return
-    yield (
-        settings.muon_offload == "nvme" and not settings.muon_offload_dir,
-        "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk",
-    )
+    if settings.muon_offload == "nvme" and not settings.muon_offload_dir:
+        yield "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk"
     elsewhere = ("muon_offload_state", "muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
     for places, names in ((("nvme",), ("muon_offload_dir",)), (("cpu", "nvme"), elsewhere)):
         wanted = f"--muon-offload {' or '.join(places)}, and it is {settings.muon_offload}"
-        for flag in run.given(names):
-            yield settings.muon_offload not in places, f"{flag} needs {wanted}; change that, or leave {flag} out"
-    yield (
-        settings.muon_ns_device == "accelerator" and run.on_cpu,
-        "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out",
-    )
-    yield (
-        settings.muon_ns_device == "cpu" and settings.optimizer == "adaptive_muon" and not run.on_cpu,
-        "--muon-ns-device cpu is not supported with --optimizer adaptive_muon, whose second moment stays on the GPU; "
-        "use --muon-ns-device accelerator, or leave it out",
-    )
+        for flag in run.given(names) if settings.muon_offload not in places else ():
+            yield f"{flag} needs {wanted}; change that, or leave {flag} out"
+    if settings.muon_ns_device == "accelerator" and run.on_cpu:
+        yield "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
+    if settings.muon_ns_device == "cpu" and settings.optimizer == "adaptive_muon" and not run.on_cpu:
+        yield "--muon-ns-device cpu is not supported with --optimizer adaptive_muon; use accelerator, or leave it out"
 
 
 def _offload_all(run: MuonRun) -> Rules:
@@ -290,66 +256,58 @@ def _offload_all(run: MuonRun) -> Rules:
     settings, model = run.settings, run.model
     if settings.muon_offload_state != "all":
         return
-    own_weights = "makes the model's weights from the main weights in a way of its own"
-    between_steps = "reads the main weights between steps"
-    coupled = not getattr(settings, "decoupled_weight_decay", True)
+    untried, in_its_way = "was not tried with it", "makes the model's weights from the main weights in its own way"
+    between_steps, coupled = (
+        "reads the main weights between steps",
+        not getattr(settings, "decoupled_weight_decay", True),
+    )
     saved, hashed = "save_params_interval", "check_weight_hash_across_dp_replicas_interval"
-    is_set = {name: getattr(settings, name, None) is not None for name in (saved, hashed)}
     for flag, is_on, why in (
-        ("--optimizer adaptive_muon", settings.optimizer == "adaptive_muon", "was not tried with it"),
+        ("--optimizer adaptive_muon", settings.optimizer == "adaptive_muon", untried),
         (NO_SHARD, run.replicated, "keeps every weight on every rank"),
-        ("--muon-ns-device cpu", settings.muon_ns_device == "cpu", "was not tried with it"),
+        ("--muon-ns-device cpu", settings.muon_ns_device == "cpu", untried),
         ("decoupled_weight_decay=False", coupled, "needs weights beside the gradients"),
-        ("--fp8-format", model.fp8, own_weights),
-        ("--fp4-format", model.fp4, own_weights),
-        ("--async-save", getattr(settings, "async_save", False), "was not tried with it"),
+        ("--fp8-format", model.fp8, in_its_way),
+        ("--fp4-format", model.fp4, in_its_way),
+        ("--async-save", getattr(settings, "async_save", False), untried),
         (CLIP, model.qk_clip, "scales main weights behind the step"),
-        ("--muon-hyperball", settings.muon_hyperball, "needs weights behind the step"),
+        (HYPERBALL, settings.muon_hyperball, "needs weights behind the step"),
         ("--log-params-norm", getattr(settings, "log_params_norm", False), between_steps),
-        (flag_of(saved), is_set[saved], "reads the main weights after a skipped step"),
-        (flag_of(hashed), is_set[hashed], between_steps),
+        (flag_of(saved), getattr(settings, saved, None) is not None, "reads the main weights after a skipped step"),
+        (flag_of(hashed), getattr(settings, hashed, None) is not None, between_steps),
     ):
-        yield (
-            is_on,
-            (f"{flag} is not supported with --muon-offload-state all: it {why}; use --muon-offload-state momentum"),
-        )
+        if is_on:
+            yield f"{flag} is not supported with --muon-offload-state all: it {why}; use --muon-offload-state momentum"
 
 
 def _blocks(run: MuonRun) -> Rules:
     """Blocks that contradict each other, or that no rank holds whole."""
-    settings, tensor_parallel = run.settings, run.model.tensor_model_parallel_size
+    settings, parallel = run.settings, run.model.tensor_model_parallel_size
     if settings.muon_split_heads:
-        yield (
-            not settings.muon_split_qkv,
-            "--muon-split-heads and --muon-no-split-qkv contradict each other: heads are finer blocks than query, key "
-            "and value; leave one of the two flags out",
-        )
-        yield _in_parts(run, "--muon-split-heads, no_shard", ": every head lies whole on one rank", with_experts=False)
+        if not settings.muon_split_qkv:
+            yield f"--muon-split-heads and --muon-no-split-qkv contradict each other; {ONE_OUT}"
+        heads = ": every head lies whole on one rank"
+        yield from _in_parts(run, "--muon-split-heads, no_shard", heads, with_experts=False)
     if run.has_model and not run.model.multi_latent_attention and settings.muon_split_qkv:
         groups = run.model.num_query_groups
-        yield (
-            (run.replicated or settings.muon_tp_mode == "blockwise") and groups < tensor_parallel,
-            f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor_parallel}: no rank's part "
-            f"of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with {SHARDING}, or "
-            "--muon-no-split-qkv",
-        )
+        if (run.replicated or settings.muon_tp_mode == "blockwise") and groups < parallel:
+            fewer = f"--num-query-groups {groups} is less than --tensor-model-parallel-size {parallel}"
+            yield (
+                f"{fewer}: no rank's part of the QKV matrix holds a whole group to split; use --muon-tp-mode "
+                f"duplicated with {SHARDING}, or --muon-no-split-qkv"
+            )
 
 
 def _share(run: MuonRun) -> Rules:
     settings = run.settings
     if not settings.muon_share_replicated:
         return
-    yield (
-        not run.replicated,
-        f"--muon-share-replicated is for {NO_SHARD}: {run.ddp.data_parallel_sharding_strategy} shares the work already "
-        "(--muon-exchange owner); leave the flag out",
-    )
-    yield (
-        settings.muon_exchange != "owner",
-        f"--muon-exchange {settings.muon_exchange} has no rows to exchange with --muon-share-replicated: owners "
-        "broadcast their updates; leave one of the two flags out",
-    )
-    yield _in_parts(run, "--muon-share-replicated", ", or leave --muon-share-replicated out")
+    if not run.replicated:
+        strategy = run.ddp.data_parallel_sharding_strategy
+        yield f"{SHARED} is for {NO_SHARD}: {strategy} shares the work already; leave the flag out"
+    if settings.muon_exchange != "owner":
+        yield f"--muon-exchange {settings.muon_exchange} has no rows to exchange with {SHARED}; {ONE_OUT}"
+    yield from _in_parts(run, SHARED, f", or leave {SHARED} out")
 
 
 def _decay(run: MuonRun) -> Rules:
@@ -357,33 +315,19 @@ def _decay(run: MuonRun) -> Rules:
     settings, is_cautious = run.settings, run.settings.muon_cautious_weight_decay
     names = ("weight_decay", "start_weight_decay", "end_weight_decay")  # a config of a script has only the first
     decays = [name for name in names if getattr(settings, name, None)]
-    yield (
-        is_cautious and not getattr(settings, "decoupled_weight_decay", True),  # which has no flag
-        "--muon-cautious-weight-decay needs decoupled weight decay, and decoupled_weight_decay is False; decay in the "
-        "gradient has no sign of its own: leave one of the two out",
-    )
-    yield (
-        is_cautious and not settings.muon_hyperball and not decays,
-        "--muon-cautious-weight-decay has no effect with --weight-decay 0; use --weight-decay 0.1, which is usual for "
-        "Muon, or leave it out",
-    )
+    if is_cautious and not getattr(settings, "decoupled_weight_decay", True):  # which has no flag
+        yield f"{CAUTIOUS} needs decoupled weight decay, and decoupled_weight_decay is False; {ONE_OUT}"
+    if is_cautious and not settings.muon_hyperball and not decays:
+        yield f"{CAUTIOUS} has no effect with --weight-decay 0; use 0.1, which is usual for Muon, or leave it out"
     if not settings.muon_hyperball:
         return
-    yield (
-        settings.optimizer == "adaptive_muon",
-        "--muon-hyperball is not supported with --optimizer adaptive_muon; use --optimizer muon, or leave it out",
-    )
-    yield (
-        is_cautious,
-        "--muon-cautious-weight-decay has no effect with --muon-hyperball, which takes the place of decay; leave one "
-        "of the two flags out",
-    )
-    yield run.model.qk_clip, f"{CLIP} changes the norms that --muon-hyperball keeps; leave one of the two flags out"
+    if settings.optimizer == "adaptive_muon":
+        yield f"{HYPERBALL} is not supported with --optimizer adaptive_muon; use --optimizer muon, or leave it out"
+    if is_cautious:
+        yield f"{CAUTIOUS} has no effect with {HYPERBALL}, which takes the place of decay; {ONE_OUT}"
+    if run.model.qk_clip:
+        yield f"{CLIP} changes the norms that {HYPERBALL} keeps; {ONE_OUT}"
     for name in decays:
         given = f"{flag_of(name)} {getattr(settings, name):g}"
-        yield (
-            True,
-            f"{given} has no effect with --muon-hyperball, which keeps the norms that decay would shrink; use "
-            "--weight-decay 0",
-        )
-    yield _in_parts(run, "--muon-hyperball, no_shard", f", or {SHARDING}")
+        yield f"{given} has no effect with {HYPERBALL}, which keeps the norms of matrices; use --weight-decay 0"
+    yield from _in_parts(run, f"{HYPERBALL}, no_shard", f", or {SHARDING}")

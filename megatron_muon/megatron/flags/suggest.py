@@ -5,29 +5,28 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_OTHER_NAMES = {
-    "bf16": ("use-bf16",),
-    "clip-grad": ("grad-clip",),
-    "data-parallel-sharding-strategy": ("sharding-strategy",),
-    "eval-iters": ("eval-steps",),
-    "expert-model-parallel-size": ("expert-parallel-size",),
-    "ffn-hidden-size": ("intermediate-size",),
-    "hidden-size": ("d-model", "hidden-dim"),
-    "lr": ("learning-rate",),
-    "min-lr": ("min-learning-rate",),
-    "muon-lr": ("muon-learning-rate",),
-    "muon-num-ns-steps": ("muon-ns-steps", "ns-steps"),
-    "num-attention-heads": ("heads", "num-heads"),
-    "num-layers": ("layers", "n-layers"),
-    "num-query-groups": ("num-key-value-heads", "num-kv-heads"),
-    "save-interval": ("save-every", "save-steps"),
-    "seed": ("random-seed",),
-    "seq-length": ("context-length", "max-seq-len", "max-seq-length"),
-    "tensor-model-parallel-size": ("tensor-parallel-size",),
-    "train-iters": ("max-steps", "num-iters", "num-steps", "steps"),
-    "weight-decay": ("wd",),
+SYNONYMS = {
+    "use-bf16": "bf16",
+    "grad-clip": "clip-grad",
+    "sharding-strategy": "data-parallel-sharding-strategy",
+    "eval-steps": "eval-iters",
+    "expert-parallel-size": "expert-model-parallel-size",
+    "intermediate-size": "ffn-hidden-size",
+    **dict.fromkeys(("d-model", "hidden-dim"), "hidden-size"),
+    "learning-rate": "lr",
+    "min-learning-rate": "min-lr",
+    "muon-learning-rate": "muon-lr",
+    **dict.fromkeys(("muon-ns-steps", "ns-steps"), "muon-num-ns-steps"),
+    **dict.fromkeys(("heads", "num-heads"), "num-attention-heads"),
+    **dict.fromkeys(("layers", "n-layers"), "num-layers"),
+    **dict.fromkeys(("num-key-value-heads", "num-kv-heads"), "num-query-groups"),
+    **dict.fromkeys(("save-every", "save-steps"), "save-interval"),
+    "random-seed": "seed",
+    **dict.fromkeys(("context-length", "max-seq-len", "max-seq-length"), "seq-length"),
+    "tensor-parallel-size": "tensor-model-parallel-size",
+    **dict.fromkeys(("max-steps", "num-iters", "num-steps", "steps"), "train-iters"),
+    "wd": "weight-decay",
 }
-SYNONYMS = {theirs: megatrons for megatrons, names in _OTHER_NAMES.items() for theirs in names}
 """Other systems' names of Megatron's flags."""
 
 _CUTOFF = 0.75
@@ -41,10 +40,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that is most like `wrong`; None where none is.
-
-    Dashes, underscores and case of the flag, key or command do not count.
-    """
+    """The one of `known` that is most like `wrong`, whatever dashes, underscores and case; None where none is."""
     names = {plain(name): name for name in reversed(list(known))}
     typed = plain(wrong)
     spelling = SYNONYMS.get(typed, typed)

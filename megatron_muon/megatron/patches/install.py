@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
@@ -15,6 +15,7 @@ import megatron.training.arguments as arguments
 import megatron.training.training as training
 import torch
 
+from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
@@ -48,10 +49,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:
-    """Use the dataset helper that megatron-core's wheel ships compiled.
-
-    0.19 runs `make` in the package's folder before training; the wheel has no Makefile, so the run would end there.
-    """
+    """Use the dataset helper that megatron-core's wheel ships compiled; 0.19 runs `make`, and has no Makefile there."""
 
     @patches.around(dataset_utils, "compile_helpers")
     def compile_helpers(build: Callable[[], None]) -> None:
@@ -64,8 +62,7 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 def accept_full_precision(patches: Patches) -> None:
     """Let every parser of the run take `--muon-fp32-matmul-prec highest`.
 
-    0.19 parses the command line again in ft_integration.setup, without the flags that an extension adds. Unknown flags
-    are passed over there, but a value that the flag does not know ends the run.
+    0.19 parses the command line again in ft_integration.setup, where a value that a flag does not know ends the run.
     """
 
     @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
@@ -78,8 +75,8 @@ def accept_full_precision(patches: Patches) -> None:
 def let_experts_have_biases(patches: Patches) -> None:
     """Let local experts with biases train where neither tensors nor experts are parallel.
 
-    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one tensor-parallel rank hands through,
-    which autograd takes for a view made in a function of its own and refuses. One rank has nothing to reduce.
+    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one rank hands through, a view that
+    autograd refuses to have changed. One rank has nothing to reduce.
     """
 
     @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
@@ -92,31 +89,44 @@ def accept_muon(patches: Patches) -> None:
 
     Everything else that validation settles for Adam under Megatron-FSDP holds for Muon too.
     """
-    texts = "Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"
-    _require_validation(*texts, check="how it treats Muon")
-
-    @patches.around(arguments, "validate_args")
-    def validate_args(
-        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
-    ) -> Any:
-        optimizer, args.optimizer = args.optimizer, "adam"
-        try:
-            return validate(args, defaults or {})
-        finally:
-            args.optimizer = optimizer
+    texts = ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP")
+    _validate_as(patches, lambda _: {"optimizer": "adam"}, texts, check="how it treats Muon")
 
 
-_source = functools.cache(inspect.getsource)
-"""The source of a function, which takes a while to find where it is a thousand lines long."""
+def accept_local_logits(patches: Patches) -> None:
+    """Let validation take `--qk-clip` and `--log-max-attention-logit` with local attention, which shows its logits too.
+
+    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.refusals` checks everything else.
+    """
+    flags = {"qk_clip": False, "log_max_attention_logit": False}
+    texts = [f"{flag_of(name)} is only supported with TE" for name in flags]
+    _validate_as(patches, lambda args: flags if args.transformer_impl == "local" else {}, texts, check="its attention")
 
 
-def _require_validation(*texts: str, check: str) -> None:
-    """Refuse a megatron-core whose validation no longer says what is patched here."""
+def _validate_as(
+    patches: Patches, values: Callable[[argparse.Namespace], dict[str, Any]], texts: Iterable[str], *, check: str
+) -> None:
+    """Have validation see other `values` of some arguments; refuse a megatron-core that no longer says `texts`."""
     for text in texts:
         if text not in _source(inspect.unwrap(arguments.validate_args)):
             raise RuntimeError(
                 f"megatron.training.arguments.validate_args no longer says {text!r}; check {check} in {versions()}"
             )
+
+    @patches.around(arguments, "validate_args")
+    def validate_args(
+        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
+    ) -> Any:
+        before = {name: getattr(args, name) for name in values(args)}
+        vars(args).update(values(args))
+        try:
+            return validate(args, defaults or {})
+        finally:
+            vars(args).update(before)
+
+
+_source = functools.cache(inspect.getsource)
+"""The source of a function, which takes a while to find where it is a thousand lines long."""
 
 
 def use_factory(patches: Patches) -> None:
@@ -137,28 +147,6 @@ def use_factory(patches: Patches) -> None:
         training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
-
-
-def accept_local_logits(patches: Patches) -> None:
-    """Let validation take `--qk-clip` and `--log-max-attention-logit` with local attention, which shows its logits too.
-
-    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.refusals` checks everything else.
-    """
-    texts = (f"{flag} is only supported with TE" for flag in ("--qk-clip", "--log-max-attention-logit"))
-    _require_validation(*texts, check="which attention it asks for")
-
-    @patches.around(arguments, "validate_args")
-    def validate_args(
-        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
-    ) -> Any:
-        if args.transformer_impl != "local":
-            return validate(args, defaults or {})
-        asked = args.qk_clip, args.log_max_attention_logit
-        args.qk_clip = args.log_max_attention_logit = False
-        try:
-            return validate(args, defaults or {})
-        finally:
-            args.qk_clip, args.log_max_attention_logit = asked
 
 
 def clip_within_the_step(patches: Patches) -> None:
@@ -182,10 +170,7 @@ def clip_within_the_step(patches: Patches) -> None:
 
 
 def stop_after_offload_failure(patches: Patches) -> None:
-    """Save a checkpoint, which is whole, and stop once momentum could not be read or written.
-
-    Where saving itself is what found that momentum cannot be read, the run stops after it.
-    """
+    """Save a checkpoint, which is whole, and stop once momentum could not be read or written, in a step or a save."""
     from megatron.training import get_args
 
     state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")

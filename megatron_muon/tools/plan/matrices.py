@@ -109,7 +109,7 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
     names = {field.name for field in fields(MuonOptimizerConfig)}
     settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
     settings.muon_dump_layout = None
-    with validation.silent(), validation.explained():
+    with validation.explained():
         groups, parameters, vocabulary = _groups(args, settings)
         counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
         model = Model(

@@ -1,8 +1,7 @@
 """`megatron-muon submit`: puts a training into SLURM's queue, after its flags have been checked.
 
 It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the run is finished. What
-takes hours to find out in a queue is found here: a flag that does not exist, a size that does not fit the ranks, a run
-that could not be resumed, array tasks that would overwrite each other's checkpoints.
+takes hours to find out in a queue is found here.
 """
 
 from __future__ import annotations
@@ -17,11 +16,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_muon import shipped
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import ROOT, Nodes
+
+if TYPE_CHECKING:
+    from megatron_muon.tools.train.resolve import Resolved
 
 SCRIPT = shipped.FOLDER / "scripts/slurm/pretrain.sbatch"
 LOGS = Path("logs")
@@ -69,8 +72,7 @@ def configure(parser: CommandParser) -> None:
     add("--account", metavar="NAME", help="account to charge (the user's default)")
     add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
     add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
-    add("--at-once", type=positive, metavar="M",
-        help="with --array: tasks that may run at once (no limit)")  # fmt: skip
+    add("--at-once", type=positive, metavar="M", help="with --array: tasks that may run at once (no limit)")
     add("--sbatch", action="append", default=[], metavar="OPTION",
         help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
     add("--dry-run", action="store_true", help="check everything, show the command and the script, submit nothing")
@@ -84,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     args.ranks = args.gpus_per_node or args.nproc_per_node  # on each node; None leaves them to what the job finds
     args.job_name = args.job_name or args.config.stem
     tasks = [()] if args.array is None else read_tasks(args.array)
-    runs = check_flags(args, tasks)
-    check_as_run(args, tasks)
+    runs = check(args, tasks)
     command, env = sbatch(args, len(tasks))
     for name, value in settings(args, len(tasks), runs[0]):
         print(f"{name:<12} {value}")
@@ -124,8 +125,8 @@ def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, s
     return command, {name: str(value) for name, value in env.items() if value is not None}
 
 
-def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) -> list[tuple[str, str]]:
-    """(name, value) of what a user should see; `first` are the flags of the first run."""
+def settings(args: argparse.Namespace, tasks: int, first: Resolved) -> list[tuple[str, str]]:
+    """(name, value) of what a user should see; `first` is the first run."""
     each = f"{args.ranks} = {args.nodes * args.ranks} ranks" if args.ranks else "a rank for each GPU, or one"
     ahead = "" if any(option.startswith("--signal") for option in args.sbatch) else "; SIGTERM three minutes ahead"
     array = [] if args.array is None else [("tasks", f"{tasks}, from {args.array}")]
@@ -133,7 +134,7 @@ def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) ->
         ("config", str(args.config)),
         ("flags", shlex.join(args.flags) or "none beside the file's"),
         *array,
-        ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
+        ("nodes", f"{args.nodes} x {each}"),
         ("time limit", (args.time or "the partition’s") + ahead),
         ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first, args.flags)),
         ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
@@ -142,19 +143,13 @@ def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) ->
 
 
 def read_tasks(file: Path) -> list[tuple[str, ...]]:
-    """The flags of an array's tasks, one task a line, quoted as in a shell.
-
-    Raises:
-        UserError: the file cannot be read, is empty, or has a line without flags.
-    """
+    """The flags of an array's tasks, one task a line, quoted as in a shell; a UserError names a line without flags."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --array {str(file)!r}: {getattr(error, 'strerror', 'it is not text')}") from None
     if not lines:
-        raise UserError(
-            f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save runs/a"
-        )
+        raise UserError(f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save a")
     tasks = []
     for number, line in enumerate(lines, 1):
         try:
@@ -167,79 +162,49 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
     return tasks
 
 
-def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[argparse.Namespace]:
-    """The parsed flags of every task's run.
+def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Resolved]:
+    """Every task's run, checked as its ranks would, for their number and, with GPUs, for CUDA; a UserError says all.
 
-    Raises:
-        UserError: a flag that does not exist, no --save or one that tasks share.
+    Where the number of ranks is left to what the job finds, its first start says what does not fit.
     """
-    from megatron_muon.errors import quiet_imports
-    from megatron_muon.megatron.flags import config_file
+    from megatron_muon.tools.train.resolve import Request, resolve_here
 
-    shipped.require(args.config)
-    with quiet_imports():
-        from megatron_muon.megatron.flags import arguments
-
-        parser = arguments.build_parser()
-    runs = []
+    device = (("device", "cuda"),) if args.gpus_per_node else ()
+    every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False, resume=True)
+    requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]
+    runs: list[Resolved] = []
+    wrong: list[str] = []
     folders: dict[str, int] = {}
-    for number, flags in enumerate(tasks, 1):
-        typed = [*args.flags, *flags]
-        config = config_file.load_config(args.config, overridden=config_file.given_flags(typed))
-        config_file.check_flags(config, parser)
-        run = arguments.parse(parser, config_file.merge(config, typed))
-        if run.save is None:
-            raise UserError(
-                "no --save, so the run could not be resumed; add '-- --save DIR', on a disk all nodes share"
-            )
-        if run.save_interval is None:
-            raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
-        if (first := folders.setdefault(run.save, number)) != number:
-            raise UserError(
-                f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {run.save}; "
-                "give each line a --save of its own"
-            )
-        runs.append(run)
+    for number, answer in enumerate(resolve_here(requests), 1):
+        task = "" if args.array is None else f"{args.array}:{number}: "
+        if isinstance(answer, UserError):
+            wrong += [f"{task}{line}" for line in str(answer).splitlines()]
+            continue
+        runs.append(answer)
+        save = answer.settings["save"]
+        if save is None:
+            wrong.append(f"{task}no --save, so the run could not be resumed; add --save DIR, on a disk all nodes share")
+        elif answer.settings["save_interval"] is None:
+            wrong.append(f"{task}--save {save} needs --save-interval N too; add it after --")
+        elif (first := folders.setdefault(save, number)) != number:
+            wrong.append(f"{task}--save {save} is that of task {first} too; give each line a --save of its own")
+    if wrong:
+        raise UserError("\n".join(dict.fromkeys(wrong)))
     return runs
 
 
-def check_as_run(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> None:
-    """Checks every task's run as its ranks would, for the number of ranks and, with GPUs, for CUDA.
-
-    Where the number of ranks is left to what the job finds, its first start says what is wrong.
-
-    Raises:
-        UserError: what the user got wrong, all of it.
-    """
-    if args.ranks is None:
-        return
-    from megatron_muon.tools.train.resolve import Request, resolve_each
-
-    device = (("device", "cuda"),) if args.gpus_per_node else ()
-    every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False)
-    wrong: dict[str, None] = {}
-    for number, answer in enumerate(resolve_each([replace(every, flags=(*args.flags, *task)) for task in tasks]), 1):
-        if isinstance(answer, UserError):
-            task = "" if args.array is None else f"{args.array}:{number}: "
-            wrong |= dict.fromkeys(f"{task}{line}" for line in str(answer).splitlines())
-    if wrong:
-        raise UserError("\n".join(wrong))
-
-
-def _checkpoints(run: argparse.Namespace, typed: Sequence[str]) -> str:
+def _checkpoints(run: Resolved, typed: Sequence[str]) -> str:
     """Where the run begins, as `node.requeueable` settles it."""
     from megatron_muon.checkpoint import files
     from megatron_muon.megatron.flags.config_file import given_flags
     from megatron_muon.tools.train.node import names_own_step
 
-    found = files.latest(Path(run.save))
+    save, last = run.settings["save"], run.settings["train_iters"]
+    found = files.latest(Path(save))
     if found is None:
-        return f"{run.save}: a first start"
+        return f"{save}: a first start"
     if names_own_step(given_flags(typed)):
-        found = run.ckpt_step
-    if isinstance(found, int) and run.train_iters is not None and found >= run.train_iters:
-        return (
-            f"{run.save}: finished, iteration {found} of {run.train_iters}: nothing would be trained; raise "
-            "--train-iters to go on, or give another --save"
-        )
-    return f"{run.save}: goes on from iteration {found}"
+        found = next(int(flag.values[0]) for flag in run.flags if flag.name == "--ckpt-step")
+    if isinstance(found, int) and last is not None and found >= last:
+        return f"{save}: finished, iteration {found} of {last}; raise --train-iters to go on"
+    return f"{save}: goes on from iteration {found}"

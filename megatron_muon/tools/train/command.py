@@ -29,8 +29,6 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
-  megatron-muon train --config configs/quickstart.yaml --nproc 2 --profile --train-iters 20 --out runs/profiled
-  megatron-muon train --config configs/quickstart.yaml --resume
   megatron-muon train --resume --out runs/first
   on each of two machines, with R its number, 0 or 1:
     megatron-muon train --config my.yaml --nproc 8 --nnodes 2 --node-rank R --rdzv-endpoint node0:29500 --out runs/my
@@ -64,22 +62,16 @@ def configure(parser: CommandParser) -> None:
         help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
         "else runs/NAME-TIME; where the file's own place holds a run, the next free one beside it")  # fmt: skip
     folder.add_argument("--resume", action="store_true",
-        help="go on from the run's own checkpoint, where there is one; "
-        "may be given from the first start on")  # fmt: skip
-    folder.add_argument(
-        "--no-save",
-        action="store_true",
-        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM ends it",
-    )
+        help="go on from the run's own checkpoint, where there is one")  # fmt: skip
+    folder.add_argument("--no-save", action="store_true",
+        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM "
+        "ends it")  # fmt: skip
     folder.add_argument("--overwrite", action="store_true", help="delete the run in that folder and start over")
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
     how.add_argument("--quiet", action="store_true", help="show only the heading, warnings, errors and the end")
-    how.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show every setting, and all output of the ranks instead of a line for each log interval",
-    )
+    how.add_argument("--verbose", action="store_true",
+        help="show every setting, and all output of the ranks instead of a line for each log interval")  # fmt: skip
     how.add_argument("--profile", action="store_true",
         help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "
         "phases named in it: docs/monitoring.md")  # fmt: skip
@@ -115,11 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """What the arguments ask for.
-
-    Raises:
-        UserError: arguments that do not go together.
-    """
+    """What the arguments ask for; a UserError for those that do not go together."""
     from megatron_muon.megatron.flags.config_file import given_flags
     from megatron_muon.tools.train.resolve import Request
 
@@ -164,13 +152,8 @@ def _nodes(args: argparse.Namespace) -> Nodes:
         if rank or endpoint:
             raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
         return THIS_MACHINE
-    if rank is None or endpoint is None:
-        raise UserError(
-            f"--nnodes {count} needs --node-rank R (0 to {count - 1}) and --rdzv-endpoint HOST:PORT, one of the "
-            "machines and a free port on it"
-        )
-    if not 0 <= rank < count:
-        raise UserError(f"--node-rank {rank} is out of range; choose 0 to {count - 1}")
+    if rank is None or endpoint is None or not 0 <= rank < count:
+        raise UserError(f"--nnodes {count} needs --node-rank R, 0 to {count - 1}, and --rdzv-endpoint HOST:PORT")
     return Nodes(count, rank, endpoint, args.rdzv_id)
 
 
@@ -183,11 +166,7 @@ def steps(text: str) -> tuple[int, int]:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Key and value of a `--set`.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    """Key and value of a `--set`; a UserError where it is not of that form."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip("-"):
         raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")

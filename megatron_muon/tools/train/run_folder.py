@@ -11,8 +11,8 @@
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
-On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
-docs/experiments.md lists the fields of run.json and summary.json.
+Other machines than the first write `config.node-N.yaml` and `train.node-N.log` only. docs/experiments.md lists the
+fields of run.json and summary.json.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
 
 
 def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
-    """Where a file or folder of a run is now that its folder may have been copied or renamed.
+    """Where a file or folder of a run is now that its folder may have been copied or renamed to `root`.
 
-    A copy must neither go on from the original's checkpoints nor write into them. Returns the same place within `root`
-    where `path` was within another folder of this run; else `path`.
+    A copy must neither go on from the original's checkpoints nor write into them.
     """
     if "folder" not in run:  # no run.json
         return path
@@ -111,10 +110,7 @@ def refuse_living(folder: RunFolder) -> None:
 
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Raises a UserError where another run's results lie, unless told to go on or to start anew, or a user's files.
-
-    What a start left that made no training step and no checkpoint may be overwritten.
-    """
+    """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
     if file := foreign_file(folder.root):
         raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
     if resume or overwrite:
@@ -139,11 +135,7 @@ def forget_divergence(folder: RunFolder) -> None:
 
 
 def clear(folder: RunFolder) -> None:
-    """Deletes what a run left in its folder: its own files, events and checkpoints.
-
-    Raises:
-        UserError: events or checkpoints lie elsewhere, where others' may lie too; nothing is deleted then.
-    """
+    """Deletes a run's files, events and checkpoints; a UserError where they lie elsewhere, as others' may lie there."""
     root = folder.root.resolve()
     places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
     if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):

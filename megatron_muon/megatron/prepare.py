@@ -1,0 +1,182 @@
+"""Settles and checks a command line: config, environment, device, flags; everything before torch.distributed.
+
+In the order in which later parts need it: the environment before torch, the device before megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron.data import ensure_stdlib_corpus
+from megatron_muon.megatron.flags import arguments, config_file
+from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
+from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
+from megatron_muon.megatron.gpu import refuse_unusable_gpu, take_own_gpu
+from megatron_muon.megatron.places import settle_places
+from megatron_muon.megatron.version import check_versions
+from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
+
+UNNAMED = Path("runs/pretrain_gpt")
+"""Where a run that names no model leaves what it writes, unless it says so itself."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A command line whose config is read and whose environment and device are set."""
+
+    config: config_file.ExperimentConfig | None
+    rest: list[str]  # the command line without --config and --device
+    device: str  # "cuda" or "cpu"
+    elsewhere: bool  # this machine has no CUDA, and the settings are checked for one that has
+    parser: Parser
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A settled command line."""
+
+    argv: tuple[str, ...]  # all flags: `defaults` that were filled in, then the config's, then the user's
+    args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
+    config: config_file.ExperimentConfig | None
+    notes: tuple[str, ...]  # what a user should be told, one line each
+    defaults: tuple[str, ...]
+
+
+def prepare(argv: Sequence[str], *, writes: bool = True) -> Launch:
+    """Settle and check a rank's command line; a UserError says all that is wrong.
+
+    A run that names no model takes `QUICKSTART` and writes to `UNNAMED`; without `writes` nothing is made.
+    """
+    places: dict[str, str] = {}
+    unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
+    if unnamed:
+        argv = ["--config", str(QUICKSTART), *argv]
+        places = {"--save": str(UNNAMED / "checkpoints"), "--tensorboard-dir": str(UNNAMED / "tensorboard")}
+    opened = open_line(argv, writes=writes)
+    if unnamed:
+        opened.notes.insert(0, f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}")
+    rest, config = opened.rest, opened.config
+    if OWNS_PLACES not in os.environ:
+        found, note = _settle_places(opened.parser, config, rest, places)
+        rest = [*rest, *found]
+        opened.notes.extend(filter(None, [note]))
+    return check(opened, rest if config is None else config_file.merge(config, rest), writes=writes)
+
+
+def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
+    """Read a command line's config, set its environment, settle the device and make the parser.
+
+    A run that `writes` is to start on this machine. Values of the config do not matter for flags of the command line,
+    and for those that are `overridden`.
+    """
+    check_versions()
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config", type=Path)
+    early.add_argument("--device", choices=("auto", "cuda", "cpu"))
+    given, rest = early.parse_known_args(list(argv))
+    notes: list[str] = []
+    config, device = None, given.device
+    if given.config is not None:
+        config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
+        notes = _apply(config)
+        device = device or (dict(config.flags).get("--device") or (None,))[0]
+    with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
+        device = settle_device(device or "auto", on_paper=not writes)
+
+        from megatron_muon import cpu
+        from megatron_muon.megatron.model import gpt  # noqa: F401
+
+        parser = arguments.build_parser()
+    if config is not None:
+        config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
+    return Opened(config, rest, device, device == "cuda" and cpu.installed(), parser, notes)
+
+
+def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = True) -> Launch:
+    """Fill in what the flags of a command line lack, parse them, and check them unless told not to."""
+    defaults = arguments.missing_defaults(opened.parser, flags, device=opened.device)
+    notes = [*opened.notes, *(["defaults filled in: " + " ".join(defaults)] if defaults else [])]
+    full = (*defaults, *flags, "--device", opened.device)
+    args = arguments.parse(opened.parser, full)
+    if checks:
+        notes += _check(args, device=opened.device, writes=writes, elsewhere=opened.elsewhere)
+    return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
+
+
+def _settle_places(
+    parser: Parser, config: config_file.ExperimentConfig | None, rest: list[str], places: Mapping[str, str]
+) -> tuple[list[str], str]:
+    """What to add to a command line so that its start writes over no other run, and a note; see `settle_places`."""
+    chosen = {flag: " ".join(values) for flag, values in config_file.pairs(rest, parser._option_string_actions)}
+    unset = config_file.given_flags(rest) - chosen.keys()
+    in_file = {flag: " ".join(values) for flag, values in (config.flags if config else ()) if flag not in unset}
+    found, note = settle_places({**in_file, **places}, chosen)
+    flags = {**{flag: path for flag, path in places.items() if flag not in chosen}, **found}
+    return [token for item in flags.items() for token in item], note
+
+
+def _apply(config: config_file.ExperimentConfig) -> list[str]:
+    """Set a config's environment; what to tell of it."""
+    notes = [f"{config.path}: no meaning here, passed over: {', '.join(config.ignored)}"] if config.ignored else []
+    for name, value in config.env.items():
+        if name not in os.environ:
+            os.environ[name] = value
+            notes.append(f"environment from {config.path}: {name}={value}")
+        elif os.environ[name] != value:
+            notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
+    return notes
+
+
+def _check(args: argparse.Namespace, *, device: str, writes: bool, elsewhere: bool) -> list[str]:
+    """Check the settings by our rules and by Megatron's, and the data; what to tell of it."""
+    from megatron_muon.megatron import validation
+
+    is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
+    if is_quickstart and writes:
+        ensure_stdlib_corpus(QUICKSTART_DATA)
+    check_data = not elsewhere and (writes or not is_quickstart)
+    arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
+    unknown: list[str] | None = [] if elsewhere else None
+    validated = validation.check(args, world_size=int(os.environ.get("WORLD_SIZE", "1")), elsewhere=unknown)
+    if unknown is None:
+        check_vocabularies(validated)
+    if args.save and writes:
+        check_writable(Path(args.save), "--save")
+    about = (
+        "checked for a machine with CUDA, which this one is not: its data, tokenizers and packages are not looked at"
+    )
+    return [] if unknown is None else [about, *unknown]
+
+
+def settle_device(wanted: str, *, on_paper: bool = False) -> str:
+    """Turn "auto" into "cuda" or "cpu", for a rank its own GPU, and install the CPU backend for the latter.
+
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
+
+    Raises:
+        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
+    """
+    import torch
+
+    from megatron_muon import cpu
+
+    has_cuda = torch.cuda.is_available() and not cpu.installed()
+    if has_cuda and wanted != "cpu":
+        if not on_paper:
+            take_own_gpu()
+        return "cuda"
+    if wanted == "cuda" and not on_paper:
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+    if not has_cuda:
+        refuse_unusable_gpu(wanted)
+    cpu.install(force=wanted == "cpu")
+    cpu.keep_freed_memory()
+    return "cuda" if wanted == "cuda" else "cpu"
