@@ -34,8 +34,7 @@ machine. Each has an `event` and facts of it:
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
   `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `step_s`, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a
   rank and `seconds_left`; null or absent where they are not known;
-- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation or test), whether it is the `last` after
-  training, `seconds`;
+- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation, final validation or test), `seconds`;
 - saved: `step`, `folder`, `seconds`, and whether files are still written in the `background`."""
 
 FIRST_STEP = "taking the first step"

@@ -18,7 +18,6 @@ import pytest
 
 from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
-from megatron_muon.tools.train import processes
 from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.records import read_record
 from megatron_muon.tools.train.summary import next_commands
@@ -73,8 +72,9 @@ class Running:
 
     @property
     def trains(self) -> bool:
-        """Whether a torchrun is up."""
-        return any("torch.distributed.run" in (one.info["cmdline"] or ()) for one in self.family)
+        """Whether ranks are up, or about to be."""
+        launchers = {"megatron_muon.tools.train.node", "torch.distributed.run"}
+        return any(launchers & {*(one.info["cmdline"] or ())} for one in self.family)
 
     @property
     def output(self) -> str:
@@ -315,7 +315,7 @@ def test_ctrl_c_ends_a_bench(tmp_path, corpus):
     with Running(tmp_path, *line, cold=True, main="benchmarks.train import run as main") as running:
 
         def rank_is_training() -> bool:
-            maps = (Path(f"/proc/{one.pid}/maps") for one in processes.descendants(running.process.pid))
+            maps = (Path(f"/proc/{one.pid}/maps") for one in running.family)
             return sum("libtorch_cpu" in file.read_text() for file in maps if file.exists()) >= 2
 
         running.wait_for(rank_is_training)
