@@ -81,12 +81,9 @@ def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch):
     ],
 )
 def test_the_first_node_holds_the_rendezvous_under_a_name_that_resolves(environ, conf, address):
-    args = argparse.Namespace(
-        rdzv_backend="c10d", rdzv_conf="timeout=90", local_addr=None, nproc_per_node="8", signals_to_handle="SIGTERM"
-    )
-    node.settle(args, environ)
+    args = argparse.Namespace(rdzv_backend="c10d", rdzv_conf="timeout=90", local_addr=None, nproc_per_node="8")
+    node.set_options(args, environ)
     assert (args.rdzv_conf, args.local_addr, args.nproc_per_node) == (conf, address, "8")
-    assert "SIGTERM" not in args.signals_to_handle
 
 
 TERM, KILL = -int(signal.SIGTERM), -int(signal.SIGKILL)
@@ -110,4 +107,4 @@ TERM, KILL = -int(signal.SIGTERM), -int(signal.SIGKILL)
 def test_the_status_is_the_workers(codes, asked, expected):
     """torchrun's own is 1 in all of these."""
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
-    assert node.status(SimpleNamespace(failures=failures), asked_to_end=asked) == expected
+    assert node.status(SimpleNamespace(failures=failures), is_requeued=asked) == expected

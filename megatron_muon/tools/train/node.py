@@ -2,9 +2,9 @@
 
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
-`megatron-muon train` starts it, and so does scripts/slurm/pretrain.sbatch, once on each node. torchrun itself would
-kill the workers 30 seconds after SIGTERM, and its status is 1 whatever happened. In a job of SLURM the flags are those
-of a run that may be put back into the queue (`requeueable`), and the first node holds the rendezvous.
+`megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node. torchrun itself would kill workers
+30 seconds after SIGTERM, and its status is always 1. In a job of SLURM the run may be put back into the queue
+(`requeueable`), and the first node holds the rendezvous.
 """
 
 from __future__ import annotations

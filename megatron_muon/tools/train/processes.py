@@ -1,8 +1,7 @@
 """Starts torchrun and its ranks, hands on what they print, and leaves none of them behind. No torch.
 
 The ranks live in sessions of their own, so Ctrl-C reaches this process alone. It sends SIGTERM to what it launched,
-which hands it on to the ranks; with --exit-signal-handler they finish their step and write a checkpoint first. What has
-not ended in time is killed, and so is all at once when a second signal comes.
+which hands it on to the ranks; what has not ended in time is killed, as is all at once when a second signal comes.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -36,16 +34,14 @@ _MARK = "MEGATRON_MUON_LAUNCH"
 """Environment variable that all processes of one launch share, by which they are found whatever their parent is."""
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a launch ended: its exit status, 128 + n after signal n, and the signal that this process got, if any."""
 
     status: int
     signal: int | None = None
 
 
-@dataclass(frozen=True)
-class Nodes:
+class Nodes(NamedTuple):
     """The machines of a run: torchrun's --nnodes, --node-rank (this machine's), --rdzv-endpoint and --rdzv-id."""
 
     count: int = 1
@@ -183,19 +179,13 @@ def _kill(launched: subprocess.Popen[bytes], mark: str) -> None:
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Installs `handler` for those of SIGINT, SIGTERM and SIGHUP that are not ignored; in the main thread alone."""
-    if threading.current_thread() is not threading.main_thread():
+    with contextlib.ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(number)
+            if threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN):
+                signal.signal(number, handler)
+                undo.callback(signal.signal, number, before)
         yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    before = {number: old for number, old in before.items() if old not in (None, signal.SIG_IGN)}  # nohup ignores
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def unwind(number: int, _: FrameType | None = None) -> NoReturn:

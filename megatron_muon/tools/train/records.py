@@ -48,12 +48,11 @@ class Record:
         run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is none.
         args: Megatron's arguments as strings, by name.
         tokens, train_seconds: trained on; in Megatron's training loop, validation included; all starts together.
-        train, losses: training losses that were logged; `loss_last` is the mean of the last `LAST_STEPS` of them.
-        validation: validation losses; the mean of the sets where there are several. `validation_by_set` has the last
-            of each, `validation_best` is the lowest.
+        loss_last: mean of the last `LAST_STEPS` of `losses`, the training losses that were logged.
+        validation: validation losses, the mean of the sets where there are several; `validation_by_set`: their last.
         diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number.
         outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
-        step_ms, optimizer_ms: of an iteration, and of the optimizer's step in it, whose share is 0 to 1.
+        step_ms, optimizer_ms, optimizer_share: of an iteration; of the optimizer's step in it; their ratio.
         tokens_per_second: of all ranks together.
         phases_ms: of the measured steps of Muon, by phase; empty without them.
         state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
@@ -141,7 +140,7 @@ class Record:
         )
         self.optimizer_ms = _median(point.value * 1e3 for point in _after_warmup(timers))
         self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
-        if self.optimizer_share is None and optimizer and steps:  # at other steps: a run shorter than its log interval
+        if self.optimizer_share is None and optimizer and steps:  # a run shorter than its log interval
             self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())
         phases = {phase: _after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
         self.phases_ms = {phase: statistics.median(one.value for one in some) for phase, some in phases.items() if some}

@@ -25,18 +25,18 @@ _OF_TORCHRUN = re.compile(r"[IWE]\d{4} ")
 _TRACE_LINES = 16
 
 
-def failure_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str | None, tuple[str, ...]]:
+def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tuple[str | None, tuple[str, ...]]:
     """The line that says why a run failed, and the last lines that show how: of the rank that failed first.
 
     Where no rank left an error (it could not be imported): the end of what was printed.
 
     Args:
         ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
-        output: what the run printed.
+        output: the last lines that the run printed.
     """
     first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
-    text = output if first is None else str(first.get("trace", ""))
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not _OF_TORCHRUN.match(line)]
+    text = output if first is None else str(first.get("trace", "")).splitlines()
+    lines = [line.rstrip() for line in text if line.strip() and not _OF_TORCHRUN.match(line)]
     return None if first is None else str(first["error"]), tuple(lines[-_TRACE_LINES:])
 
 

@@ -74,14 +74,15 @@ def rows(record: Record) -> list[tuple[str, str]]:
     speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
     if record.tokens_per_second is not None and record.step_ms is not None:
         speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
-    lines.append(("speed", f"{speed}; training took {duration(record.train_seconds)}"))
-    flags = "--timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard"
-    share = record.optimizer_share
-    lines.append(
-        ("optimizer", f"not timed; {flags} turn it on" if share is None else f"{share:.0%} of the step{early}")
-    )
-    lines.append(("checkpoint", str(record.places.checkpoint or "none saved")))
-    return lines
+    share = "not timed; --timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard turn it on"
+    if record.optimizer_share is not None:
+        share = f"{record.optimizer_share:.0%} of the step{early}"
+    return [
+        *lines,
+        ("speed", f"{speed}; training took {duration(record.train_seconds)}"),
+        ("optimizer", share),
+        ("checkpoint", str(record.places.checkpoint or "none saved")),
+    ]
 
 
 def next_commands(record: Record) -> list[tuple[str, str]]:

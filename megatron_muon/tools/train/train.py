@@ -6,6 +6,7 @@ and a sweep does so for many runs. `run_folder` describes the folder's files.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -32,6 +33,9 @@ from megatron_muon.tools.train.processes import Ended, Lines
 from megatron_muon.tools.train.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import failure_of, summary_of
+
+_KEPT_LINES = 100
+"""Of the output, to show the last of them that are not torchrun's if no rank left an error."""
 
 
 @dataclass(frozen=True)
@@ -192,15 +196,18 @@ def _launch(
     env: Mapping[str, str],
 ) -> tuple[int, str | None, tuple[str, ...]]:
     """The exit status of this machine's ranks, the line that says why they failed, and those that show it."""
-    resolved, log = experiment.resolved, experiment.own_file(run_folder.LOG)
+    resolved, request = experiment.resolved, experiment.request
     heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
     text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
     experiment.own_file(run_folder.CONFIG).write_text(text, "utf-8")
-    append = experiment.checkpoint is not None
-    began_at = log.stat().st_size if append and log.exists() else 0
-    base = processes.environment(resolved.ranks, nodes=experiment.request.nodes.count, settings=resolved.env)
+    base = processes.environment(resolved.ranks, nodes=request.nodes.count, settings=resolved.env)
+    output = collections.deque[str](maxlen=_KEPT_LINES)
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
         told = Lines(Path(ends, TOLD))
+
+        def show_line(line: str) -> None:
+            output.append(line)
+            listener.line(line)
 
         def tick(got: int | None) -> None:
             for line in told.new():
@@ -210,17 +217,16 @@ def _launch(
 
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *experiment.torchrun],
-            log,
+            experiment.own_file(run_folder.LOG),
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
-            on_line=listener.line,
+            on_line=show_line,
             on_tick=tick,
-            append=append,
+            append=experiment.checkpoint is not None,
             keeps=keeps,
-            grace_s=experiment.request.grace_s,
+            grace_s=request.grace_s,
             stop=stop,
         )
         ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
-    output = log.read_bytes()[began_at:].decode("utf-8", "replace")
     return _exit_status(ended, ranks.get("0", {}).get("status")), *failure_of(ranks.values(), output)
 
 
