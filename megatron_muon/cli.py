@@ -46,7 +46,7 @@ COMMANDS = {
     "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
     "report": Command("report.command", "write a page with plots on one run or many"),
     "submit": Command("submit.command", "put a training into SLURM's queue"),
-    "summary": Command("train.summary", "sum up a finished run"),
+    "summary": Command("train.run_summary", "sum up a finished run"),
     "generate": Command("models.generate_command", "write text with a checkpoint", USE),
     "eval": Command("models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
     "export": Command("models.export_command", "checkpoint to Hugging Face or torch_dist", USE),

@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-import sys
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -12,7 +10,7 @@ from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.records import read_record
-from megatron_muon.tools.train.summary import figures, next_commands, rows
+from megatron_muon.tools.train.run_summary import figures, rows
 
 SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05
 
@@ -81,43 +79,6 @@ def test_figures(run_dir):
     }
 
 
-CONFIG = (
-    "MODEL_ARGS:\n  --optimizer: muon\n  --use-megatron-fsdp: true\n  --muon-lr: 0.02\n  --lr: 0.01\n  --save: x/c\n"
-)
-
-
-def test_next_commands_hold_for_the_run(run_dir):
-    """They had YOUR_FLAGS in them for every run of `train`, and data to prepare for a run on one's own."""
-    look = ("look at the curves", f"tensorboard --logdir {run_dir / 'tensorboard'}")
-    assert next_commands(loaded(run_dir)) == [look]  # torchrun alone: its flags are not known
-    (run_dir / "config.yaml").write_text(CONFIG)
-    (run_dir / "run.json").write_text('{"ranks": 4, "nodes": 1}')
-    (run_dir / "summary.json").write_text('{"go_on": "megatron-muon train --resume --out run"}')
-    assert next_commands(loaded(run_dir)) == [
-        look,
-        ("go on", f"megatron-muon train --resume --out {run_dir}"),
-        (
-            "the same with Adam; a learning rate of its own is --set lr=RATE",
-            f"megatron-muon train --config {run_dir}/config.yaml --nproc 4 --set optimizer=adam --set muon_lr=null "
-            f"--out {run_dir}-adam",
-        ),
-    ]
-    (run_dir / "run.json").write_text('{"ranks": 8, "nodes": 2}')
-    assert len(next_commands(loaded(run_dir))) == 2
-
-
-def test_next_commands_after_adam_and_on_the_quickstarts_data(tmp_path):
-    run_dir = tmp_path / "a run"
-    write_start(run_dir / "tensorboard", range(1, 3), args={"optimizer": "adam", "data_path": "['data/stdlib']"})
-    (run_dir / "config.yaml").write_text("MODEL_ARGS:\n  --optimizer: adam\n")
-    _, (_, compare), (_, own) = next_commands(loaded(run_dir))
-    assert compare == (
-        f"megatron-muon train --config '{run_dir}/config.yaml' --nproc 1 --set optimizer=muon "
-        f"--set use_megatron_fsdp=true --out '{run_dir}-muon'"
-    )
-    assert own == "megatron-muon data prepare --input PATH --output data/mine"
-
-
 def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path):
     write_start(tmp_path / "tensorboard", range(1, 31), timers=False)
     summary = loaded(tmp_path)
@@ -150,18 +111,6 @@ def test_validation_is_the_first_result_of_the_last_iteration(tmp_path):
     write_points(tmp_path / "two", [(f"{tag}-code", 30, 4.0), (f"{tag}-prose", 30, 5.0)])
     assert loaded(tmp_path / "two").validation_by_set == {"code": pytest.approx(4.0), "prose": pytest.approx(5.0)}
     assert loaded(tmp_path / "two").validation_last == pytest.approx(4.5)
-
-
-@pytest.mark.parametrize("is_active", [True, False])
-def test_the_line_that_activates_comes_first_where_the_shell_does_not_know_the_command(
-    run_dir, monkeypatch, capsys, is_active
-):
-    """What the quickstart suggested ended in `megatron-muon: command not found`."""
-    monkeypatch.setattr(sys, "prefix", str(run_dir.parent / ".venv"))
-    monkeypatch.setattr(shutil, "which", lambda name: "/bin/megatron-muon" if is_active else None)
-    assert cli.main(["summary", str(run_dir)]) == 0
-    shown = capsys.readouterr().out.partition("What to try next\n")[2].splitlines()
-    assert (shown[1].strip() == f"source {run_dir.parent}/.venv/bin/activate") is not is_active
 
 
 def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path):
@@ -243,7 +192,10 @@ def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
     for shown in ("5.900 -> 3.450 in 30 iterations", "4,096 tokens/s, 250 ms per step", "20% of the step"):
         assert shown in out
     assert f"tensorboard --logdir {run_dir / 'tensorboard'}\n" in out
+    assert "to go on" not in out
     assert json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"] == pytest.approx(4096)
     assert cli.main(["summary", str(tmp_path / "nowhere")]) == 2
     assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 2
     assert "megatron-muon: error: cannot write" in capsys.readouterr().err
+    (run_dir / "summary.json").write_text('{"go_on": "megatron-muon train --resume --out run"}')
+    assert rows(loaded(run_dir))[-1] == ("to go on", f"megatron-muon train --resume --out {run_dir}")

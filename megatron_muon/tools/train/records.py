@@ -27,7 +27,8 @@ PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
 
-_ONLY_SET = "validation"  # the name of a run's validation set where it has one; several have names of their own
+ONLY_SET = "validation"
+"""The name of a run's validation set where it has one; several have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Record:
         for tag in sorted(tag for tag in self.events.scalars if tag.startswith(prefix)):
             points = {point.step: point for point in reversed(self.events.points(tag))}
             if points and not tag.endswith((" ppl", " vs samples")):
-                name = tag.removeprefix(prefix).removeprefix("-") or _ONLY_SET
+                name = tag.removeprefix(prefix).removeprefix("-") or ONLY_SET
                 self.validation_by_set[name] = points[max(points)].value
                 for step, point in points.items():
                     by_step.setdefault(step, []).append(point)
@@ -232,11 +233,6 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
             f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
         )
     return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
-
-
-def validation_label(name: str) -> str:
-    """What the loss of a validation set is called."""
-    return "validation loss" if name == _ONLY_SET else f"validation loss {name}"
 
 
 def _after_warmup(points: Sequence[Point]) -> list[Point]:

@@ -1,16 +1,27 @@
-"""How a run ended: the contents of summary.json, whose fields docs/experiments.md lists, and a line of words."""
+"""What came of a run: summary.json, whose fields docs/experiments.md lists, and `megatron-muon summary`, a page."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.train.records import read_record, validation_label
+from megatron_muon.tools.parser import write_json
+from megatron_muon.tools.train.events import WARMUP_STEPS
+from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, Record, read_record
 from megatron_muon.tools.train.run_folder import RunFolder
+from megatron_muon.tools.train.wording import duration
+
+EXAMPLES = """\
+examples:
+  megatron-muon summary runs/quickstart
+  megatron-muon summary runs/quickstart --json figures.json
+"""
 
 _OUTCOMES = {
     ExitStatus.OK: "finished",
@@ -83,7 +94,72 @@ def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:
     if summary["loss_last"] is not None:
         words += f", training loss {summary['loss_last']:.4f}"
     for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
+        words += f", {_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
     if summary["diverged"]:
         return f"{words}; DIVERGED: {summary['diverged_why']}"
     return f"{words}; {summary['error']}" if why and summary["error"] else words
+
+
+def _label(validation_set: str) -> str:
+    """What the loss of a validation set is called."""
+    return "validation loss" if validation_set == ONLY_SET else f"validation loss {validation_set}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon summary`."""
+    parser.description = "Sum up a run: loss, validation loss, speed, and where its log and checkpoint lie."
+    parser.epilog = EXAMPLES
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="holds tensorboard/ and checkpoints/")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the summary, and writes it as JSON where asked."""
+    record = read_record(args.run_dir, needs_steps=True)
+    write_json(args.json, figures(record))
+    print(f"Run {record.folder}")
+    for label, value in rows(record):
+        print(f"{label:<17}{value}")
+    return 0
+
+
+def figures(record: Record) -> dict[str, Any]:
+    """The figures of a run that has logged a step: those of summary.json that come from its log, and what it was."""
+    return {
+        "run_dir": str(record.folder),
+        "optimizer": record.args.get("optimizer"),
+        "world_size": record.whole_number("world_size"),
+        "tensorboard_dir": str(record.places.tensorboard),
+        "rose": record.rose,
+        **record.figures,
+    }
+
+
+def rows(record: Record) -> list[tuple[str, str]]:
+    """The summary's lines as (label, value)."""
+    loss = f"{record.losses[0]:.3f} -> {record.loss_last:.3f} in {record.iterations:,} iterations"
+    lines = [("loss", f"{loss} (mean of the last {min(len(record.losses), LAST_STEPS)})")]
+    if record.diverged_at is not None:
+        when = f"from iteration {record.diverged_at:,} on"
+        lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
+    elif record.rose:
+        lines.append(("warning", "the loss rose; lower the learning rate"))
+    for name, value in record.validation_by_set.items():
+        lines.append((_label(name), f"{value:.3f} at iteration {record.validation[-1].step:,}"))
+    if not record.validation:
+        lines.append(("validation loss", "none; --eval-iters and --eval-interval say how often"))
+    speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
+    if record.tokens_per_second is not None and record.step_ms is not None:
+        speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
+    share = "not timed; --timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard turn it on"
+    if record.optimizer_share is not None:
+        share = f"{record.optimizer_share:.0%} of the step{early}"
+    go_on = shlex.join(["megatron-muon", "train", "--resume", "--out", str(record.folder)])
+    return [
+        *lines,
+        ("speed", f"{speed}; training took {duration(record.train_seconds)}"),
+        ("optimizer", share),
+        ("checkpoint", str(record.places.checkpoint or "none saved")),
+        ("curves", shlex.join(["tensorboard", "--logdir", str(record.places.tensorboard)])),
+        *([("to go on", go_on)] if record.summary.get("go_on") else []),
+    ]
