@@ -17,7 +17,7 @@ from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import beside, locate, settle_places
 from megatron_muon.tools.train import processes, run_folder, run_summary
-from megatron_muon.tools.train.processes import Ended, Nodes, torchrun_arguments
+from megatron_muon.tools.train.processes import Ended, Nodes, torchrun
 from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
 from megatron_muon.tools.train.run_summary import summary_of
@@ -421,7 +421,7 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
 
 
 def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    assert " ".join(torchrun_arguments(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"))) == (
+    assert " ".join(torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"))) == (
         "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
         "pretrain_gpt.py"
     )

@@ -22,13 +22,11 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-from megatron_muon.errors import RunFailedError
 from megatron_muon.megatron.provenance import cores
 
 ROOT = Path(__file__).resolve().parents[3]
 """Holds the package, and pretrain_gpt.py in a checkout."""
 
-_TAIL_LINES = 40
 _SECONDS_TO_END = 15.0  # where there is nothing to save
 _MARK = "MEGATRON_MUON_LAUNCH"
 """Environment variable that all processes of one launch share, by which they are found whatever their parent is."""
@@ -72,7 +70,7 @@ def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | Non
     return env
 
 
-def torchrun_arguments(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
+def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
     """What follows `torchrun` to run `program`, a script or `-m MODULE`, on `ranks` processes per machine."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     if nodes.count == 1:
@@ -80,11 +78,6 @@ def torchrun_arguments(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -
     else:
         meet = ["--node-rank", str(nodes.rank), *meet, "--rdzv-id", nodes.run_id]
     return ["--nnodes", str(nodes.count), "--nproc-per-node", str(ranks), *meet, *program]
-
-
-def torchrun(ranks: int, *program: str) -> list[str]:
-    """The command that runs `program` on `ranks` processes of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun_arguments(ranks, *program)]
 
 
 def pretrain_program() -> tuple[str, ...]:
@@ -198,21 +191,3 @@ def unwind(number: int, _: FrameType | None = None) -> NoReturn:
 def sigterm_unwinds() -> contextlib.AbstractContextManager[None]:
     """Lets SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, where no ranks are under way: helpers end with it."""
     return signals_handled(unwind)
-
-
-def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
-    """Runs a command, `what` in messages, to its end with all output in `log`; see `watch`.
-
-    Raises:
-        RunFailedError: it ended with another status than 0; the end of its output has been printed.
-        KeyboardInterrupt, SystemExit: a signal ended it.
-    """
-    ended = watch(command, log, env=env)
-    if ended.signal is not None:
-        unwind(ended.signal)
-    if ended.status:
-        lines = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        print("\n".join(lines), file=sys.stderr)
-        raise RunFailedError(
-            f"{what} ended with status {ended.status}; the last {len(lines)} lines of its log are above"
-        )

@@ -73,7 +73,7 @@ class Experiment:
             left_out -= {"--ckpt-step"} if self.goes_back else set()
             program += ["--load", str(self.folder.checkpoints)]
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
-        return processes.torchrun_arguments(self.resolved.ranks, *program, nodes=self.request.nodes)
+        return processes.torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
 
     @property
     def shown_command(self) -> str:
