@@ -213,27 +213,20 @@ def test_a_signal_is_answered_at_once_and_warnings_once_an_interval(capsys: pyte
     assert shown.count("SIGINT: asking the ranks to end; a second signal kills them\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("terminal", "environ", "live"),
-    [
-        (True, {"TERM": "xterm-256color"}, True),
-        (True, {"TERM": "dumb"}, False),
-        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        (True, {}, False),
-        (False, {"TERM": "xterm-256color"}, False),
-    ],
-)
-def test_where_a_live_line_is_shown(
-    terminal: bool, environ: dict[str, str], live: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_where_a_live_line_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout", stream)
-    assert screen.is_terminal() is live
+    for terminal, term, no_color, live in (
+        (True, "xterm-256color", "", True),
+        (True, "dumb", "", False),
+        (True, "xterm", "1", False),
+        (True, "", "", False),
+        (False, "xterm-256color", "", False),
+    ):
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("TERM", term or "unknown")
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert screen.is_terminal() is live, (terminal, term, no_color)
 
 
 def test_neither_a_strange_character_nor_a_reader_that_left_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Reads what Megatron's training loop writes to TensorBoard. Needs neither torch nor megatron-core.
 
-Each start of a training writes a file. A later start takes over from its first iteration on: what an earlier one wrote
-beyond that belongs to a history that was abandoned.
+Each start writes a file and takes over from its first iteration on; what an earlier one wrote beyond that is dropped.
 """
 
 from __future__ import annotations

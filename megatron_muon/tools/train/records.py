@@ -1,7 +1,6 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from the run's
-events and from `facts.json` beside them. Needs neither torch nor megatron-core.
+summary.json, `summary`, sweeps and reports are made of it. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -60,21 +59,14 @@ class Record:
         peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        places: run_folder.RunFolder,
-        run: Mapping[str, Any],
-        summary: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        events: RunEvents,
-    ) -> None:
+    def __init__(self, folder: Path, places: run_folder.RunFolder, events: RunEvents) -> None:
         self.folder, self.places, self.events = folder, places, events
-        self.run, self.summary, self.facts = run, summary, facts
+        self.run, self.summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        self.facts = run_folder.read_json(places.tensorboard / FACTS)
         self.args: Mapping[str, str] = events.args
-        self.optimizer: str = self.args.get("optimizer") or summary.get("optimizer") or "unknown"
+        self.optimizer: str = self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
         self.seed = self.whole_number("seed")
-        self.state_bytes: dict[str, int] = facts.get("state_bytes", {})
+        self.state_bytes: dict[str, int] = self.facts.get("state_bytes", {})
         self.all_state_bytes = sum(self.state_bytes.values()) or None
         peaks = [point.value for point in events.points("mem-max-allocated-bytes")]
         self.peak_bytes = round(max(peaks)) if peaks else None
@@ -191,9 +183,8 @@ class Record:
     def rose(self) -> bool:
         """Whether the loss ended above where it began by more than noise.
 
-        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations. In a run too
-        short for that, where the first ones are among the last or learning rates still warm up, it must be twice the
-        first.
+        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations; in a run too
+        short for that, where learning rates may still warm up, it must be twice the first.
         """
         late = self.losses[-LAST_STEPS:]
         if not late or not all(map(math.isfinite, late)):
@@ -220,8 +211,7 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
-    run, summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-    places = places or run_folder.places_of(folder, run)
+    places = places or run_folder.places_of(folder, run_folder.read_json(folder / run_folder.RUN))
     try:
         events = read_events(places.tensorboard)
     except UserError:
@@ -232,7 +222,7 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
         raise UserError(
             f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
         )
-    return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
+    return Record(folder, places, events)
 
 
 def _after_warmup(points: Sequence[Point]) -> list[Point]:

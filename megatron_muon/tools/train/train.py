@@ -1,7 +1,6 @@
-"""Runs one experiment: resolves it, writes its folder, starts the ranks, and sums up what came of it.
+"""Runs one experiment: `prepare` resolves it; `execute` writes its folder, starts the ranks and sums it up.
 
-`prepare` resolves and shows nothing, `execute` runs what was prepared; `megatron-muon train` does one after the other,
-and a sweep does so for many runs. `run_folder` describes the folder's files.
+Neither shows anything: that is a `Listener`'s. `run_folder` describes the folder's files.
 """
 
 from __future__ import annotations
@@ -79,12 +78,6 @@ class Experiment:
     def shown_command(self) -> str:
         """The run as a user would type it."""
         return shlex.join(["torchrun", *self.torchrun])
-
-    @property
-    def settings_lines(self) -> list[str]:
-        """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
-        flags = (*self.resolved.flags, *self.resolved.filled_in)
-        return [f"  {flag.name:<36}  {shlex.join(flag.values) or 'true':<24}  {flag.source}" for flag in flags]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Of what the ranks print, only this package's warnings, notes and errors are show
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +56,8 @@ class Watcher:
                 self.screen.print(part)
         if settings:
             self.screen.print(f"\nsettings of {experiment.request.config}")
-            self.screen.print("\n".join(experiment.settings_lines))
+            for flag in (*experiment.resolved.flags, *experiment.resolved.filled_in):
+                self.screen.print(f"  {flag.name:<36}  {shlex.join(flag.values) or 'true':<24}  {flag.source}")
             self.screen.print(f"\ncommand     {experiment.shown_command}\n")
         self.status.enter(f"starting the ranks ({experiment.resolved.ranks})")
 
