@@ -3,7 +3,7 @@
 STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 """Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
 (torchrun's own is 1 for any failure), `error`, a line that says why, or null, the `time` of that, and the traceback of
-what nobody expected (`trace`)."""
+what nobody expected (`trace`). For a rank that a signal ended, its parent writes `error` and `time`."""
 
 OWNS_PLACES = "MEGATRON_MUON_OWNS_PLACES"
 """Environment variable: whoever starts the ranks has seen to it that they may write to their --save and
