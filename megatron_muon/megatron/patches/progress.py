@@ -1,8 +1,7 @@
-"""What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
+"""What a run reports: a line after each of Megatron's iteration lines, metrics, and the events of `megatron.TOLD`.
 
-Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
-and from there (`monitoring`) to Weights & Biases; whoever launched the run gets the events of `megatron.TOLD`; what
-tools want to know of the run goes into `facts.json`, beside the run's events.
+Metrics go to TensorBoard, and from there (`monitoring`) to Weights & Biases; what tools want to know of the run goes
+into `facts.json`, beside TensorBoard's files.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Stopwatch:
 
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
-    """Report what a training does; follow Megatron's iteration lines with speed and time left; log Muon's metrics."""
+    """Report what a training does, with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step", takes=["iteration"])(progress.step)
@@ -184,7 +183,7 @@ class Progress:
         show_facts(facts)
 
     def _speed(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
-        """Print the line that follows Megatron's; the figures of the event `step` that are of speed."""
+        """Print the line that follows Megatron's; the same figures for the event `step`."""
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
         (count, seconds), (_, in_optimizer) = self.steps.take(), self._in_optimizer.take()
@@ -263,7 +262,6 @@ def _tell_and_call(stage: str, call: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _origin() -> dict[str, Any]:
-    """Software and machine, on the ranks that write them: one asks git."""
     if not is_first_rank() and get_tensorboard_writer() is None and get_wandb_writer() is None:
         return {}
     found = origin()

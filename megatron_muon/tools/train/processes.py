@@ -71,7 +71,7 @@ def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | Non
 
 
 def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
-    """What follows `torchrun` to run `program`, a script or `-m MODULE`, on `ranks` processes per machine."""
+    """The arguments of torchrun that run `program`, a script or `-m MODULE`, on `ranks` processes per machine."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     if nodes.count == 1:
         meet += ["--local-addr", "127.0.0.1"]

@@ -32,7 +32,7 @@ ONLY_SET = "validation"
 
 @dataclass(frozen=True)
 class LossPoint:
-    """A loss and where it was: iteration, tokens trained on, seconds in the training loop; None is not known."""
+    """A loss, and where it was: iteration, tokens trained on, if known, and seconds in the training loop."""
 
     step: int
     tokens: int | None
@@ -226,7 +226,6 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
 
 
 def _after_warmup(points: Sequence[Point]) -> list[Point]:
-    """The points after the warm-up; all where there are none."""
     return [point for point in points if point.step > WARMUP_STEPS] or list(points)
 
 

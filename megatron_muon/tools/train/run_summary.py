@@ -39,11 +39,8 @@ _TRACE_LINES = 16
 def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tuple[str | None, tuple[str, ...]]:
     """The line that says why a run failed, and the last lines that show how: of the rank that failed first.
 
-    Where no rank left an error (it could not be imported): the end of what was printed.
-
-    Args:
-        ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
-        output: the last lines that the run printed.
+    `ranks` are what each left of its end, see `megatron.STATUS_FOLDER`. Where none left an error (it could not be
+    imported), the end of the `output` shows how.
     """
     first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
     text = output if first is None else str(first.get("trace", "")).splitlines()
@@ -52,12 +49,7 @@ def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tup
 
 
 def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of summary.json.
-
-    Args:
-        error: of the last start, see `failure_of`.
-        run: contents of run.json.
-    """
+    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`)."""
     outcome = _OUTCOMES.get(status, "failed")
     record = read_record(folder.root, places=folder)
     at, why = record.diverged_at, None
@@ -101,7 +93,6 @@ def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:
 
 
 def _label(validation_set: str) -> str:
-    """What the loss of a validation set is called."""
     return "validation loss" if validation_set == ONLY_SET else f"validation loss {validation_set}"
 
 

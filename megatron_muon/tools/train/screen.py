@@ -29,10 +29,7 @@ def is_terminal() -> bool:
 
 
 class Screen:
-    """Prints lines from any thread and, on a terminal, keeps live lines below them, as `progress` has them.
-
-    A context; within it what anything in this process prints stands above the live lines.
-    """
+    """A context that prints lines from any thread and, on a terminal, keeps live lines below them (`progress`)."""
 
     def __init__(self, *, live: bool = True) -> None:
         self.live = live and is_terminal()
@@ -108,7 +105,6 @@ class Status:
         return silent if silent > max(patience_s, 3 * (self._figures.get("step_s") or 0.0)) else None
 
     def _show(self) -> None:
-        """Draws the live line: name, steps, and the stage or the figures of the last log interval."""
         if (progress := self._screen.progress) is None:
             return
         steps = self._figures.get("steps")

@@ -26,12 +26,7 @@ _PATIENCE_S = 60.0
 
 
 class Watcher:
-    """Shows one run on a screen.
-
-    Args:
-        verbose: show all output of the ranks instead of a line for each event.
-        quiet: show only the heading, warnings, errors and the end.
-    """
+    """Shows one run: `verbose` all output of the ranks, `quiet` only the heading, warnings, errors and the end."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.screen = Screen(live=not quiet)
