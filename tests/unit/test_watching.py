@@ -130,7 +130,7 @@ my: muon on a GPT of 32 layers, 4096 wide, 32 heads, 8 experts
   steps       100,000 of 4,194,304 tokens, 512 sequences of 8192
   environment PYTHON_EXEC=/tmp/\\x1bpython A=2
   filled in   2 (what this machine needs); --dry-run lists all settings
-  model       3,287,296 parameters of a model-parallel rank, Muon's over all ranks 3,145,728
+  model       3,287,296 parameters on a model-parallel rank; Muon has 3,145,728 over all ranks
 step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  0.9 GB
 step 130/200  loss 2.0123  grad norm 0.81  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left
 validation loss 1.9190  perplexity 6.81  at step 130  took 4.2 s

@@ -159,8 +159,8 @@ def _steps(settings: Mapping[str, Any]) -> str:
 
 
 def model_line(event: Mapping[str, Any]) -> str:
-    """The size of the model, on a model-parallel rank, and Muon's part of it, over all ranks: the event `model`."""
-    muon = event.get("muon_parameters")
-    parts = [f"{event['parameters']:,} parameters of a model-parallel rank"]
-    parts += [f"Muon's over all ranks {muon:,}"] if muon is not None else []
-    return ", ".join([*parts, *filter(None, [event.get("device")])])
+    """The size of the model and Muon's part of it: the event `model`."""
+    text = f"{event['parameters']:,} parameters on a model-parallel rank"
+    if (muon := event.get("muon_parameters")) is not None:
+        text += f"; Muon has {muon:,} over all ranks"
+    return f"{text}, on {event['device']}" if event.get("device") else text
