@@ -51,7 +51,7 @@ def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus
     assert [int(step) for step, _ in steps] == [iteration.number for iteration in log.iterations] == [1, 2, 4, 6]
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
     assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  optimizer \d+%  .*\d:\d\d left$", run.output, re.MULTILINE)
-    validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
+    validations = re.findall(r"^(?:final )?validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
     assert len(validations) == 3
     assert re.search(r"^checkpoint of step 6 saved in .* to x/checkpoints$", run.output, re.MULTILINE)

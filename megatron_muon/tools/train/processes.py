@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -39,7 +40,8 @@ class Ended(NamedTuple):
     signal: int | None = None
 
 
-class Nodes(NamedTuple):
+@dataclass(frozen=True)
+class Nodes:
     """The machines of a run: torchrun's --nnodes, --node-rank (this machine's), --rdzv-endpoint and --rdzv-id."""
 
     count: int = 1

@@ -47,8 +47,7 @@ class Watcher:
             if settings or not note.startswith("environment from "):  # as the file says: nothing to act on
                 self._note(f"megatron-muon: {note}")
         for line in heading(experiment):
-            for part in wording.wrapped(line, indent=14, width=self.screen.width):
-                self.screen.print(part)
+            self._print_wrapped(line)
         if settings:
             self.screen.print(f"\nsettings of {experiment.request.config}")
             for flag in (*experiment.resolved.flags, *experiment.resolved.filled_in):
@@ -73,7 +72,7 @@ class Watcher:
         if self._quiet or self._verbose:
             return
         if kind == "model":
-            self.screen.print(f"  model       {model_line(event)}")
+            self._print_wrapped(f"  model       {model_line(event)}")
         elif kind == "step":
             self.screen.print(wording.step_line(event, self.screen.width))
         elif kind == "validation":
@@ -111,6 +110,10 @@ class Watcher:
         if summary["go_on"]:
             show(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
         show(f"see {file}, {log}")
+
+    def _print_wrapped(self, line: str) -> None:
+        for part in wording.wrapped(line, indent=14, width=self.screen.width):
+            self.screen.print(part)
 
     def _note(self, text: str) -> None:
         if text not in self._noted:  # every rank says the same
