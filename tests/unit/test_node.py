@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +89,11 @@ def test_the_status_is_the_workers(codes, requeued, expected):
     """torchrun's own is 1 in all of these."""
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
     assert node.status(SimpleNamespace(failures=failures), is_requeued=requeued) == expected
+
+
+def test_sigterm_ends_a_node_that_is_still_importing():
+    """An import passed over the exception that was to end it, and the run went on training."""
+    code = "from megatron_muon.tools.train import node\ntry: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert "node: start 1 ended by SIGTERM" in done.stderr

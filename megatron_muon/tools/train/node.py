@@ -176,7 +176,7 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
         print(_ended_by_sigterm(), file=sys.stderr, flush=True)
-        sys.exit(ExitStatus.TEMPFAIL)
+        os._exit(ExitStatus.TEMPFAIL)  # an exception may be lost, as within an import
     for worker in workers:
         with contextlib.suppress(psutil.Error):
             worker.send_signal(number)
