@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon import cli
 from megatron_muon.core.numbers import RANGES
-from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.errors import ExitStatus, RunFailedError, UserError
 from megatron_muon.megatron.provenance import provenance
 from megatron_muon.tools.parser import CommandParser, write_json
+from megatron_muon.tools.train import processes
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+TAIL_LINES = 40
 
 
 def main(
@@ -77,3 +81,26 @@ def buffer_mb(text: str) -> float:
     if not (possible := RANGES["muon_exchange_buffer_mb"]).holds(number):
         raise argparse.ArgumentTypeError(f"{text} is out of range; choose {possible}")
     return number
+
+
+def torchrun(ranks: int, *program: str) -> list[str]:
+    """The command that runs `program` on `ranks` processes of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", *processes.torchrun(ranks, *program)]
+
+
+def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
+    """Runs a command, `what` in messages, to its end with all output in `log`; see `processes.watch`.
+
+    Raises:
+        RunFailedError: it ended with another status than 0; the end of its output has been printed.
+        KeyboardInterrupt, SystemExit: a signal ended it.
+    """
+    ended = processes.watch(command, log, env=env)
+    if ended.signal is not None:
+        processes.unwind(ended.signal)
+    if ended.status:
+        lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        print("\n".join(lines), file=sys.stderr)
+        raise RunFailedError(
+            f"{what} ended with status {ended.status}; the last {len(lines)} lines of its log are above"
+        )

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import buffer_mb, main, table
+from benchmarks.command import buffer_mb, main, run_logged, table, torchrun
 from megatron_muon.errors import UserError, install
 from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
 from megatron_muon.tools.parser import CommandParser, positive
-from megatron_muon.tools.train.processes import environment, run_logged, torchrun
+from megatron_muon.tools.train.processes import environment
 
 if TYPE_CHECKING:
     from rich.table import Table

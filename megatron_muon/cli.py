@@ -34,7 +34,7 @@ GROUPS = {
         "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
         "report": Command("report.command", "write a page with plots on one run or many"),
         "submit": Command("submit.command", "put a training into SLURM's queue"),
-        "summary": Command("train.summary", "sum up a finished run"),
+        "summary": Command("train.run_summary", "sum up a finished run"),
     },
     "use what was trained": {
         "generate": Command("models.generate_command", "write text with a checkpoint"),

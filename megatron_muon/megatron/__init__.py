@@ -3,7 +3,7 @@
 STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 """Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
 (torchrun's own is 1 for any failure), `error`, a line that says why, or null, the `time` of that, and the traceback of
-what nobody expected (`trace`)."""
+what nobody expected (`trace`). For a rank that a signal ended, its parent writes `error` and `time`."""
 
 OWNS_PLACES = "MEGATRON_MUON_OWNS_PLACES"
 """Environment variable: whoever starts the ranks has seen to it that they may write to their --save and
@@ -33,9 +33,8 @@ machine. Each has an `event` and facts of it, null or absent where they are not 
 - tick: `step`, the last that was finished; about once a second;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
   `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `step_s`, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a
-  rank and `seconds_left`;
-- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation or test), whether it is the `last` after
-  training, `seconds`;
+  rank and `seconds_left`; null or absent where they are not known;
+- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation, final validation or test), `seconds`;
 - saved: `step`, `folder`, `seconds`, and whether files are still written in the `background`."""
 
 FIRST_STEP = "taking the first step"

@@ -1,4 +1,4 @@
-"""How far a command's own work is, on standard error; trainings are shown by `runs.screen`."""
+"""How far a command's own work is, on standard error; `train.screen` shows trainings."""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from megatron_muon.tools.train import processes
+from benchmarks.command import run_logged, torchrun
+from megatron_muon.tools.train.processes import environment
 from tests.support import cli
 
 
@@ -77,9 +78,7 @@ def test_peers_step_is_muons(tmp_path, name):
     script = tmp_path / "compare.py"
     uneven = "[(33, 17), (32, 32)]" if name == "deepspeed" else "[]"
     script.write_text(COMPARE.replace("MAKE", MAKE[name]).replace("UNEVEN", uneven), "utf-8")
-    processes.run_logged(
-        processes.torchrun(2, str(script)), tmp_path / "log", env=processes.environment(2), what="the comparison"
-    )
+    run_logged(torchrun(2, str(script)), tmp_path / "log", env=environment(2), what="the comparison")
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import command, step
 from benchmarks import train as bench_train
+from benchmarks.command import run_logged
 from benchmarks.floor import _travels, _work, products
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS
@@ -282,5 +283,5 @@ def test_environment_finds_the_modules_that_an_experiment_names(monkeypatch):
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     command = [sys.executable, "-c", "print('first'); print('what went wrong'); raise SystemExit(3)"]
     with pytest.raises(RunFailedError, match="the run ended with status 3"):
-        processes.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
+        run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err

@@ -66,34 +66,25 @@ def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags
     return wandb
 
 
-def test_what_goes_to_one_goes_to_the_other(patches, monkeypatch, tmp_path):
-    """Memory and validation perplexity were TensorBoard's alone."""
-    writer = Writer()
+@pytest.mark.parametrize("writer", [Writer(), None])
+def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp_path, writer):
+    """Memory and validation perplexity were TensorBoard's alone; without it Megatron logged no losses at all."""
     wandb = start(patches, monkeypatch, tmp_path, writer)
     written = global_vars.get_tensorboard_writer()
+    written.add_text("lr", "0.1")
     written.add_scalar("lm loss", torch.tensor(2.5), 7)
     written.add_scalar("lm loss vs samples", torch.tensor(2.5), 56)
-    assert writer.scalars == [("lm loss", 2.5, 7), ("lm loss vs samples", 2.5, 56)]
     assert wandb.logged == [("lm loss", 2.5, 7)]
-
-
-def test_weights_and_biases_alone_gets_all(patches, monkeypatch, tmp_path):
-    """Without --tensorboard-dir Megatron logged neither losses nor validation."""
-    wandb = start(patches, monkeypatch, tmp_path, None, tensorboard_dir=None, save=str(tmp_path))
-    written = global_vars.get_tensorboard_writer()
-    assert written
-    written.add_text("lr", "0.1")
-    written.add_scalar("lm loss", 2.5, 7)
-    written.flush()
-    assert wandb.logged == [("lm loss", 2.5, 7)]
+    if writer is not None:
+        assert writer.scalars == [("lm loss", 2.5, 7), ("lm loss vs samples", 2.5, 56)]
     patches.undo()
-    assert global_vars.get_tensorboard_writer() is None
+    assert global_vars.get_tensorboard_writer() is writer
 
 
 @pytest.mark.parametrize("flags", [{"rank": 0}, {"wandb_project": ""}])
 def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, flags):
     writer = Writer()
-    monkeypatch.setattr(monitoring, "settle_run", lambda *_: pytest.fail("it is not this rank's run"))
+    monkeypatch.setattr(monitoring, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
     start(patches, monkeypatch, tmp_path, writer, **flags)
     assert "add_scalar" not in vars(writer)
 
@@ -106,19 +97,13 @@ def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch,
         start(patches, monkeypatch, tmp_path, Writer(), error=OSError("disk"))
 
 
-def test_another_megatron_is_not_patched(patches, monkeypatch):
-    monkeypatch.setattr(global_vars, "_set_wandb_writer", lambda: None)
-    with pytest.raises(RuntimeError, match=r"cannot patch .*_set_wandb_writer: it accepts , without args"):
-        monitoring.log_to_both(patches)
-
-
 # Which run it is
 
 
 def settle(folder, *, environ=None, **flags):
     own = str(folder / "saves")
     args, environ = flags_of(folder, **{"load": own, "save": own, **flags}), {} if environ is None else environ
-    monitoring.settle_run(args, environ)
+    monitoring.choose_run(args, environ)
     return args, environ
 
 
@@ -130,31 +115,23 @@ def folder(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_run_that_goes_on_is_the_same_run(folder):
+def test_which_run_it_is(folder):
+    """One that goes on is the same; steps of one that starts anew would be dropped, where the first had later ones."""
     args, first = settle(folder, load=None)
     assert (args.wandb_exp_name, args.wandb_save_dir) == ("run", str(folder))
     assert "WANDB_RESUME" not in first
-    _, second = settle(folder)
-    assert second == {"WANDB_RUN_ID": first["WANDB_RUN_ID"], "WANDB_RESUME": "allow"}
-
-
-def test_what_starts_anew_is_another_run(folder):
-    """Its first steps would be dropped, since the run there has had later ones."""
-    ids = [settle(folder, load=None)[1]["WANDB_RUN_ID"], settle(folder, ckpt_step=2)[1]["WANDB_RUN_ID"]]
-    ids.append(settle(folder, save=str(folder / "others"))[1]["WANDB_RUN_ID"])  # another run's checkpoint
+    own = first["WANDB_RUN_ID"]
+    assert settle(folder)[1] == {"WANDB_RUN_ID": own, "WANDB_RESUME": "allow"}
+    shutil.copytree(folder, folder.with_name("copy"))
+    ids = [settle(folder.with_name("copy"))[1]["WANDB_RUN_ID"]]
+    folder = folder.rename(folder.with_name("renamed"))
+    assert settle(folder)[1]["WANDB_RUN_ID"] == own
+    for start in ({"load": None}, {"ckpt_step": 2}, {"save": str(folder / "others")}, {"finetune": True}):
+        ids.append(settle(folder, **start)[1]["WANDB_RUN_ID"])
     (folder / "saves" / "latest_checkpointed_iteration.txt").unlink()
     ids.append(settle(folder)[1]["WANDB_RUN_ID"])
-    assert len(set(ids)) == 4
+    assert len({own, *ids}) == 7
     assert json.loads((folder / "wandb.json").read_text())["id"] == ids[-1]
-
-
-def test_a_copy_of_a_run_is_another_and_a_renamed_one_is_the_same(folder):
-    """Both would write to one run there."""
-    _, first = settle(folder, load=None)
-    shutil.copytree(folder, folder.with_name("copy"))
-    assert settle(folder.with_name("copy"))[1]["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
-    folder.rename(folder.with_name("renamed"))
-    assert settle(folder.with_name("renamed"))[1]["WANDB_RUN_ID"] == first["WANDB_RUN_ID"]
 
 
 def test_what_somebody_has_said_holds(folder):
@@ -207,13 +184,6 @@ def test_a_sweep_names_the_group_of_its_runs(monkeypatch, tmp_path):
     assert _group(task) == {"WANDB_RUN_GROUP": "compare"}
     monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
     assert _group(task) == {}
-
-
-def test_speed_that_is_not_known_is_not_logged():
-    assert monitoring.speed_metrics({"tokens_per_s": 9.0, "optimizer_share": 0.1, "mfu": None, "step_s": 1.0}) == {
-        "tokens-per-second": 9.0,
-        "optimizer-share": 0.1,
-    }
 
 
 def test_the_error_of_a_teams_block_is_the_blocks():

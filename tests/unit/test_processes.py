@@ -56,17 +56,21 @@ def signal_when(log: Path, text: str, *numbers: int) -> threading.Thread:
     return thread
 
 
-def test_ranks_of_a_killed_launcher_are_found(tmp_path):
+@pytest.fixture(autouse=True)
+def heeds_interrupts() -> Iterator[None]:
+    """SIGINT as in a terminal: who runs the tests in the background of a script has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # handlers are put back
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, end, status):
     """The parent of orphans is no longer the launcher: only the mark in their environment tells whose they are."""
-    killed = python(CHILD + "import os; os.kill(os.getpid(), 9)")
-    assert watch(killed, tmp_path / "log", env=dict(os.environ)) == Ended(137)
-    assert is_gone(int((tmp_path / "log").read_text()))
-
-
-@pytest.mark.parametrize("status", [0, 3])
-def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, status):
-    ended = watch(python(CHILD + f"sys.exit({status})"), tmp_path / "log", env=dict(os.environ))
-    assert ended == Ended(status)
+    assert watch(python(CHILD + end), tmp_path / "log", env=dict(os.environ)) == Ended(status)
     assert is_gone(int((tmp_path / "log").read_text()))
 
 
@@ -93,72 +97,28 @@ def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
         pass
 
 
-SIGNAL_EXCEPTION = """\
-W1122 torch/distributed/elastic/agent/server/api.py: Received 15 death signal, shutting down workers
-Traceback (most recent call last):
-  File "torch/distributed/run.py", line 995, in main
-    run(args)
-torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15
-"""
-OTHER = 'Traceback (most recent call last):\n  File "x.py"\nOSError: the checkpoint could not be written\n'
+SAVES = (
+    "import signal, sys, time\n"
+    "def save(*_): time.sleep(0.5); print('saved', flush=True); sys.exit(75)\n"
+    "signal.signal(signal.SIGTERM, save); print('ready', flush=True); time.sleep(60)"
+)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.usefixtures("heeds_interrupts")
-def test_torchruns_traceback_after_a_signal_is_left_to_the_log(tmp_path, number):
-    """It stood between the run's last line and the one that says how to go on; other tracebacks are shown."""
-    text = SIGNAL_EXCEPTION + OTHER + "saved"
-    code = (
-        "import signal, sys, time\n"
-        f"def end(*_): print({text!r}, end='', flush=True); sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, end); print('ready', flush=True)\n"
-        "time.sleep(60)"
-    )
-    shown: list[str] = []
-    log = tmp_path / "log"
-    sender = signal_when(log, "ready", number)
-    watch(python(code), log, env=dict(os.environ), on_line=shown.append)
-    sender.join()
-    assert log.read_text() == f"ready\n{text}"
-    assert "\n".join(shown) == f"ready\n{SIGNAL_EXCEPTION.splitlines()[0]}\n{OTHER}saved"
-
-
-def test_what_does_not_end_in_time_is_killed(tmp_path):
-    sender = signal_when(tmp_path / "log", "ready", signal.SIGTERM)
-    ended = watch(python(STUBBORN), tmp_path / "log", env=dict(os.environ), grace_s=0.2)
-    sender.join()
-    assert ended == Ended(137, signal.SIGTERM)
-
-
-@pytest.fixture
-def heeds_interrupts() -> Iterator[None]:
-    """SIGINT as in a terminal: who runs the tests in the background of a script has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_interrupts")
-def test_a_second_signal_kills_at_once(tmp_path):
-    sender = signal_when(tmp_path / "log", "ready", signal.SIGINT, signal.SIGINT)
+@pytest.mark.parametrize(
+    ("code", "signals", "grace_s", "ended"),
+    [
+        (STUBBORN, [signal.SIGTERM], 0.2, Ended(137, signal.SIGTERM)),  # not in time
+        (STUBBORN, [signal.SIGINT, signal.SIGINT], 60, Ended(137, signal.SIGINT)),  # a second one kills at once
+        (SAVES, [signal.SIGTERM], 30, Ended(75, signal.SIGTERM)),
+    ],
+)
+def test_a_signal_gives_time_to_save_and_no_more(tmp_path, code, signals, grace_s, ended):
+    sender = signal_when(tmp_path / "log", "ready", *signals)
     began = time.monotonic()
-    ended = watch(python(STUBBORN), tmp_path / "log", env=dict(os.environ), grace_s=60)
+    assert watch(python(code), tmp_path / "log", env=dict(os.environ), grace_s=grace_s) == ended
     sender.join()
-    assert ended == Ended(137, signal.SIGINT)
     assert time.monotonic() - began < 25
-
-
-def test_time_to_save_is_given(tmp_path):
-    code = (
-        "import signal, sys, time\n"
-        "def save(*_): time.sleep(0.5); print('saved', flush=True); sys.exit(75)\n"
-        "signal.signal(signal.SIGTERM, save); print('ready', flush=True); time.sleep(60)"
-    )
-    sender = signal_when(tmp_path / "log", "ready", signal.SIGTERM)
-    ended = watch(python(code), tmp_path / "log", env=dict(os.environ), grace_s=30)
-    sender.join()
-    assert ended == Ended(75, signal.SIGTERM)
-    assert (tmp_path / "log").read_text() == "ready\nsaved\n"
+    assert ("saved" in (tmp_path / "log").read_text()) is (code == SAVES)
 
 
 def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
@@ -176,14 +136,8 @@ def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
     assert ended == [Ended(143, signal.SIGINT)]
 
 
-def test_handlers_are_put_back(tmp_path):
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    watch(python("pass"), tmp_path / "log", env=dict(os.environ))
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
 def test_all_output_is_shown_and_logged(tmp_path):
-    """Pieces may end within a character or a line; whoever stops reading does not stop the log."""
+    """Pieces may end within a character or a line; a start that goes on adds to the log."""
     code = (
         "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush() for n in range(12)]"
     )
@@ -192,9 +146,6 @@ def test_all_output_is_shown_and_logged(tmp_path):
     watch(python(code), log, env=dict(os.environ), on_line=lines.append)
     assert log.read_text("utf-8") == "zwölf\nüber"
     assert lines == ["zwölf", "über"]
-
-    def closed(text: str) -> None:
-        raise BrokenPipeError
-
-    watch(python("print('on')"), log, env=dict(os.environ), on_line=closed, append=True)
+    watch(python("print('on')"), log, env=dict(os.environ), on_line=lines.append, append=True)
     assert log.read_text("utf-8") == "zwölf\nüberon\n"
+    assert lines[2:] == ["on"]

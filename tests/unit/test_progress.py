@@ -1,4 +1,4 @@
-"""What a run shows beside Megatron's log."""
+"""What a run reports beside Megatron's log."""
 
 import json
 from types import SimpleNamespace
@@ -7,11 +7,19 @@ import pytest
 import torch
 
 from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD
-from megatron_muon.megatron.patches.progress import Progress, mean_loss, muon_rate, progress_line
-from megatron_muon.megatron.patches.stages import Stages
+from megatron_muon.megatron.patches import progress as module
+from megatron_muon.megatron.patches.progress import Progress, mean_loss, muon_rate
 from megatron_muon.megatron.tell import tell, tells
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Megatron's, of a run that writes its facts."""
+    found = SimpleNamespace(tensorboard_dir=str(tmp_path))
+    monkeypatch.setattr(module, "get_args", lambda: found)
+    return found
 
 
 def test_muons_rate_is_shown_where_megatron_does_not_log_it():
@@ -20,16 +28,10 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     assert muon_rate([ADAM, own]) == 0.02
     assert muon_rate([ADAM, {**own, "default_config": True}]) is None  # one schedule for both
     assert muon_rate([{**ADAM, "default_config": False}]) is None  # Adam's embeddings with --decoupled-lr
-    line = progress_line(tokens_per_s=1000.0, share=0.1, seconds_left=60.0, muon_rate=0.02)
-    assert line.endswith("of the step, Muon's learning rate 2.000000E-02, 0:01:00 left")
-    assert "learning rate" not in progress_line(tokens_per_s=1000.0, share=0.1, seconds_left=60.0)
 
 
-def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeypatch):
+def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, settings):
     """Megatron ends it before it is logged; what told of it was a line of the rerun state machine in the log."""
-    monkeypatch.setattr(
-        "megatron_muon.megatron.patches.progress.get_args", lambda: SimpleNamespace(tensorboard_dir=str(tmp_path))
-    )
     facts = tmp_path / "facts.json"
     progress = Progress(on_gpu=False)
     progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5)
@@ -45,16 +47,11 @@ def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeyp
     assert json.loads(facts.read_text()) == {"diverged_at": 9}
 
 
-def test_parameters_are_counted_as_megatron_counts_them(tmp_path, monkeypatch):
+def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
     """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands beside them."""
-    monkeypatch.setattr(
-        "megatron_muon.megatron.patches.progress.get_args", lambda: SimpleNamespace(tensorboard_dir=str(tmp_path))
-    )
     chunk = torch.nn.Linear(8, 6, bias=False)
     chunk.weight.orig_param = torch.empty(3, 8)
-    alone = torch.nn.Linear(2, 2)
-    progress = Progress(on_gpu=False)
-    progress.watch(lambda config, model: SimpleNamespace(step=None), None, [chunk, alone])
+    Progress(on_gpu=False).watch(lambda *_: SimpleNamespace(step=None), None, [chunk, torch.nn.Linear(2, 2)])
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
     assert torch.__version__.startswith(facts["versions"]["torch"])
@@ -64,10 +61,13 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, monkeypatch):
 def test_the_mean_loss_is_that_of_megatrons_line():
     """Skipped steps count for nothing; the sums are Megatron's, before it adds this step."""
     totals = {"lm loss": torch.tensor([5.0]), "advanced iterations": 2, "skipped iterations": 1}
-    assert mean_loss(totals=totals, losses={"lm loss": torch.tensor(1.0)}, skipped=False) == 2.0
-    assert mean_loss(totals=totals, losses={"lm loss": torch.tensor(9.0)}, skipped=True) == 2.5
-    assert mean_loss(totals={}, losses={"lm loss": torch.tensor([4.0])}, skipped=False) == 4.0
-    assert mean_loss(totals={}, losses={"lm loss": torch.tensor([4.0])}, skipped=True) is None
+    for before, loss, skipped, mean in (
+        (totals, 1.0, False, 2.0),
+        (totals, 9.0, True, 2.5),
+        ({}, 4.0, False, 4.0),
+        ({}, 4.0, True, None),
+    ):
+        assert mean_loss(totals=before, losses={"lm loss": torch.tensor(loss)}, skipped=skipped) == mean
     assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None  # another pipeline stage
 
 
@@ -80,34 +80,30 @@ def test_the_time_left_counts_evaluations_and_saves(monkeypatch):
     assert progress._seconds_each(20, 1.0) == 3.0
 
 
-def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch):
+def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, settings):
     """Two sets and a test set, under the names and at the steps that Megatron writes them."""
-    settings = SimpleNamespace(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
-    monkeypatch.setattr("megatron_muon.megatron.patches.stages.get_args", lambda: settings)
+    vars(settings).update(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
     for name, value in ((STATUS_FOLDER, str(tmp_path)), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    stages = Stages()
+    progress = Progress(on_gpu=False)
 
     def results(prefix, forward_step, data, model, iteration, *rest):
         for loss in (2.0, 3.0):
-            stages.evaluate_set(lambda *_, loss=loss: ({LOSS: torch.tensor(loss)}, None, False))
+            progress.evaluate_set(lambda *_, loss=loss: ({LOSS: torch.tensor(loss)}, None, False))
 
-    stages.evaluate(results, "iteration 20", None, None, None, 20, None)
-    stages.evaluate(results, "iteration 20 on test set", None, None, None, 20, None)
-    stages.evaluate_set(lambda *_: (None, None, True))  # the time limit
-    stages.save(lambda iteration: None, 20)
+    for after in ("", " on validation set", " on test set"):
+        progress.evaluate(results, f"iteration 20{after}", None, None, None, 20, None)
+    settings.validation_set_names = None
+    progress.evaluate_set(lambda *_: (None, None, True))  # the time limit
+    module.save(lambda iteration: None, 20)
     told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
-    validations = [event for event in told if event["event"] == "validation"]
-    assert [(e["step"], e["loss"], e["set"], e["data"], e["last"]) for e in validations] == [
-        (20, 2.0, "code", "validation", False), (20, 3.0, "text", "validation", False),
-        (20, 2.0, "code", "test", True), (20, 3.0, "text", "test", True),
-    ]  # fmt: skip
+    validations = [(e["step"], e["loss"], e["set"], e["data"]) for e in told if e["event"] == "validation"]
+    sets = ((2.0, "code"), (3.0, "text"))
+    assert validations == [(20, *each, data) for data in ("validation", "final validation", "test") for each in sets]
     (saved,) = (event for event in told if event["event"] == "saved")
     assert (saved["step"], saved["folder"], saved["background"]) == (20, "s", False)
-    assert [event["stage"] for event in told if event["event"] == "stage"] == [
-        "evaluating", None, "evaluating", None, "saving a checkpoint", None,
-    ]  # fmt: skip
-    assert saved["seconds"] >= 0
+    stages = [event["stage"] for event in told if event["event"] == "stage"]
+    assert stages == [*["evaluating", None] * 3, "saving a checkpoint", None]
 
 
 def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -11,15 +12,25 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.tools.train import screen, watching
+from megatron_muon.tools.train import screen, wording
+from megatron_muon.tools.train.processes import Lines
 from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Nodes, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.screen import STOPPING, Screen, Status
-from megatron_muon.tools.train.train import Experiment, Outcome, Told
+from megatron_muon.tools.train.train import Experiment, Outcome
 from megatron_muon.tools.train.watching import Watcher
-from tests.unit.test_wording import STEP as KNOWN
 
-STEP = KNOWN | {"mfu": 0.41}
+STEP = {
+    "event": "step", "step": 130, "steps": 200, "loss": 2.01234, "grad_norm": 0.8123, "lr": 8e-3, "muon_lr": None,
+    "skipped": 0, "step_s": 0.871, "tokens_per_s": 2351.4, "mfu": 0.41, "optimizer_share": 0.214,
+    "peak_bytes": 970e6, "seconds_left": 62.4,
+}  # fmt: skip
+LARGE = STEP | {
+    "step": 123_456, "steps": 500_000, "loss": 12.34567, "grad_norm": 123456.7, "muon_lr": 0.02, "skipped": 17,
+    "tokens_per_s": 12_345_678.0, "peak_bytes": 75.3e9, "seconds_left": 12 * 86400 + 3.0,
+}  # fmt: skip
+VALIDATION = {"event": "validation", "step": 130, "loss": 1.919, "set": "", "data": "validation", "seconds": 4.21}
+SAVED = {"event": "saved", "step": 2000, "folder": "runs/x/checkpoints", "seconds": 75.0, "background": False}
 EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "stage", "stage": "building the model"},
     {"event": "model", "parameters": 3_287_296, "muon_parameters": 3_145_728, "device": None},
@@ -28,21 +39,56 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "tick", "step": 2},
     STEP,
     {"event": "stage", "stage": "evaluating"},
-    {"event": "validation", "step": 130, "loss": 1.919, "set": "", "data": "validation", "last": False, "seconds": 4.2},
+    VALIDATION,
     {"event": "stage", "stage": None},
-    {"event": "saved", "step": 130, "folder": "runs/x/checkpoints", "seconds": 0.44, "background": False},
+    SAVED,
 )
 WARNING = (
     "megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights: " + "a.long.name " * 9
 )
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (wording.step_line(STEP | {"mfu": None}),
+         "step 130/200  loss 2.0123  grad norm 0.81  lr 8.0e-03  2,351 tokens/s  optimizer 21%  1:02 left"),
+        (wording.step_line(STEP, 80), "step 130/200  loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left"),
+        (wording.step_line(LARGE),
+         "step 123456/500000  loss 12.3457  17 skipped  12.35 M tokens/s  MFU 41%  12 d 00:00 h left"),
+        (wording.step_line({"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}),
+         "step   1/200  loss not a number  lr 8.0e-04"),
+        (wording.step_line({"step": 7, "steps": None, "muon_lr": 0.02}), "step 7  Muon's lr 2.0e-02"),
+        (wording.validation_line(VALIDATION | {"set": "code", "data": "final validation"}),
+         "final validation loss code 1.9190  perplexity 6.81  at step 130  took 4.2 s"),
+        (wording.validation_line(VALIDATION | {"loss": math.nan}),
+         "validation loss not a number  at step 130  took 4.2 s"),
+        (wording.saved_line(SAVED | {"background": True}),
+         "checkpoint of step 2,000 is being written to runs/x/checkpoints"),
+        (" ".join(map(wording.duration, (0.42, 9.96, 62.4, 3599.6, 7265, 2e5))),
+         "0.4 s 0:10 1:02 1:00:00 2:01:05 2 d 07:33 h"),
+    ],
+)  # fmt: skip
+def test_lines_say_what_is_known_and_invent_nothing(line: str, expected: str) -> None:
+    assert line == expected
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 99, 100, 120])
+def test_no_line_is_wider_than_it_may_be(width: int) -> None:
+    for event in (STEP, LARGE):
+        assert len(wording.step_line(event, width)) <= width
+        assert f"{event['step']}/{event['steps']}" in wording.step_line(event, width)
+    lines = wording.wrapped("megatron-muon: warning: " + "--some-flag-of-megatron /a/long/path " * 8, width=width)
+    assert max(map(len, lines)) <= width
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert sum(line.count("--some-flag-of-megatron") for line in lines) == 8
+
+
 def experiment_in(root: Path, **more: Any) -> Experiment:
     settings = {
         "optimizer": "muon", "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_experts": 8,
         "use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params", "train_iters": 100_000,
-        "global_batch_size": 512, "seq_length": 8192, "eval_iters": 10, "eval_interval": 1000, "save": "x",
-        "save_interval": 5000, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4,
+        "global_batch_size": 512, "seq_length": 8192, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4,
     }  # fmt: skip
     resolved = Resolved(
         flags=(Flag("--lr", ("0.008",), "my.yaml"),),
@@ -79,17 +125,16 @@ def test_in_a_pipe_a_run_is_plain_lines(tmp_path: Path, capsys: pytest.CaptureFi
         == """\
 checking the settings of configs/my.yaml ...
 megatron-muon: environment wins over my.yaml: A=1, not 2
-my: muon on a GPT with 32 layers, width 4096, 32 heads, 8 experts
+my: muon on a GPT of 32 layers, 4096 wide, 32 heads, 8 experts
   ranks       8 on CPUs, Megatron-FSDP optim_grads_params, tensor parallel 2, expert parallel 4
-  steps       100,000 of 4,194,304 tokens, 512 sequences of 8192; validation every 1,000, checkpoint
-              every 5,000
+  steps       100,000 of 4,194,304 tokens, 512 sequences of 8192
   environment PYTHON_EXEC=/tmp/\\x1bpython A=2
-  filled in   2 flags that this machine needs; --dry-run lists all settings
-  model       3,287,296 parameters on a model-parallel rank; Muon's are 3,145,728 over all ranks
-step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  900 MB
+  filled in   2 (what this machine needs); --dry-run lists all settings
+  model       3,287,296 parameters on a model-parallel rank; Muon has 3,145,728 over all ranks
+step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  0.9 GB
 step 130/200  loss 2.0123  grad norm 0.81  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left
 validation loss 1.9190  perplexity 6.81  at step 130  took 4.2 s
-checkpoint of step 130 saved in 0.4 s to runs/x/checkpoints
+checkpoint of step 2,000 saved in 1:15 to runs/x/checkpoints
 megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights:
   a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name
   a.long.name
@@ -97,17 +142,13 @@ pretrain_gpt.py: error: --lr 0 is wrong"""
     )
 
 
-def test_quiet_is_the_heading_warnings_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Quiet is heading, warnings and errors; verbose all output, which says what our lines would, and all settings."""
     text = "\n".join(watched(capsys, tmp_path, quiet=True))
     assert text.startswith("megatron-muon: environment wins")
-    assert "  ranks       8 on CPUs" in text
-    assert "warning: updates that were not finite: 3" in text
-    assert "error: --lr 0 is wrong" in text
+    for shown in ("  ranks       8 on CPUs", "warning: updates that were not finite: 3", "error: --lr 0 is wrong"):
+        assert shown in text
     assert not re.search(r"step +\d|checking|validation loss|parameters", text)
-
-
-def test_verbose_is_all_output_and_all_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Megatron's lines say what ours would say again."""
     text = "\n".join(watched(capsys, tmp_path, verbose=True, settings=True))
     assert "Evaluating iter 1/16" in text
     assert re.search(r"^  --lr +0.008 +my.yaml$", text, re.MULTILINE)
@@ -116,11 +157,9 @@ def test_verbose_is_all_output_and_all_settings(tmp_path: Path, capsys: pytest.C
     assert "step 130/200" not in text
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_live_line_says_what_a_run_does(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_line_says_what_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "is_terminal", lambda: True)
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    monkeypatch.setenv("COLUMNS", str(width))
     seen = []
     with Screen() as shown:
         status = Status(shown, "starting 2 ranks", name="a run")
@@ -136,9 +175,8 @@ def test_the_live_line_says_what_a_run_does(width: int, monkeypatch: pytest.Monk
     figures = "loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left"
     assert seen[0] == ("a run  building the model", 0, None)
     assert seen[4] == ("a run    2/200  loss 5.5948", 2, 200)
-    assert seen[5] == (f"a run  130/200  {figures}", 130, 200)
+    assert seen[5] == seen[8] == (f"a run  130/200  {figures}", 130, 200)
     assert seen[6] == ("a run  130/200  evaluating", 130, 200)
-    assert seen[8] == seen[5]
 
 
 def test_a_run_that_hangs_is_seen_to(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,64 +197,52 @@ def test_a_run_that_hangs_is_seen_to(monkeypatch: pytest.MonkeyPatch, capsys: py
     ]
 
 
-def test_a_signal_is_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    watcher = Watcher()
-    for got in (None, 2, 2):
-        watcher.tick(got)
-    assert capsys.readouterr().out == "SIGINT: asking the ranks to end; a second signal kills them\n"
-    for event in EVENTS:
-        watcher.event(event)
-    assert watcher.status.stage == "stopping"
-
-
-def test_a_warning_is_shown_again_in_the_next_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    """A matrix that was never finite was told of once, as if it had recovered."""
+def test_a_signal_is_answered_at_once_and_warnings_once_an_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    """A matrix that was never finite was named once, as if it had recovered."""
     watcher = Watcher()
     for _ in range(2):
         for _ in range(2):  # of two ranks
             watcher.line("megatron-muon: warning: it")
         watcher.event(STEP)
-    assert capsys.readouterr().out.count("warning: it") == 2
+    for got in (None, 2, 2):
+        watcher.tick(got)
+    watcher.event(STEP)
+    assert watcher.status.stage == STOPPING
+    shown = capsys.readouterr().out
+    assert shown.count("warning: it") == 2
+    assert shown.count("SIGINT: asking the ranks to end; a second signal kills them\n") == 1
 
 
-def test_another_machine_than_the_first_ends_without_its_files(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where the first had refused the folder there is no run.json: a traceback took the place of the status."""
-    Watcher().end(Outcome(130, {}), experiment_in(tmp_path / "x", nodes=Nodes(2, 1, "node0:29500")))
-    assert capsys.readouterr().out.startswith("ended with status 130; see ")
-
-
-@pytest.mark.parametrize(
-    ("terminal", "environ", "live"),
-    [
-        (True, {"TERM": "xterm-256color"}, True),
-        (True, {"TERM": "dumb"}, False),
-        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
-        (True, {}, False),
-        (False, {"TERM": "xterm-256color"}, False),
-    ],
-)
-def test_where_a_live_line_is_shown(
-    terminal: bool, environ: dict[str, str], live: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_where_a_live_line_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr("sys.stdout", stream)
-    assert screen.is_terminal() is live
+    for terminal, term, no_color, live in (
+        (True, "xterm-256color", "", True),
+        (True, "dumb", "", False),
+        (True, "xterm", "1", False),
+        (True, "", "", False),
+        (False, "xterm-256color", "", False),
+    ):
+        monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setenv("TERM", term or "unknown")
+        monkeypatch.setenv("NO_COLOR", no_color)
+        assert screen.is_terminal() is live, (terminal, term, no_color)
 
 
-def test_a_character_that_the_terminal_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's line in another alphabet ended the thread that reads them, and torchrun waited for it for ever."""
+def test_neither_a_strange_character_nor_a_reader_that_left_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's line in another alphabet, or `| head`, ended what reads the ranks' output."""
+
+    class Closed(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError
+
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
     with Screen() as of_ascii:
         of_ascii.print("a \N{REPLACEMENT CHARACTER}")
     assert shown.getvalue() == b"a ?\n"
+    monkeypatch.setattr("sys.stdout", Closed())
+    Screen().print("to nobody")
 
 
 SUMMARY = {
@@ -229,10 +255,7 @@ SUMMARY = {
 def test_a_failure_is_shown_with_its_traceback_and_what_to_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    experiment = experiment_in(tmp_path / "x")
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "run.json").write_text("{}")
-    Watcher().end(Outcome(1, SUMMARY, trace=("Traceback", '  File "x.py"')), experiment)
+    Watcher().end(Outcome(1, SUMMARY, trace=("Traceback", '  File "x.py"')), experiment_in(tmp_path / "x"))
     assert capsys.readouterr().out.replace(str(tmp_path), "T").splitlines() == [
         "",
         "failed with status 1 after 20 iterations, training loss 2.5000",
@@ -242,20 +265,22 @@ def test_a_failure_is_shown_with_its_traceback_and_what_to_type(
         "nothing was saved; to start again: megatron-muon train --resume --out x",
         "see T/x/summary.json, T/x/train.log",
     ]
+    # Another machine than the first has no files: a traceback took the place of the status.
+    Watcher().end(Outcome(130, {}), experiment_in(tmp_path / "x", nodes=Nodes(2, 1, "node0:29500")))
+    assert capsys.readouterr().out.startswith("ended with status 130; see ")
 
 
-def test_events_are_read_as_they_come(tmp_path: Path) -> None:
-    """A line that is half written is read when it is whole; one that a full disk cut is passed over."""
+def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
+    """A line that is half written is read when it is whole."""
     file = tmp_path / "told.jsonl"
-    told = Told(file)
-    assert told.new() == []
+    lines = Lines(file)
+    assert lines.new() == []
     first, second = (json.dumps(event) for event in EVENTS[:2])
     with file.open("a", buffering=1) as stream:
         stream.write(f"{first}\n{second[:9]}")
         stream.flush()
-        assert told.new() == [EVENTS[0]]
-        stream.write(f"{second[9:]}\n{first[:9]}{second}\n{first}\n")
+        assert lines.new() == [first]
+        stream.write(f"{second[9:]}\n{first[:9]}")
         stream.flush()
-        assert told.new() == [EVENTS[1], EVENTS[0]]
-    assert told.new() == []
-    assert watching.model_line(EVENTS[1], is_part=False) == "3,287,296 parameters, 95.7% of them Muon's"
+        assert lines.new() == [second]
+    assert lines.new(is_last=True) == [first[:9]]

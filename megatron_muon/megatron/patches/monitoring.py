@@ -7,11 +7,10 @@ TensorBoard. Here whatever goes to the first goes to the second. Both are writte
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +20,8 @@ import megatron.training.global_vars as global_vars
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS_PREFIX, WANDB_RUN
+from megatron_muon.megatron.places import read_json
 from megatron_muon.patching import Patches
-
-OF_SAMPLES = " vs samples"
-"""Ends the name of a TensorBoard metric that is plotted over samples instead of iterations."""
-
-_SPEED = {"tokens-per-second": "tokens_per_s", "mfu": "mfu", "optimizer-share": "optimizer_share"}
-
-
-def speed_metrics(speed: Mapping[str, float | None]) -> dict[str, float]:
-    """The speed metrics that are known, under the names they are logged by."""
-    return {name: value for name, key in _SPEED.items() if (value := speed.get(key)) is not None}
 
 
 def log_to_both(patches: Patches) -> None:
@@ -39,28 +29,24 @@ def log_to_both(patches: Patches) -> None:
 
     0.19 keeps memory (--log-memory-to-tensorboard) and validation perplexity for TensorBoard, and without
     --tensorboard-dir logs neither losses nor validation anywhere. Metrics over samples stay TensorBoard's: their steps
-    are not iterations. A run without a name gets its folder's, writes its files there, and goes on as the same run from
-    a checkpoint.
+    are not iterations.
     """
 
     @patches.around(global_vars, "_set_wandb_writer", takes=["args"])
     def set_wandb_writer(make: Callable[..., None], args: argparse.Namespace) -> None:
         if not args.wandb_project or args.rank != args.world_size - 1:
             return make(args)
-        settle_run(args, os.environ)
+        choose_run(args, os.environ)
         try:
             make(args)
         except Exception as error:
             if not type(error).__module__.startswith("wandb"):
                 raise
-            raise UserError(
-                f"--wandb-project {args.wandb_project}: {error}; type wandb login, or set WANDB_MODE=offline and "
-                "upload later with wandb sync"
-            ) from error
+            remedy = "type wandb login, or set WANDB_MODE=offline and upload later with wandb sync"
+            raise UserError(f"--wandb-project {args.wandb_project}: {error}; {remedy}") from error
         wandb, writer = global_vars.get_wandb_writer(), global_vars.get_tensorboard_writer()
-        if writer is None:  # without one Megatron logs neither losses nor validation
-            nothing = dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None)
-            writer = SimpleNamespace(**nothing)
+        if writer is None:
+            writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None))
             patches.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
 
         @patches.around(writer, "add_scalar")
@@ -68,27 +54,30 @@ def log_to_both(patches: Patches) -> None:
             add: Callable[..., None], name: str, value: Any, step: int | None = None, *rest: Any, **kwargs: Any
         ) -> None:
             add(name, value, step, *rest, **kwargs)
-            if not name.endswith(OF_SAMPLES):
+            if not name.endswith(" vs samples"):
                 wandb.log({name: float(value)}, step)
 
 
-def settle_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
+def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
     """Choose the run of Weights & Biases and where its files go, unless flags or the environment do.
 
     A run that goes on from a checkpoint of its own is the same run, by the id in `WANDB_RUN`; one that starts anew, or
     goes back with --ckpt-step, is another, so that nothing of the first is overwritten. So is a copy of a run's folder.
     """
-    folder = folder_of(args)
+    folder = Path()  # beside a folder `tensorboard` or `checkpoints`, else in it
+    for place, name in ((args.save, "checkpoints"), (args.tensorboard_dir, "tensorboard")):
+        if place:
+            folder = Path(place).parent if Path(place).name == name else Path(place)
+    here = folder.resolve()
+    *_, sweep, point, run = ("", "", *here.parts)
+    is_of_sweep = sweep == environ.get("WANDB_RUN_GROUP")
     args.wandb_save_dir = args.wandb_save_dir or str(folder)
-    args.wandb_exp_name = args.wandb_exp_name or _name(folder, environ.get("WANDB_RUN_GROUP"))
+    args.wandb_exp_name = args.wandb_exp_name or (f"{point}/{run}" if is_of_sweep else run)
     if "WANDB_RUN_ID" in environ:
         return
-    file, here = folder / WANDB_RUN, str(folder.resolve())
-    before: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or none that can be read
-        before = dict(json.loads(file.read_text("utf-8")))
+    before = read_json(folder / WANDB_RUN)
     was = Path(before.get("folder", here))
-    is_copy = str(was) != here and was.exists()
+    is_copy = was != here and was.exists()
     own = args.load and args.save and Path(args.load).resolve() == Path(args.save).resolve()
     goes_on = own and not args.finetune and args.ckpt_step is None and isinstance(files.latest(Path(args.load)), int)
     if goes_on and "id" in before and not is_copy:
@@ -97,27 +86,13 @@ def settle_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
         return
     environ["WANDB_RUN_ID"] = secrets.token_hex(4)
     folder.mkdir(parents=True, exist_ok=True)
-    with files.written_at_once(file) as stream:
-        stream.write(json.dumps({"id": environ["WANDB_RUN_ID"], "folder": here}) + "\n")
-
-
-def folder_of(args: argparse.Namespace) -> Path:
-    """Where the files of a run lie, by its flags: beside a folder `tensorboard` or `checkpoints`, else in it."""
-    for place, name in ((args.tensorboard_dir, "tensorboard"), (args.save, "checkpoints")):
-        if place:
-            return Path(place).parent if Path(place).name == name else Path(place)
-    return Path()
-
-
-def _name(folder: Path, group: str | None) -> str:
-    """A run's name: its folder's, within a sweep with the point's before it."""
-    *_, sweep, point, run = ("", "", *folder.resolve().parts)
-    return f"{point}/{run}" if sweep == group else run
+    with files.written_at_once(folder / WANDB_RUN) as stream:
+        stream.write(json.dumps({"id": environ["WANDB_RUN_ID"], "folder": str(here)}) + "\n")
 
 
 def show_facts(facts: Mapping[str, Any]) -> None:
     """Show what is known of the run: as TensorBoard's texts, and in the config of Weights & Biases."""
-    named = {f"{FACTS_PREFIX}{name}": value for name, value in _flat(facts)}
+    named = _flat(facts, FACTS_PREFIX)
     if (writer := global_vars.get_tensorboard_writer()) is not None:
         for name, value in named.items():
             writer.add_text(name, str(value))
@@ -125,9 +100,8 @@ def show_facts(facts: Mapping[str, Any]) -> None:
         wandb.config.update(named, allow_val_change=True)
 
 
-def _flat(facts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(facts: Mapping[str, Any], within: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for name, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{within}{name}/")
-        else:
-            yield f"{within}{name}", value
+        found |= _flat(value, f"{within}{name}/") if isinstance(value, Mapping) else {f"{within}{name}": value}
+    return found

@@ -31,12 +31,11 @@ def count_global_steps(patches: Patches) -> None:
     """
 
     @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
-    def schedule(make: Callable[..., Any], *, wait: int, warmup: int, active: int, repeat: int = 0) -> Any:
+    def schedule(make: Callable[..., Any], *, wait: int, **more: int) -> Any:
         args = get_args()
-        done: int = args.iteration
-        if args.profile_step_start <= done > 0:
+        if args.profile_step_start <= args.iteration > 0:
             return lambda _: torch.profiler.ProfilerAction.NONE
-        return make(wait=wait - done, warmup=warmup, active=active, repeat=repeat)
+        return make(wait=wait - args.iteration, **more)
 
 
 def name_parts(patches: Patches) -> None:
@@ -47,20 +46,20 @@ def name_parts(patches: Patches) -> None:
 
     @patches.around(training, "train_step", takes=["iteration"])
     def train_step(step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-        return _named(f"iteration {iteration + 1}", step)(*args, iteration=iteration, **kwargs)
+        with span(f"iteration {iteration + 1}"):
+            return step(*args, iteration=iteration, **kwargs)
 
     @patches.around(training, "get_forward_backward_func")
     def get_forward_backward_func(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return _named("forward_backward", get(*args, **kwargs))
+        call = get(*args, **kwargs)
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            with span("forward_backward"):
+                return call(*args, **kwargs)
+
+        return forward_backward
 
     @patches.around(training, "finalize_model_grads")
     def finalize_model_grads(finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _named("finish_grad_sync", finalize)(*args, **kwargs)
-
-
-def _named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with span(name):
-            return call(*args, **kwargs)
-
-    return named
+        with span("finish_grad_sync"):
+            return finalize(*args, **kwargs)

@@ -1,15 +1,14 @@
-"""What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
+"""What a run reports: a line after each of Megatron's iteration lines, metrics, and the events of `megatron.TOLD`.
 
-Each of Megatron's iteration lines is followed by one of this package's, and what they say is told to whoever launched
-the run. Metrics go where Megatron's go, to TensorBoard and from there (`monitoring`) to Weights & Biases: Muon's under
-`muon/`, speed, and Muon's learning rate where it is not the one that Megatron logs. What tools want to know of the run
-goes into `facts.json`, beside the run's events.
+Metrics go to TensorBoard, and from there (`monitoring`) to Weights & Biases; what tools want to know of the run goes
+into `facts.json`, beside TensorBoard's files.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import itertools
 import json
 import time
@@ -26,11 +25,10 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
-from megatron_muon.megatron import FACTS, LOSS
+from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.gpu import bf16_tflops
-from megatron_muon.megatron.patches.monitoring import show_facts, speed_metrics
-from megatron_muon.megatron.patches.stages import Stages
+from megatron_muon.megatron.patches.monitoring import show_facts
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
 from megatron_muon.megatron.tell import tell, tells
@@ -38,19 +36,22 @@ from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
 _TICK_S = 1.0
+_METRICS = {"tokens-per-second": "tokens_per_s", "mfu": "mfu", "optimizer-share": "optimizer_share"}
+_STAGES = {
+    "setup_model_and_optimizer": "building the model",
+    "load_checkpoint": "loading the checkpoint",
+    "build_train_valid_test_data_iterators": "reading the data",
+    "train": FIRST_STEP,
+}
+"""What a training does in functions of Megatron's module."""
 
 
 class Stopwatch:
-    """Seconds that calls take, summed until they are asked for; of GPU work as the GPU itself counts."""
+    """Adds up the seconds that calls take, until they are asked for; of GPU work as the GPU itself counts."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
         self._spans: list[tuple[Any, Any]] = []
-
-    @property
-    def calls(self) -> int:
-        """How many since the last time."""
-        return len(self._spans)
 
     def time(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `call` returns."""
@@ -66,50 +67,54 @@ class Stopwatch:
         event.record()
         return event
 
-    def take(self) -> float:
-        """Seconds since the last time; waits for the GPU."""
+    def take(self) -> tuple[int, float]:
+        """How many calls since the last time, and their seconds; waits for the GPU."""
         spans, self._spans = self._spans, []
         if self._on_gpu and spans:
             spans[-1][1].synchronize()
-        seconds = [start.elapsed_time(end) / 1e3 if self._on_gpu else end - start for start, end in spans]
-        return float(sum(seconds))
+        seconds = (start.elapsed_time(end) / 1e3 if self._on_gpu else end - start for start, end in spans)
+        return len(spans), float(sum(seconds))
 
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
-    """Follow Megatron's iteration lines with speed and time left, and log Muon's metrics."""
+    """Report what a training does, with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step", takes=["iteration"])(progress.step)
     patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
         progress.follow
     )
-    progress.stages.install(patches)
+    for name, stage in _STAGES.items():
+        patches.around(training, name)(functools.partial(_tell_and_call, stage))
+    patches.around(training, "evaluate_and_print_results", takes=["prefix", "iteration"])(progress.evaluate)
+    patches.around(training, "evaluate", takes=["data_iterator", "model"])(progress.evaluate_set)
+    patches.around(training, "save_checkpoint_and_time", takes=["iteration"])(save)
 
 
 class Progress:
-    """What of a run is shown, from its optimizer and the times of its steps."""
+    """Reports a run from its optimizer, the times of its steps and its evaluations."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self.steps, self._in_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
+        self._gpu = torch.cuda.get_device_name() if on_gpu and not cpu.installed() else None
         self._optimizer: Any = None
         self._facts: dict[str, Any] = {}
         self._has_reported = False
         self._last_measured = self._skipped = 0
         self._told = 0.0
         self._began: tuple[float, int] | None = None
-        self.stages, self._gpu = Stages(), torch.cuda.get_device_name() if on_gpu and not cpu.installed() else None
+        self._evaluates: tuple[int, str] = 0, ""
+        self._set = 0
 
     def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
-        self._write_facts(
-            **_origin(),
-            # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
-            parameters=sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()),
-            **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
-        )
-        tell("model", device=self._gpu, **{name: self._facts.get(name) for name in ("parameters", "muon_parameters")})
+        facts = optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}
+        # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
+        parameters = sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters())
+        self._write_facts(**_origin(), parameters=parameters, **facts)
+        tell("model", parameters=parameters, muon_parameters=facts.get("muon_parameters"), device=self._gpu)
         return optimizer
 
     def step(self, train_step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
@@ -127,57 +132,44 @@ class Progress:
             tell("tick", step=iteration + 1)
         return result
 
-    def follow(
-        self,
-        log: Callable[..., Any],
-        losses: Any,
-        totals: Any,
-        learning_rate: Any,
-        iteration: int,
-        loss_scale: Any,
-        report_memory: bool,
-        skipped: int,
-        grad_norm: float | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def follow(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's log of an iteration."""
-        settings, is_first = get_args(), not self._has_reported
-        logs = iteration % settings.log_interval == 0
-        loss = mean_loss(losses, totals, skipped=bool(skipped)) if tells() and (is_first or logs) else None
-        result = log(
-            losses, totals, learning_rate, iteration, loss_scale, report_memory, skipped, grad_norm, *args, **kwargs
-        )
-        if self._optimizer is not None and is_first:
-            self._has_reported = True
-            if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
-                self._write_facts(state_bytes=report_state(self._optimizer))
-        rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
+        logged = inspect.signature(log).bind(*args, **kwargs).arguments
+        iteration, skipped, settings = logged["iteration"], bool(logged["skipped_iter"]), get_args()
+        is_first, logs = not self._has_reported, iteration % settings.log_interval == 0
+        self._has_reported = True
+        loss = None
+        if tells() and (is_first or logs):
+            loss = mean_loss(logged["loss_dict"], logged["total_loss_dict"], skipped=skipped)
+        result = log(*args, **kwargs)
+        if is_first and not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported
+            self._write_facts(state_bytes=report_state(self._optimizer))
+        rate = muon_rate(self._optimizer.param_groups)
         values = {"skipped-iterations": 1.0} if skipped else {}
         if rate is not None and iteration % settings.tensorboard_log_interval == 0:
             values["muon/learning-rate"] = rate
-        peak = _peak_of_all_ranks() if is_first or logs else None
-        if peak is not None and not settings.log_memory_to_tensorboard:
-            values["mem-max-allocated-bytes"] = peak
-        self._write(values, iteration)
-        self._skipped += bool(skipped)
+        self._skipped += skipped
         if is_first or logs:
-            speed = self._print(settings, rate, iteration) if logs and self.steps.calls else {}
-            self._write(speed_metrics(speed), iteration)
+            peak = _peak_of_all_ranks()
+            if not settings.log_memory_to_tensorboard:
+                values["mem-max-allocated-bytes"] = peak
+            speed = self._speed(settings, rate, iteration) if logs else {}
+            values |= {name: value for name, key in _METRICS.items() if (value := speed.get(key)) is not None}
             tell(
-                "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=grad_norm, lr=learning_rate,
-                muon_lr=rate, skipped=self._skipped, peak_bytes=peak, **speed,
+                "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=logged["grad_norm"],
+                lr=logged["learning_rate"], muon_lr=rate, skipped=self._skipped, peak_bytes=peak, **speed,
             )  # fmt: skip
             self._skipped = 0
+        self._log(values, iteration)
         return result
 
-    def _write(self, values: dict[str, float], iteration: int) -> None:
+    def _log(self, values: dict[str, float], iteration: int) -> None:
         """Log `values`, and under `muon/` the metrics of a step that has been measured since."""
         metrics = getattr(getattr(self._optimizer, "metrics", None), "latest", None)
         if metrics is not None and metrics.step != self._last_measured:
             self._last_measured = metrics.step
             values |= {f"muon/{name}": value for name, value in metrics.values.items()}
-        if values and (writer := get_tensorboard_writer()) is not None:
+        if (writer := get_tensorboard_writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
 
@@ -190,16 +182,22 @@ class Progress:
                 stream.write(json.dumps(self._facts, indent=2) + "\n")
         show_facts(facts)
 
-    def _print(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
-        """Print the line that follows Megatron's; what it says, and what more is known of speed, for who is told."""
+    def _speed(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
+        """Print the line that follows Megatron's; the same figures for the event `step`."""
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
-        count, seconds = self.steps.calls, self.steps.take()
-        share, step_s = self._in_optimizer.take() / seconds, seconds / count
+        (count, seconds), (_, in_optimizer) = self.steps.take(), self._in_optimizer.take()
+        if not count:
+            return {}
+        share, step_s = in_optimizer / seconds, seconds / count
         batch = getattr(settings, "global_batch_size", 0)
         tokens_per_s = batch * settings.seq_length / step_s
         left = max((settings.train_iters or iteration) - iteration, 0) * self._seconds_each(iteration, step_s)
-        print_rank_last(progress_line(tokens_per_s, share, left, rate))
+        muons = "" if rate is None else f"Muon's learning rate {rate:.6E}, "
+        shown_left = datetime.timedelta(seconds=round(left))
+        print_rank_last(
+            f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {share:.1%} of the step, {muons}{shown_left} left"
+        )
         return {
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
@@ -222,14 +220,55 @@ class Progress:
         flops = training.num_floating_point_operations(settings, batch)
         return float(flops / (step_s * settings.world_size * peak * 1e12))
 
+    def evaluate(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Instead of `evaluate_and_print_results`, of all sets; after training the prefix ends in " set"."""
+        given = inspect.signature(call).bind(*args, **kwargs).arguments
+        prefix, after = given["prefix"], "final " if given["prefix"].endswith(" set") else ""
+        self._evaluates = given["iteration"], "test" if prefix.endswith("test set") else f"{after}validation"
+        self._set = 0
+        tell("stage", stage="evaluating")
+        result = call(*args, **kwargs)
+        tell("stage", stage=None)
+        return result
+
+    def evaluate_set(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Instead of `evaluate`, which evaluates one set."""
+        began, settings, (iteration, data) = time.monotonic(), get_args(), self._evaluates
+        result = call(*args, **kwargs)
+        name = ""
+        if getattr(settings, "multiple_validation_sets", False):
+            name = str((settings.validation_set_names or range(self._set + 1))[self._set])
+        self._set += 1
+        if result[0] and LOSS in result[0]:
+            loss, seconds = float(result[0][LOSS]), time.monotonic() - began  # which Megatron is about to print
+            tell("validation", step=iteration, loss=loss, set=name, data=data, seconds=seconds)
+        return result
+
+
+def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
+    """Instead of `save_checkpoint_and_time`."""
+    tell("stage", stage="saving a checkpoint")
+    began = time.monotonic()
+    result = call(iteration, *args, **kwargs)
+    in_background = bool(getattr(get_args(), "async_save", False))
+    tell("saved", step=iteration, folder=get_args().save, seconds=time.monotonic() - began, background=in_background)
+    tell("stage", stage=None)
+    return result
+
+
+def _tell_and_call(stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tell("stage", stage=stage)
+    return call(*args, **kwargs)
+
 
 def _origin() -> dict[str, Any]:
-    """Software and machine, on the ranks that tell of them: one asks git."""
     if not is_first_rank() and get_tensorboard_writer() is None and get_wandb_writer() is None:
         return {}
     found = origin()
-    told = {name: found[name] for name in ("versions", "commit", "dirty")}
-    return {**told, "processor": found["machine"]["processor"]}
+    return {
+        **{name: found[name] for name in ("versions", "commit", "dirty")},
+        "processor": found["machine"]["processor"],
+    }
 
 
 def _peak_of_all_ranks() -> float:
@@ -249,11 +288,10 @@ def mean_loss(losses: Mapping[str, Any], totals: Mapping[str, Any], *, skipped: 
 def skipped_line(skipped: Mapping[str, int]) -> str:
     """The warning of updates that were not finite, by matrix."""
     shown = ", ".join(f"{name} ({count})" for name, count in itertools.islice(skipped.items(), _SHOWN_MATRICES))
-    more = f" and {len(skipped) - _SHOWN_MATRICES} more" if len(skipped) > _SHOWN_MATRICES else ""
     return (
-        f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}; these matrices kept "
-        f"their weights: {shown}{more}. If this goes on, their momentum is not finite either: resume from an earlier "
-        "checkpoint"
+        f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of {len(skipped)} matrices, "
+        f"which kept their weights: {shown}{', ...' if len(skipped) > _SHOWN_MATRICES else ''}. If this goes on, their "
+        "momentum is not finite either: resume from an earlier checkpoint"
     )
 
 
@@ -264,10 +302,3 @@ def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """
     own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
     return next((group["lr"] for group in own), None)
-
-
-def progress_line(tokens_per_s: float, share: float, seconds_left: float, muon_rate: float | None = None) -> str:
-    """The line that follows one of Megatron's; `share` is the optimizer's."""
-    left = datetime.timedelta(seconds=round(seconds_left))
-    rate = "" if muon_rate is None else f"Muon's learning rate {muon_rate:.6E}, "
-    return f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {share:.1%} of the step, {rate}{left} left"

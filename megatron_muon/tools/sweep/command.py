@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.errors import UserError
 from megatron_muon.tools.parser import CommandParser, positive, processes
+from megatron_muon.tools.progress import progress
 from megatron_muon.tools.sweep.grid import Point, Task, parse_grids, tasks_of
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.command import assignment
 from megatron_muon.tools.train.processes import sigterm_unwinds
-from megatron_muon.tools.train.screen import is_terminal, told_that
+from megatron_muon.tools.train.screen import is_terminal
 
 if TYPE_CHECKING:
     from megatron_muon.tools.sweep.trials import Plan
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         grace_s=args.grace,
         command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
-    with sigterm_unwinds(), told_that(f"checking the settings of {len(tasks)} runs"):
+    with sigterm_unwinds(), progress(f"checking the settings of {len(tasks)} runs", "runs"):
         plans = trials.settle(tasks, every)
     if args.list_flags:
         print("\n".join(shlex.join(plan.flags()) for plan in plans))

@@ -250,7 +250,7 @@ class Sweep:
             self.signal = number
             self._stop.set()
             return
-        for process in processes.descendants(os.getpid()):
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 

@@ -1,14 +1,12 @@
 """Reads what Megatron's training loop writes to TensorBoard. Needs neither torch nor megatron-core.
 
-Each start of a training writes a file. A later start takes over from its first iteration on: what an earlier one wrote
-beyond that belongs to a history that was abandoned.
+Each start writes a file and takes over from its first iteration on; what an earlier one wrote beyond that is dropped.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +19,10 @@ WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
 
 _TEXT_SUFFIX = "/text_summary"  # torch's SummaryWriter.add_text appends it to the tag
+_OVER_SAMPLES = " vs samples"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One scalar; the wall time is in seconds since the epoch."""
 
     step: int
@@ -60,33 +58,9 @@ class RunEvents:
 
     def seconds_at(self, point: Point) -> float:
         """Seconds that all starts together had trained when a point was written; steps trained again count once."""
-        seconds = 0.0
-        for began, end in self.starts:
-            if point.wall_time < began:
-                break
-            latest = not any(began < other <= point.wall_time for other, _ in self.starts)
-            seconds += (point.wall_time if latest else end) - began
-        return seconds
-
-
-def validations(events: RunEvents) -> dict[str, list[Point]]:
-    """Validation losses by name of the set, "" where there is one.
-
-    At the last iteration Megatron evaluates the test set too and writes it under the same tag, later; hence the first
-    point of each iteration.
-    """
-    prefix = f"{LOSS} validation"
-    found = {}
-    for tag, points in sorted(events.scalars.items()):
-        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
-            firsts = {point.step: point for point in reversed(points)}
-            found[tag.removeprefix(prefix).removeprefix("-")] = [firsts[step] for step in sorted(firsts)]
-    return found
-
-
-def after_warmup(points: Sequence[Point]) -> list[Point]:
-    """The points after the warm-up; all where there are none."""
-    return [point for point in points if point.step > WARMUP_STEPS] or list(points)
+        begun = [start for start in self.starts if start[0] <= point.wall_time]
+        ends = [end for _, end in begun[:-1]] + [point.wall_time]
+        return sum((end - began for (began, _), end in zip(begun, ends, strict=False)), start=0.0)
 
 
 def read_events(directory: Path) -> RunEvents:
@@ -101,23 +75,21 @@ def read_events(directory: Path) -> RunEvents:
     if not files:
         raise UserError(f"no event file in {str(directory)!r}; did the training start, on the last rank?")
     events = RunEvents()
-    scalars, samples = events.scalars, events.samples
     starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
     for start in starts:
-        for step in [step for step in samples if step > start.step]:
-            del samples[step]
-        for tag, points in scalars.items():
-            if not tag.endswith(" vs samples"):
-                scalars[tag] = [point for point in points if point.step <= start.step]
+        for step in [step for step in events.samples if step > start.step]:
+            del events.samples[step]
+        for tag, points in events.scalars.items():
+            if not tag.endswith(_OVER_SAMPLES):
+                events.scalars[tag] = [point for point in points if point.step <= start.step]
         for tag, points in start.scalars.items():
-            scalars.setdefault(tag, []).extend(points)
+            events.scalars.setdefault(tag, []).extend(points)
         events.args.update(start.args)
-        written = zip(start.scalars.get(LOSS, []), start.scalars.get(f"{LOSS} vs samples", []), strict=False)
-        samples.update((loss.step, count.step) for loss, count in written)
+        written = zip(start.scalars.get(LOSS, []), start.scalars.get(f"{LOSS}{_OVER_SAMPLES}", []), strict=False)
+        events.samples.update((loss.step, count.step) for loss, count in written)
     times = [point.wall_time for point in events.points(LOSS)]
     for first, following in itertools.pairwise([*(start.began for start in starts), math.inf]):
-        last = max((time for time in times if first <= time < following), default=first)
-        events.starts.append((first, last))
+        events.starts.append((first, max((time for time in times if first <= time < following), default=first)))
     return events
 
 

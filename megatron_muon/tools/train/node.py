@@ -1,21 +1,23 @@
-"""One node of a cluster's run: torchrun, with the flags that a requeued run needs and its workers' exit status.
+"""Runs the ranks of one machine: torchrun, whose workers' exit status it has, and to which SIGTERM is handed on.
 
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
-scripts/slurm/pretrain.sbatch starts it once on each node. It is torchrun but for four things: SIGTERM is handed to the
-workers and waited for, where torchrun would kill them after 30 seconds; the exit status is the workers' own, where
-torchrun's is 1 whatever happened; `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a
-checkpoint; the first node of the job holds the rendezvous, whatever the others make of its name.
+`megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node. torchrun itself would kill workers
+30 seconds after SIGTERM, and its status is always 1. In a job of SLURM the run may be put back into the queue
+(`requeueable`), and the first node holds the rendezvous.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,7 +27,7 @@ import psutil
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus, UserError
-from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import config_file
 
 if TYPE_CHECKING:
@@ -34,36 +36,45 @@ if TYPE_CHECKING:
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 """Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
 
+_SECONDS_BEFORE_TORCHRUN_KILLS = 25  # it gives the others 30 once a worker has failed
 _asked_to_end = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the workers of this node; their exit status, see `status`."""
+    """Runs the workers of this machine; their exit status, see `status`."""
     signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.run import parse_args, run
 
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
-    try:
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
-    except UserError as error:
-        print(f"node: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    settle(args, os.environ)
-    os.environ[OWNS_PLACES] = "1"  # a start that was cut off before its first checkpoint is put back into the queue
+    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
+    watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
+    if watched is None:
+        try:
+            restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+            args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
+        except UserError as error:
+            print(f"node: error: {error}", file=sys.stderr, flush=True)
+            return ExitStatus.USAGE
+        set_options(args, os.environ)
+        os.environ[OWNS_PLACES] = "1"  # a start cut off before its first checkpoint is put back into the queue
+    else:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         run(args)
     except ChildFailedError as error:
-        ended = status(error, asked_to_end=_asked_to_end)
-        print(ended_by_sigterm() if ended == ExitStatus.TEMPFAIL else error, file=sys.stderr, flush=True)
+        if watched is not None:
+            report_killed(error, Path(watched))
+            return status(error)
+        ended = status(error, is_requeued=_asked_to_end)
+        print(_ended_by_sigterm() if ended == ExitStatus.TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
         why = "after SIGTERM, as it should" if _asked_to_end else error
         print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
-        return 1  # the first node's status counts, which srun takes where it is higher
-    return 0
+        return ExitStatus.FAILURE  # the first node's status counts, which srun takes where it is higher
+    return ExitStatus.OK
 
 
 def names_own_step(typed: Collection[str]) -> bool:
@@ -110,9 +121,8 @@ def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[s
     return parser.parse_known_args(list(argv))
 
 
-def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+def set_options(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Sets torchrun's options `args` from what SLURM says of this node: SLURM_NODEID, SLURMD_NODENAME."""
-    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     if args.nproc_per_node == "auto":  # torchrun's own would start a rank for each core of a machine without GPUs
         import torch
 
@@ -127,24 +137,33 @@ def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
             args.local_addr = name
 
 
-def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
-    """The exit status of a node whose workers failed; `asked_to_end` once SIGTERM has come.
+def status(error: ChildFailedError, *, is_requeued: bool = False) -> int:
+    """The exit status of a machine whose workers failed: 75 where one says so, else theirs if they agree, else 1.
 
-    It is 75 where a worker says so, or where SIGTERM met workers before training had begun; else the worker's own if
-    they agree on one, else 1.
+    With `is_requeued` SIGTERM before training had begun is a 75 too. It ends some ranks; others have Megatron's handler
+    already, wait for these, and are killed by torchrun.
     """
     codes = {failure.exitcode for failure in error.failures.values()}
-    if ExitStatus.TEMPFAIL in codes:
-        return ExitStatus.TEMPFAIL
-    # Before training has begun SIGTERM ends some ranks; others have Megatron's handler already, wait for these in vain,
-    # and are killed by torchrun.
-    if asked_to_end and -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}:
+    before_training = -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}
+    if ExitStatus.TEMPFAIL in codes or (is_requeued and before_training):
         return ExitStatus.TEMPFAIL
     code = codes.pop() if len(codes) == 1 else 1
     return code if code > 0 else 1
 
 
-def ended_by_sigterm() -> str:
+def report_killed(error: ChildFailedError, folder: Path) -> None:
+    """Writes to `folder`, for workers that a signal ended, what they could not leave there: what others say follows."""
+    _, first = error.get_first_failure()
+    for rank, failure in error.failures.items():
+        is_cause = failure.exitcode != -signal.SIGTERM or (failure is first and not _asked_to_end)
+        is_torchruns = failure.timestamp >= first.timestamp + _SECONDS_BEFORE_TORCHRUN_KILLS
+        if failure.exitcode < 0 and is_cause and not is_torchruns:
+            why = "; if nobody sent it, the host ran out of memory: see dmesg" if failure.exitcode == -9 else ""
+            found = {"error": f"rank {rank} was ended by {failure.signal_name()}{why}", "time": 0.0}
+            (folder / f"{failure.local_rank}.json").write_text(json.dumps(found), "utf-8")
+
+
+def _ended_by_sigterm() -> str:
     """The line that pretrain.sbatch looks for in the logs: other nodes may end later, with a higher status."""
     return f"node: start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1} ended by SIGTERM"
 
@@ -156,11 +175,18 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     workers = psutil.Process().children()
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
-        print(ended_by_sigterm(), file=sys.stderr, flush=True)
-        sys.exit(ExitStatus.TEMPFAIL)
+        print(_ended_by_sigterm(), file=sys.stderr, flush=True)
+        os._exit(ExitStatus.TEMPFAIL)  # an exception may be lost, as within an import
     for worker in workers:
         with contextlib.suppress(psutil.Error):
             worker.send_signal(number)
+
+
+def _end_with(parent: int) -> None:
+    """End the run, with a checkpoint, once the `train` that shows it was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

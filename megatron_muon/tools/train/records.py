@@ -1,15 +1,12 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from the run's
-events and from `facts.json` beside them, which the training writes. A run without a summary, such as an array task's,
-has what its events say. Needs neither torch nor megatron-core.
+summary.json, `summary`, sweeps and reports are made of it. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
 from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
 from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.events import Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.tools.train.events import WARMUP_STEPS, Point, RunEvents, read_events
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
@@ -29,16 +26,13 @@ PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
 
-_PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
-"""What Megatron prints of a rank's memory, for runs whose events have it of no rank, or of the last one alone."""
-
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
 
 
 @dataclass(frozen=True)
 class LossPoint:
-    """A loss and where it was: iteration, tokens trained on, seconds in the training loop; None is not known."""
+    """A loss, and where it was: iteration, tokens trained on, if known, and seconds in the training loop."""
 
     step: int
     tokens: int | None
@@ -50,45 +44,34 @@ class Record:
     """A run. None stands for what its folder does not tell; a loss may be NaN; times are medians after the warm-up.
 
     Attributes:
-        folder: its folder.
         places: where its events and checkpoints lie now.
         run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is none.
         args: Megatron's arguments as strings, by name.
-        iterations: the last that was logged.
-        tokens: trained on, all starts together.
-        train_seconds: in Megatron's training loop, all starts together, validation included.
-        train: training losses that were logged.
-        loss_last: mean of the last `LAST_STEPS` of them, or of all where there are fewer.
-        validation: validation losses; the mean of the sets where there are several.
-        validation_by_set: the last validation loss by name of the set.
-        validation_best: where the validation loss was lowest.
+        tokens, train_seconds: trained on; in Megatron's training loop, validation included; all starts together.
+        loss_last: mean of the last `LAST_STEPS` of `losses`, the training losses that were logged.
+        validation: validation losses, the mean of the sets where there are several; `validation_by_set`: their last.
         diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number.
         outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
-        skipped_iterations: steps skipped for non-finite gradients.
-        step_ms, optimizer_ms: of an iteration, and of the optimizer's step in it.
-        optimizer_share: of an iteration, 0 to 1.
+        step_ms, optimizer_ms, optimizer_share: of an iteration; of the optimizer's step in it; their ratio.
         tokens_per_second: of all ranks together.
         phases_ms: of the measured steps of Muon, by phase; empty without them.
         state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
+        peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        places: run_folder.RunFolder,
-        run: Mapping[str, Any],
-        summary: Mapping[str, Any],
-        facts: Mapping[str, Any],
-        events: RunEvents,
-    ) -> None:
+    def __init__(self, folder: Path, places: run_folder.RunFolder, events: RunEvents) -> None:
         self.folder, self.places, self.events = folder, places, events
-        self.run, self.summary, self.facts = run, summary, facts
+        self.run, self.summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        self.facts = run_folder.read_json(places.tensorboard / FACTS)
         self.args: Mapping[str, str] = events.args
-        self.optimizer: str = self.args.get("optimizer") or summary.get("optimizer") or "unknown"
+        self.optimizer: str = self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
         self.seed = self.whole_number("seed")
-        self.state_bytes: dict[str, int] = facts.get("state_bytes", {})
+        self.state_bytes: dict[str, int] = self.facts.get("state_bytes", {})
         self.all_state_bytes = sum(self.state_bytes.values()) or None
+        peaks = [point.value for point in events.points("mem-max-allocated-bytes")]
+        self.peak_bytes = round(max(peaks)) if peaks else None
         self._read_losses()
+        self._read_validation()
         self._read_times()
 
     def _read_losses(self) -> None:
@@ -97,24 +80,32 @@ class Record:
         self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
         self.iterations = self.train[-1].step if self.train else 0
         self.tokens = self.train[-1].tokens if self.train else None
-        self.skipped_iterations = len(self.events.points("skipped-iterations"))
-        # The log does not tell the test set from the validation set; the validation set is evaluated first.
-        sets = validations(self.events)
-        self.validation_by_set = {name or ONLY_SET: points[-1].value for name, points in sets.items()}
-        points = sorted(itertools.chain(*sets.values()), key=lambda point: point.step)
-        by_step = [list(alike) for _, alike in itertools.groupby(points, key=lambda point: point.step)]
-        means = (statistics.fmean(point.value for point in alike) for alike in by_step)
-        self.validation = self._losses(
-            [Point(alike[-1].step, mean, alike[-1].wall_time) for alike, mean in zip(by_step, means, strict=True)]
-        )
-        self.validation_last = self.validation[-1].loss if self.validation else None
-        numbers = (point for point in self.validation if math.isfinite(point.loss))
-        self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
         self.diverged_at: int | None = next(logged, self.facts.get("diverged_at"))
         asked = self.whole_number("train_iters")
         is_finished = asked is not None and self.iterations >= asked
         self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
+
+    def _read_validation(self) -> None:
+        """At the last iteration Megatron writes the test set's loss under the same tag, later: the first counts."""
+        prefix = f"{LOSS} validation"
+        by_step: dict[int, list[Point]] = {}
+        self.validation_by_set: dict[str, float] = {}
+        for tag in sorted(tag for tag in self.events.scalars if tag.startswith(prefix)):
+            points = {point.step: point for point in reversed(self.events.points(tag))}
+            if points and not tag.endswith((" ppl", " vs samples")):
+                name = tag.removeprefix(prefix).removeprefix("-") or ONLY_SET
+                self.validation_by_set[name] = points[max(points)].value
+                for step, point in points.items():
+                    by_step.setdefault(step, []).append(point)
+        means = (
+            Point(step, statistics.fmean(point.value for point in by_step[step]), by_step[step][-1].wall_time)
+            for step in sorted(by_step)
+        )
+        self.validation = self._losses(list(means))
+        self.validation_last = self.validation[-1].loss if self.validation else None
+        numbers = (point for point in self.validation if math.isfinite(point.loss))
+        self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
 
     def _read_times(self) -> None:
         points = self.events.points
@@ -132,7 +123,7 @@ class Record:
         ]
         steps, optimizer, batches = (
             {point.step: point.value for point in found}
-            for found in (after_warmup(iterations), timers, points("batch-size"))
+            for found in (_after_warmup(iterations), timers, points("batch-size"))
         )
         timed = {step: seconds for step, seconds in steps.items() if seconds > 0}
         length = self.whole_number("seq_length") or 0
@@ -140,11 +131,11 @@ class Record:
         self.tokens_per_second = _median(
             batches[step] * length / seconds for step, seconds in timed.items() if length and step in batches
         )
-        self.optimizer_ms = _median(point.value * 1e3 for point in after_warmup(timers))
+        self.optimizer_ms = _median(point.value * 1e3 for point in _after_warmup(timers))
         self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
-        if self.optimizer_share is None and optimizer and steps:  # at other steps: a run shorter than its log interval
+        if self.optimizer_share is None and optimizer and steps:  # a run shorter than its log interval
             self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())
-        phases = {phase: after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
+        phases = {phase: _after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
         self.phases_ms = {phase: statistics.median(one.value for one in some) for phase, some in phases.items() if some}
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
@@ -160,6 +151,20 @@ class Record:
             LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
         )
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures that summary.json and `summary --json` share."""
+        names = ("iterations", "tokens", "loss_last", "diverged_at", "step_ms", "tokens_per_second", "optimizer_share")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "loss_first": self.losses[0] if self.losses else None,
+            "train_seconds": self.train_seconds if self.train else None,
+            "validation_loss": self.validation_by_set if self.train else None,
+            "validation_iteration": self.validation[-1].step if self.validation else None,
+            "skipped_iterations": len(self.events.points("skipped-iterations")),
+            "checkpoint": str(self.places.checkpoint) if self.places.checkpoint else None,
+        }
+
     def whole_number(self, name: str) -> int | None:
         """One of Megatron's arguments as a number."""
         text = self.args.get(name, "")
@@ -174,22 +179,12 @@ class Record:
         flags = load_config(file).flags if file.is_file() else ()
         return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
 
-    @cached_property
-    def peak_bytes(self) -> int | None:
-        """The most that a rank's memory held; on a CPU a process's resident set."""
-        log = self.folder / run_folder.LOG
-        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
-        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
-        return round(max(peaks)) if peaks else None
-
     @property
     def rose(self) -> bool:
         """Whether the loss ended above where it began by more than noise.
 
-        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations. In a run too
-        short for that, where the first ones are among the last or learning rates still warm up, it must be twice the
-        first.
+        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations; in a run too
+        short for that, where learning rates may still warm up, it must be twice the first.
         """
         late = self.losses[-LAST_STEPS:]
         if not late or not all(map(math.isfinite, late)):
@@ -216,8 +211,7 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
-    run, summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-    places = places or run_folder.places_of(folder, run)
+    places = places or run_folder.places_of(folder, run_folder.read_json(folder / run_folder.RUN))
     try:
         events = read_events(places.tensorboard)
     except UserError:
@@ -228,7 +222,11 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
         raise UserError(
             f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
         )
-    return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
+    return Record(folder, places, events)
+
+
+def _after_warmup(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if point.step > WARMUP_STEPS] or list(points)
 
 
 def _median(values: Iterable[float]) -> float | None:

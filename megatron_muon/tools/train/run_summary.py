@@ -1,16 +1,27 @@
-"""How a run ended: the contents of summary.json, whose fields docs/experiments.md lists, and a line of words."""
+"""What came of a run: summary.json, whose fields docs/experiments.md lists, and `megatron-muon summary`, a page."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.train.records import read_record
+from megatron_muon.tools.parser import write_json
+from megatron_muon.tools.train.events import WARMUP_STEPS
+from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, Record, read_record
 from megatron_muon.tools.train.run_folder import RunFolder
-from megatron_muon.tools.train.summary import validation_label
+from megatron_muon.tools.train.wording import duration
+
+EXAMPLES = """\
+examples:
+  megatron-muon summary runs/quickstart
+  megatron-muon summary runs/quickstart --json figures.json
+"""
 
 _OUTCOMES = {
     ExitStatus.OK: "finished",
@@ -19,61 +30,26 @@ _OUTCOMES = {
     ExitStatus.INTERRUPTED: "interrupted",
     **dict.fromkeys((129, 137, 143), "killed"),
 }
-
-_KILLED = re.compile(
-    r"^ +rank +: (\d+) .*\n +exitcode +: -\d+ .*\n.*\n +traceback : Signal \d+ \((\w+)\)", re.MULTILINE
-)
-"""A rank that a signal ended, in torchrun's report: such a rank cannot report it."""
-
-_FIRST_KILLED = re.compile(
-    r"^Root Cause .*\n.*\n.*\n.*\n +rank +: (\d+) .*\n.*\n.*\n +traceback : Signal \d+ \((?!SIGTERM)(\w+)\)",
-    re.MULTILINE,
-)
-"""The same of the rank that failed first: what the others then say follows from it."""
-
-
-_REPORT = re.compile(r"^[EW]\d{4} .*(Sending process \d+ closing signal|failed \(exitcode)", re.MULTILINE)
-"""The first line of torchrun's report of a failed rank: what matters stands above it."""
+_OF_TORCHRUN = re.compile(r"[IWE]\d{4} ")
+"""Begins the lines that torchrun logs."""
 
 _TRACE_LINES = 16
 
 
-def failure_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str | None, tuple[str, ...]]:
-    """The line that says why a run failed, and the last lines that show how.
+def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tuple[str | None, tuple[str, ...]]:
+    """The line that says why a run failed, and the last lines that show how: of the rank that failed first.
 
-    Of the rank that failed first: its error and the end of its traceback, or which signal ended it. Where no rank left
-    an error (it could not be imported, it crashed): the end of what was printed before torchrun took notice.
-
-    Args:
-        ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
-        output: what the run printed.
+    `ranks` are what each left of its end, see `megatron.STATUS_FOLDER`. Where none left an error (it could not be
+    imported), the end of the `output` shows how.
     """
     first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
-    if first is not None and first["status"] == ExitStatus.USAGE:
-        return str(first["error"]), ()
-    killed = (_KILLED if first is None else _FIRST_KILLED).search(output)
-    error: str | None = None
-    if first is not None:
-        error, text = str(first["error"]), "" if killed else str(first.get("trace", ""))
-    else:
-        report = _REPORT.search(output)
-        before = output[: report.start()] if report else ""
-        text = before if before.strip() else output
-    if killed:
-        why = "; if nobody sent it, the host ran out of memory: see dmesg" if killed[2] == "SIGKILL" else ""
-        error = f"rank {killed[1]} was ended by {killed[2]}{why}"
-    return error, tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_TRACE_LINES:]
+    text = output if first is None else str(first.get("trace", "")).splitlines()
+    lines = [line.rstrip() for line in text if line.strip() and not _OF_TORCHRUN.match(line)]
+    return None if first is None else str(first["error"]), tuple(lines[-_TRACE_LINES:])
 
 
 def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of summary.json but for its times.
-
-    Args:
-        folder: the run's.
-        status: exit status.
-        error: of the last start, see `failure_of`.
-        run: contents of run.json.
-    """
+    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`)."""
     outcome = _OUTCOMES.get(status, "failed")
     record = read_record(folder.root, places=folder)
     at, why = record.diverged_at, None
@@ -83,30 +59,24 @@ def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mappin
         why = f"the loss rose from {record.losses[0]:.3f} to {record.loss_last:.3f}"
     is_over = outcome == "finished" or at is not None
     is_over |= outcome == "refused" and not (record.iterations or folder.checkpoint)
+    now = datetime.now(UTC)
     return {
         "name": run["name"],
         "outcome": outcome,
         "status": status,
         "error": error if outcome in ("refused", "failed", "killed") else None,
         "go_on": None if is_over else f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}",
-        "iterations": record.iterations,
         "train_iters": run["settings"].get("train_iters"),
-        "tokens": record.tokens,
-        "train_seconds": record.train_seconds if record.train else None,
-        "loss_first": record.losses[0] if record.train else None,
-        "loss_last": record.loss_last,
+        **record.figures,
         "diverged": why is not None,
-        "diverged_at": at,
         "diverged_why": why,
-        "validation_loss": record.validation_by_set if record.train else None,
-        "validation_iteration": record.validation[-1].step if record.validation else None,
-        "skipped_iterations": record.skipped_iterations,
-        **{name: getattr(record, name) for name in ("step_ms", "tokens_per_second", "optimizer_share")},
         **{name: record.facts.get(name) for name in ("parameters", "muon_parameters")},
         "world_size": run["nodes"] * run["ranks"],
-        "checkpoint": str(folder.checkpoint) if folder.checkpoint else None,
         **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
         "optimizer": run["settings"].get("optimizer"),
+        "started": run["started"],
+        "ended": now.isoformat(timespec="seconds"),
+        "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
     }
 
 
@@ -116,7 +86,71 @@ def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:
     if summary["loss_last"] is not None:
         words += f", training loss {summary['loss_last']:.4f}"
     for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
+        words += f", {_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
     if summary["diverged"]:
         return f"{words}; DIVERGED: {summary['diverged_why']}"
     return f"{words}; {summary['error']}" if why and summary["error"] else words
+
+
+def _label(validation_set: str) -> str:
+    return "validation loss" if validation_set == ONLY_SET else f"validation loss {validation_set}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon summary`."""
+    parser.description = "Sum up a run: loss, validation loss, speed, and where its log and checkpoint lie."
+    parser.epilog = EXAMPLES
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="holds tensorboard/ and checkpoints/")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the summary, and writes it as JSON where asked."""
+    record = read_record(args.run_dir, needs_steps=True)
+    write_json(args.json, figures(record))
+    print(f"Run {record.folder}")
+    for label, value in rows(record):
+        print(f"{label:<17}{value}")
+    return 0
+
+
+def figures(record: Record) -> dict[str, Any]:
+    """The figures of a run that has logged a step: those of summary.json that come from its log, and what it was."""
+    return {
+        "run_dir": str(record.folder),
+        "optimizer": record.args.get("optimizer"),
+        "world_size": record.whole_number("world_size"),
+        "tensorboard_dir": str(record.places.tensorboard),
+        "rose": record.rose,
+        **record.figures,
+    }
+
+
+def rows(record: Record) -> list[tuple[str, str]]:
+    """The summary's lines as (label, value)."""
+    loss = f"{record.losses[0]:.3f} -> {record.loss_last:.3f} in {record.iterations:,} iterations"
+    lines = [("loss", f"{loss} (mean of the last {min(len(record.losses), LAST_STEPS)})")]
+    if record.diverged_at is not None:
+        when = f"from iteration {record.diverged_at:,} on"
+        lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
+    elif record.rose:
+        lines.append(("warning", "the loss rose; lower the learning rate"))
+    for name, value in record.validation_by_set.items():
+        lines.append((_label(name), f"{value:.3f} at iteration {record.validation[-1].step:,}"))
+    if not record.validation:
+        lines.append(("validation loss", "none; --eval-iters and --eval-interval say how often"))
+    speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
+    if record.tokens_per_second is not None and record.step_ms is not None:
+        speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
+    share = "not timed; --timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard turn it on"
+    if record.optimizer_share is not None:
+        share = f"{record.optimizer_share:.0%} of the step{early}"
+    go_on = shlex.join(["megatron-muon", "train", "--resume", "--out", str(record.folder)])
+    return [
+        *lines,
+        ("speed", f"{speed}; training took {duration(record.train_seconds)}"),
+        ("optimizer", share),
+        ("checkpoint", str(record.places.checkpoint or "none saved")),
+        ("curves", shlex.join(["tensorboard", "--logdir", str(record.places.tensorboard)])),
+        *([("to go on", go_on)] if record.summary.get("go_on") else []),
+    ]

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.tools.train import wording
@@ -29,10 +29,7 @@ def is_terminal() -> bool:
 
 
 class Screen:
-    """Prints lines from any thread and, on a terminal, keeps live lines below them, as `progress` has them.
-
-    A context; within it what anything in this process prints stands above the live lines.
-    """
+    """A context that prints lines from any thread and, on a terminal, keeps live lines below them (`progress`)."""
 
     def __init__(self, *, live: bool = True) -> None:
         self.live = live and is_terminal()
@@ -68,7 +65,8 @@ class Screen:
     def print(self, text: str, style: str = "") -> None:
         """Prints a line above the live ones, unbroken: the terminal wraps it."""
         if self.progress is None:
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # whoever read has read enough (`| head`); the run continues
+                print(text, flush=True)
             return
         from rich.text import Text
 
@@ -82,34 +80,31 @@ class Status:
         self.stage: str | None = stage
         self.step: int | None = None
         self.heard = time.monotonic()
-        self._screen, self._name = screen, name
+        self._screen, self._name, self._figures = screen, name, dict[str, Any]()
         self._task: TaskID | None = None
-        self._figures: Mapping[str, Any] = {}
-        self.show()
+        self._show()
 
     def enter(self, stage: str | None) -> None:
         """Starts a new stage; None means that steps are being taken."""
         self.stage, self.heard = stage, time.monotonic()
-        self.show()
+        self._show()
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Updates the state from an event of `megatron.TOLD`."""
-        self.heard, kind = time.monotonic(), event["event"]
+        kind = event["event"]
         if kind == "step":
-            self._figures = event
+            self._figures = dict(event)
         if kind in ("tick", "step"):
             self.step = event["step"]
-        if self.stage != STOPPING and kind in ("stage", "tick", "step"):
-            self.stage = event["stage"] if kind == "stage" else None
-        self.show()
+        is_news = self.stage != STOPPING and kind in ("stage", "tick", "step")
+        self.enter(event.get("stage") if is_news else self.stage)
 
     def silent_for(self, patience_s: float) -> float | None:
         """Seconds without news, if they are more than `patience_s` and than three steps take; else None."""
         silent = time.monotonic() - self.heard
         return silent if silent > max(patience_s, 3 * (self._figures.get("step_s") or 0.0)) else None
 
-    def show(self) -> None:
-        """Draws the live line: name, steps, and the stage or the figures of the last log interval."""
+    def _show(self) -> None:
         if (progress := self._screen.progress) is None:
             return
         steps = self._figures.get("steps")
@@ -124,13 +119,3 @@ class Status:
         """Takes the live line away."""
         if self._screen.progress is not None and self._task is not None:
             self._screen.progress.remove_task(self._task)
-
-
-@contextlib.contextmanager
-def told_that(stage: str) -> Iterator[None]:
-    """Shows `stage` while the context runs: a live line, or one plain line on standard error."""
-    if not is_terminal():
-        print(f"{stage} ...", file=sys.stderr, flush=True)
-    with Screen() as screen:
-        Status(screen, stage)
-        yield

@@ -1,4 +1,4 @@
-"""`train --profile`: the flags that it stands for, and where the traces lie."""
+"""The flags that `train --profile` stands for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint import files
-from megatron_muon.megatron.places import TRACES
+from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools.train.node import names_own_step
-from megatron_muon.tools.train.run_folder import RUN, RunFolder, traces_of
 
 if TYPE_CHECKING:
     from megatron_muon.tools.train.resolve import Request
-    from megatron_muon.tools.train.train import Experiment
 
 STEPS = (10, 13)
 """Recorded by default, counted from where the run starts; one-time work is done by then."""
@@ -47,18 +45,3 @@ def _done(request: Request, folder: RunFolder, given: Mapping[str, str], typed: 
     asked = given.get("--ckpt-step") if own is None or names_own_step(typed) else None
     found = str(asked or files.latest(own.parent if own else Path(given["--load"])))
     return int(found) if found.isdecimal() else 0
-
-
-def note(experiment: Experiment) -> str:
-    """Where the traces that a run has written lie and how to open one; empty where none was asked for."""
-    folder = experiment.folder
-    started = (folder.root / RUN).stat().st_mtime
-    written = [file for file in traces_of(folder) if file.stat().st_mtime >= started]
-    if written:
-        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        return (
-            f"trace: {written[0]}{more}; open it at https://ui.perfetto.dev (docs/monitoring.md says what to look for)"
-        )
-    if experiment.request.profile:
-        return f"no trace in {folder.tensorboard.parent / TRACES}: this start did not take the steps to record"
-    return ""

@@ -1,17 +1,18 @@
-"""Runs one experiment: settles it, writes its folder, launches torchrun, and sums up what came of it.
+"""Runs one experiment: `prepare` resolves it; `execute` writes its folder, starts the ranks and sums it up.
 
-`prepare` settles and shows nothing, `execute` runs what was prepared; the command `megatron-muon train` does one after
-the other, and so may whatever runs many. The folder's files are described in `run_folder`.
+Neither shows anything: that is a `Listener`'s. `run_folder` describes the folder's files.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
 import shlex
 import signal
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping
@@ -26,17 +27,19 @@ from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER, TOLD
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 from megatron_muon.megatron.places import locate
 from megatron_muon.megatron.provenance import origin
-from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.node import FIRST_START_ONLY, names_own_step
-from megatron_muon.tools.train.processes import Ended, environment, pretrain_program, torchrun, watch
+from megatron_muon.tools.train import node, processes, run_folder
+from megatron_muon.tools.train.processes import Ended, Lines
 from megatron_muon.tools.train.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import failure_of, summary_of
 
+_KEPT_LINES = 100
+"""Of the output, to show the last of them that are not torchrun's if no rank left an error."""
+
 
 @dataclass(frozen=True)
 class Experiment:
-    """A settled run: what was asked for, and what came of that.
+    """A resolved run.
 
     Attributes:
         checkpoint: what the run goes on from.
@@ -61,29 +64,20 @@ class Experiment:
         return self.folder.root / (f"{stem}.node-{rank}.{suffix}" if rank else name)
 
     @property
-    def shown_command(self) -> str:
-        """`torchrun` as a user would type it."""
-        command = self.torchrun
-        return shlex.join(["torchrun", *command[command.index("torch.distributed.run") + 1 :]])
-
-    @property
     def torchrun(self) -> list[str]:
-        """The command that runs it."""
-        program = [*pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
+        """The arguments of torchrun."""
+        program = [*processes.pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
         if self.checkpoint is not None:
-            left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
+            left_out = {flag.name for flag in self.resolved.flags} & set(node.FIRST_START_ONLY)
             left_out -= {"--ckpt-step"} if self.goes_back else set()
             program += ["--load", str(self.folder.checkpoints)]
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
-        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
+        return processes.torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
 
     @property
-    def settings_lines(self) -> list[str]:
-        """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
-        flags = (*self.resolved.flags, *self.resolved.filled_in)
-        rows = [(flag.name, shlex.join(flag.values) if flag.values else "true", flag.source) for flag in flags]
-        widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
-        return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+    def shown_command(self) -> str:
+        """The run as a user would type it."""
+        return shlex.join(["torchrun", *self.torchrun])
 
 
 @dataclass(frozen=True)
@@ -100,45 +94,24 @@ class Outcome:
 
 
 class Listener(Protocol):
-    """Shows a run: receives its output line by line, its events, and a call twenty times a second."""
+    """Shows a run."""
 
     def line(self, line: str, /) -> object:
-        """A line of the ranks' output without its end, from another thread."""
+        """A line of the ranks' output without its end."""
 
     def event(self, told: Mapping[str, Any], /) -> object:
         """An event of `megatron.TOLD`."""
 
     def tick(self, got: int | None, /) -> object:
-        """The signal that this process got so far, or None."""
-
-
-class Told:
-    """Reads a file of events while ranks append to it."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._read, self._rest = file, 0, b""
-
-    def new(self) -> list[dict[str, Any]]:
-        """The events that have come since the last time."""
-        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as stream:
-            stream.seek(self._read)
-            data = stream.read()
-            self._read += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            events = []
-            for line in lines:
-                with contextlib.suppress(ValueError):  # cut short where the disk was full
-                    events.append(json.loads(line))
-            return events
-        return []
+        """Twenty times a second: the signal that this process got so far, or None."""
 
 
 def prepare(request: Request, resolved: Resolved | UserError | None = None) -> Experiment:
-    """Settles an experiment, unless it is `resolved` already; writes nothing but what `request.writes` allows.
+    """Resolves an experiment, unless it is `resolved` already; writes nothing but what `request.writes` allows.
 
     Raises:
         UserError: what the user got wrong, a folder that is taken included.
-        RunFailedError: the process that settles failed; what it printed has been shown.
+        RunFailedError: the process that resolves failed; what it printed has been shown.
     """
     nodes = request.nodes
     if request.out is not None and nodes.rank == 0:  # with --out the flags do not matter: refused before the slow part
@@ -151,7 +124,7 @@ def prepare(request: Request, resolved: Resolved | UserError | None = None) -> E
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
     checkpoint = resolved.folder.checkpoint if request.resume else None
     typed = {flag.name: flag.values for flag in resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
-    goes_back = checkpoint is not None and names_own_step(typed)
+    goes_back = checkpoint is not None and node.names_own_step(typed)
     if checkpoint is not None and goes_back:
         step, saves = int(typed["--ckpt-step"][0]), checkpoint.parent
         checkpoint = files.iteration_folder(saves, step)
@@ -185,7 +158,7 @@ def execute(
     folder, request = experiment.folder, experiment.request
     if request.nodes.rank:
         folder.root.mkdir(parents=True, exist_ok=True)
-        status, _, trace = _launch(experiment, _run_record(experiment), [], listener, stop, env)
+        status, _, trace = _launch(experiment, _run_record(experiment), [], listener, stop, env or {})
         return Outcome(status, {}, trace=trace if status else ())
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
@@ -198,15 +171,9 @@ def execute(
         (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
         run_folder.forget_divergence(folder)
         run_folder.write_json(folder.root / run_folder.RUN, run)
-        keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
-        status, error, trace = _launch(experiment, run, keeps, listener, stop, env)
-        now = datetime.now(UTC)
-        times = {
-            "started": run["started"],
-            "ended": now.isoformat(timespec="seconds"),
-            "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
-        }
-        summary = run_folder.strict({**summary_of(folder, status=status, error=error, run=run), **times})
+        keeps = [] if lock is None else [lock]  # the ranks' parent keeps it where it outlives this process
+        status, error, trace = _launch(experiment, run, keeps, listener, stop, env or {})
+        summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run))
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
         by_signal = (128 + signal.SIGHUP, 128 + signal.SIGTERM)
         unexplained = summary["outcome"] in ("failed", "killed") and status not in by_signal and not summary["diverged"]
@@ -219,48 +186,45 @@ def _launch(
     keeps: list[int],
     listener: Listener,
     stop: threading.Event | None,
-    env: Mapping[str, str] | None,
+    env: Mapping[str, str],
 ) -> tuple[int, str | None, tuple[str, ...]]:
     """The exit status of this machine's ranks, the line that says why they failed, and those that show it."""
-    resolved, log = experiment.resolved, experiment.own_file(run_folder.LOG)
+    resolved, request = experiment.resolved, experiment.request
     heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
     text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
     experiment.own_file(run_folder.CONFIG).write_text(text, "utf-8")
-    append = experiment.checkpoint is not None
-    began_at = log.stat().st_size if append and log.exists() else 0
+    base = processes.environment(resolved.ranks, nodes=request.nodes.count, settings=resolved.env)
+    output = collections.deque[str](maxlen=_KEPT_LINES)
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
-        told = Told(Path(ends, TOLD))
+        told = Lines(Path(ends, TOLD))
+
+        def show_line(line: str) -> None:
+            output.append(line)
+            listener.line(line)
 
         def tick(got: int | None) -> None:
-            for event in told.new():
-                listener.event(event)
+            for line in told.new():
+                with contextlib.suppress(ValueError):  # cut short where the disk was full
+                    listener.event(json.loads(line))
             listener.tick(got)
 
-        ended = watch(
-            experiment.torchrun,
-            log,
-            env={
-                **environment(resolved.ranks, nodes=experiment.request.nodes.count, settings=resolved.env),
-                **(env or {}),
-                STATUS_FOLDER: ends,
-                OWNS_PLACES: "1",
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
-            },
-            on_line=listener.line,
+        ended = processes.watch(
+            [sys.executable, "-m", node.__name__, *experiment.torchrun],
+            experiment.own_file(run_folder.LOG),
+            env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
+            on_line=show_line,
             on_tick=tick,
-            append=append,
+            append=experiment.checkpoint is not None,
             keeps=keeps,
-            grace_s=experiment.request.grace_s,
+            grace_s=request.grace_s,
             stop=stop,
         )
         ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
-    output = log.read_bytes()[began_at:].decode("utf-8", "replace")
-    status = _exit_status(ended, ranks.get("0", {}).get("status"))
-    return status, *failure_of(ranks.values(), output)
+    return _exit_status(ended, ranks.get("0", {}).get("status")), *failure_of(ranks.values(), output)
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:
-    """The run's status: the first rank's, if it left one; torchrun's is 1 for every failure."""
+    """The run's status: the first rank's, if it left one."""
     if ended.signal == signal.SIGINT:
         return ExitStatus.INTERRUPTED
     if ended.signal is not None:

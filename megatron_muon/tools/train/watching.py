@@ -1,17 +1,17 @@
-"""What `megatron-muon train` shows of a run: its heading, what its ranks tell, and how it ended.
+"""What `megatron-muon train` shows of a run: its heading, the events of `megatron.TOLD`, and how it ended.
 
-Progress arrives as data, the events of `megatron.TOLD`. Of what the ranks print, only this package's warnings, notes
-and errors are shown; all of it is in train.log.
+Of what the ranks print, only this package's warnings, notes and errors are shown; all of it is in train.log.
 """
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.tools.train import run_folder, traces, wording
+from megatron_muon.tools.train import run_folder, wording
 from megatron_muon.tools.train.run_summary import in_words
 from megatron_muon.tools.train.screen import STOPPING, Screen, Status
 
@@ -21,28 +21,19 @@ if TYPE_CHECKING:
 _SHOWN = ("megatron-muon: warning: ", "megatron-muon: note: ", "pretrain_gpt.py: error: ")
 """Prefixes of the ranks' lines that are meant for the user."""
 
-_OF_THE_MODEL = ("tensor", "pipeline", "expert")
-"""Kinds of parallelism with which a rank holds only part of the model, apart from FSDP's sharding."""
-
 _PATIENCE_S = 60.0
 """Without a live line: after so many seconds without news a line says what the run is doing; the next waits longer."""
 
 
 class Watcher:
-    """Shows one run on a screen.
-
-    Args:
-        verbose: show all output of the ranks instead of a line for each event.
-        quiet: show only the heading, warnings, errors and the end.
-    """
+    """Shows one run: `verbose` all output of the ranks, `quiet` only the heading, warnings, errors and the end."""
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.screen = Screen(live=not quiet)
         self.status = Status(self.screen)
         self._verbose, self._quiet = verbose, quiet
         self._noted: set[str] = set()
-        self._patience, self._stops = _PATIENCE_S, False
-        self._is_model_parallel = False
+        self._patience = _PATIENCE_S
 
     def enter(self, stage: str) -> None:
         """Starts a stage before there are ranks; prints a line if there is no live line."""
@@ -56,16 +47,13 @@ class Watcher:
             if settings or not note.startswith("environment from "):  # as the file says: nothing to act on
                 self._note(f"megatron-muon: {note}")
         for line in heading(experiment):
-            for part in wording.wrapped(line, indent=14, width=self.screen.width):
-                self.screen.print(part)
+            self._print_wrapped(line)
         if settings:
             self.screen.print(f"\nsettings of {experiment.request.config}")
-            self.screen.print("\n".join(experiment.settings_lines))
+            for flag in (*experiment.resolved.flags, *experiment.resolved.filled_in):
+                self.screen.print(f"  {flag.name:<36}  {shlex.join(flag.values) or 'true':<24}  {flag.source}")
             self.screen.print(f"\ncommand     {experiment.shown_command}\n")
-        sizes = (experiment.resolved.settings.get(f"{kind}_model_parallel_size") for kind in _OF_THE_MODEL)
-        self._is_model_parallel = any((size or 1) > 1 for size in sizes)
-        ranks = experiment.resolved.ranks
-        self.status.enter(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
+        self.status.enter(f"starting the ranks ({experiment.resolved.ranks})")
 
     def line(self, line: str) -> None:
         """A line of the ranks' output."""
@@ -84,7 +72,7 @@ class Watcher:
         if self._quiet or self._verbose:
             return
         if kind == "model":
-            self.screen.print(f"  model       {model_line(event, is_part=self._is_model_parallel)}")
+            self._print_wrapped(f"  model       {model_line(event)}")
         elif kind == "step":
             self.screen.print(wording.step_line(event, self.screen.width))
         elif kind == "validation":
@@ -94,8 +82,7 @@ class Watcher:
 
     def tick(self, got: int | None) -> None:
         """Called many times a second, with the signal that this process got or None."""
-        if got is not None and not self._stops:
-            self._stops = True
+        if got is not None and self.status.stage != STOPPING:
             self.status.enter(STOPPING)
             self.screen.print(f"{signal.Signals(got).name}: asking the ranks to end; a second signal kills them")
         if not (self.screen.live or self._quiet) and (silent := self.status.silent_for(self._patience)):
@@ -105,26 +92,28 @@ class Watcher:
 
     def end(self, outcome: Outcome, experiment: Experiment) -> None:
         """How it ended, and what to type next."""
-        summary, log = outcome.summary, experiment.own_file(run_folder.LOG)
-        file = experiment.own_file(run_folder.SUMMARY)
+        summary, show = outcome.summary, self.screen.print
+        file, log = experiment.own_file(run_folder.SUMMARY), experiment.own_file(run_folder.LOG)
         if not outcome.started:
-            self.screen.print(f"already finished: {summary['iterations']} iterations; see {file}")
-        elif not summary:  # not the first machine
-            self.screen.print(f"ended with status {outcome.status}; see {log}")
-        else:
+            show(f"already finished: {summary['iterations']} iterations; see {file}")
+            return
+        if summary:
             words = wording.wrapped(in_words(summary), width=self.screen.width)
-            self.screen.print("\n" + "\n".join(words), "bold" if outcome.status == 0 else "bold red")
+            show("\n" + "\n".join(words), "bold" if outcome.status == 0 else "bold red")
             if summary["error"]:
-                self.screen.print(f"why: {summary['error']}")
+                show(f"why: {summary['error']}")
         for line in () if self._verbose else outcome.trace:
-            self.screen.print(f"  {line}")
-        if outcome.started and summary:
-            if summary["go_on"]:
-                to = "to go on" if summary["checkpoint"] else "nothing was saved; to start again"
-                self.screen.print(f"{to}: {summary['go_on']}")
-            self.screen.print(f"see {file}, {log}")
-            if note := traces.note(experiment):
-                self.screen.print(note)
+            show(f"  {line}")
+        if not summary:  # not the first machine
+            show(f"ended with status {outcome.status}; see {log}")
+            return
+        if summary["go_on"]:
+            show(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
+        show(f"see {file}, {log}")
+
+    def _print_wrapped(self, line: str) -> None:
+        for part in wording.wrapped(line, indent=14, width=self.screen.width):
+            self.screen.print(part)
 
     def _note(self, text: str) -> None:
         if text not in self._noted:  # every rank says the same
@@ -137,55 +126,44 @@ class Watcher:
 def heading(experiment: Experiment) -> list[str]:
     """What runs where, in a few lines."""
     resolved, nodes, settings = experiment.resolved, experiment.request.nodes, experiment.resolved.settings
-    forms = {"num_layers": "{} layers", "hidden_size": "width {}", "num_attention_heads": "{} heads"}
-    shape = [form.format(settings[key]) for key, form in forms.items() if settings.get(key)]
-    if settings.get("num_experts"):
-        shape.append(f"{settings['num_experts']} experts")
-    model = f" with {', '.join(shape)}" if shape else ""  # which a checkpoint's arguments may tell
-    lines = [f"{run_folder.name_of(Path(experiment.request.config))}: {settings['optimizer']} on a GPT{model}"]
-    where = {"cuda": "GPU", "cpu": "CPU"}[resolved.device]
-    ranks = f"{resolved.ranks} on {where}s" if resolved.ranks > 1 else f"1 on a {where}"
+    words = {"num_layers": "layers", "hidden_size": "wide", "num_attention_heads": "heads", "num_experts": "experts"}
+    shape = ", ".join(f"{settings[key]} {word}" for key, word in words.items() if settings.get(key))
+    ranks = f"{resolved.ranks} on {'GPUs' if resolved.device == 'cuda' else 'CPUs'}"
     if nodes.count > 1:
         ranks = f"{nodes.count} machines x {ranks}; this is machine {nodes.rank}"
     if settings.get("use_megatron_fsdp"):
         ranks += f", Megatron-FSDP {settings['data_parallel_sharding_strategy']}"
-    for kind in (*_OF_THE_MODEL, "context"):
-        size = settings.get(f"{kind}_parallel_size" if kind == "context" else f"{kind}_model_parallel_size") or 1
-        if size > 1:
-            ranks += f", {kind} parallel {size}"
-    lines.append(f"  ranks       {ranks}")
-    lines.append(f"  steps       {_steps(settings)}")
+    for kind in ("tensor_model", "pipeline_model", "expert_model", "context"):
+        if (size := settings.get(f"{kind}_parallel_size") or 1) > 1:
+            ranks += f", {kind.removesuffix('_model')} parallel {size}"
+    name = run_folder.name_of(Path(experiment.request.config))
+    lines = [
+        f"{name}: {settings['optimizer']} on a GPT{shape and f' of {shape}'}",  # a checkpoint's arguments may tell
+        f"  ranks       {ranks}",
+        f"  steps       {_steps(settings)}",
+    ]
     if resolved.env:
         variables = " ".join(f"{name}={value}" for name, value in resolved.env.items())
         lines.append(f"  environment {wording.printable(variables)}")
     lines.append(f"  run folder  {experiment.folder.root}")
     if experiment.checkpoint is not None:
         lines.append(f"  going on    from {experiment.checkpoint}")
-    if count := len(resolved.filled_in):
-        flags = f"{count} flag{'s' if count > 1 else ''} that this machine needs"
-        lines.append(f"  filled in   {flags}; --dry-run lists all settings")
+    if resolved.filled_in:
+        lines.append(f"  filled in   {len(resolved.filled_in)} (what this machine needs); --dry-run lists all settings")
     return lines
 
 
 def _steps(settings: Mapping[str, Any]) -> str:
-    text = (
-        f"{settings['train_iters']:,}"
-        if settings.get("train_iters")
-        else f"{settings.get('train_samples') or '?'} samples"
-    )
+    count = settings.get("train_iters")
+    text = f"{count:,}" if count else f"{settings.get('train_samples') or '?'} samples"
     if (batch := settings.get("global_batch_size")) and settings.get("seq_length"):
         text += f" of {batch * settings['seq_length']:,} tokens, {batch} sequences of {settings['seq_length']}"
-    repeated = ("validation", "eval_interval", "eval_iters"), ("checkpoint", "save_interval", "save")
-    every = [f"{what} every {settings[key]:,}" for what, key, on in repeated if settings.get(on) and settings.get(key)]
-    return f"{text}; {', '.join(every)}" if every else text
+    return text
 
 
-def model_line(event: Mapping[str, Any], *, is_part: bool) -> str:
+def model_line(event: Mapping[str, Any]) -> str:
     """The size of the model and Muon's part of it: the event `model`."""
-    text = f"{event['parameters']:,} parameters" + (" on a model-parallel rank" if is_part else "")
-    if event.get("muon_parameters") is not None:
-        ours = event["muon_parameters"]
-        text += (
-            f"; Muon's are {ours:,} over all ranks" if is_part else f", {ours / event['parameters']:.1%} of them Muon's"
-        )
+    text = f"{event['parameters']:,} parameters on a model-parallel rank"
+    if (muon := event.get("muon_parameters")) is not None:
+        text += f"; Muon has {muon:,} over all ranks"
     return f"{text}, on {event['device']}" if event.get("device") else text

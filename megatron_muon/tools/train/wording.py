@@ -1,9 +1,8 @@
-"""Turns events, figures, sizes and times into text that fits a line. Plain text, no torch."""
+"""Turns events, figures and times into text that fits a line. Plain text, no torch."""
 
 from __future__ import annotations
 
 import math
-import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ def printable(text: str) -> str:
 
 
 _FIGURES: dict[str, Callable[[Any], str]] = {
-    "loss": lambda loss: f"loss {_number(loss, '.4f')}",
+    "loss": lambda loss: f"loss {_loss(loss)}",
     "grad_norm": lambda norm: f"grad norm {norm:.2f}" if norm < 1000 else f"grad norm {norm:.2e}",
     "lr": lambda rate: f"lr {rate:.1e}",
     "muon_lr": lambda rate: f"Muon's lr {rate:.1e}",
@@ -26,7 +25,7 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "tokens_per_s": lambda speed: f"{speed:,.0f} tokens/s" if speed < 999_500 else f"{speed / 1e6:,.2f} M tokens/s",
     "mfu": lambda mfu: f"MFU {mfu:.0%}",
     "optimizer_share": lambda share: f"optimizer {share:.0%}",
-    "peak_bytes": lambda peak: size(peak),
+    "peak_bytes": lambda peak: f"{peak / 1e9:,.1f} GB",
     "seconds_left": lambda left: f"{clock(left)} left",
 }
 """How the figures of the event `step` are written, in the order of a line."""
@@ -39,10 +38,8 @@ _LIVE = ("loss", "tokens_per_s", "mfu", "optimizer_share", "seconds_left")
 
 def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """A log interval: the event `step` of `megatron.TOLD`."""
-    shown = {
-        "step": f"step {steps_of(event)}",
-        **_figures({**event, "skipped": event.get("skipped") or None}, _FIGURES),
-    }
+    figures = _figures({**event, "skipped": event.get("skipped") or None}, _FIGURES)
+    shown = {"step": f"step {steps_of(event)}", **figures}
     for spare in _SPARE:
         if len("  ".join(shown.values())) > width:
             shown.pop(spare, None)
@@ -62,16 +59,11 @@ def steps_of(event: Mapping[str, Any]) -> str:
 
 def validation_line(event: Mapping[str, Any]) -> str:
     """An evaluation: the event `validation`."""
-    name = f" {event['set']}" if event["set"] else ""
     loss = event["loss"]
-    fields = [f"{event['data']} loss{name} {_number(loss, '.4f')}"]
-    if math.isfinite(loss) and loss < 20:
-        fields.append(f"perplexity {math.exp(loss):,.2f}")
-    if event["last"] and event["data"] == "validation":
-        fields.append("after training, on different batches")
-    else:
-        fields += [f"at step {event['step']:,}", f"took {duration(event['seconds'])}"]
-    return "  ".join(fields)
+    line = f"{event['data']} loss{event['set'] and ' ' + event['set']} {_loss(loss)}"
+    if loss < 20:
+        line += f"  perplexity {math.exp(loss):,.2f}"
+    return f"{line}  at step {event['step']:,}  took {duration(event['seconds'])}"
 
 
 def saved_line(event: Mapping[str, Any]) -> str:
@@ -82,33 +74,16 @@ def saved_line(event: Mapping[str, Any]) -> str:
 
 def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> list[str]:
     """A note as lines; words, paths and flags stay whole."""
-    return textwrap.wrap(
-        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    ) or [text]
-
-
-def command_lines(command: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:
-    """A command as lines that can be copied together: broken before flags, with backslashes."""
-    groups: list[str] = []
-    for word in map(shlex.quote, shlex.split(command)):
-        if groups and not word.startswith("-"):
-            groups[-1] += f" {word}"
-        else:
-            groups.append(word)
-    lines = [" " * indent + groups[0]]
-    for group in groups[1:]:
-        if len(lines[-1]) + len(group) + len("  \\") > width:
-            lines[-1] += " \\"
-            lines.append(" " * (indent + 4) + group)
-        else:
-            lines[-1] += f" {group}"
-    return lines
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def duration(seconds: float) -> str:
     """Minutes and seconds, 2:41, with hours and days where there are any; a decimal below ten seconds."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds < 9.95 else clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """Like `duration`, without decimals, for times that tick on the screen."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -117,18 +92,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def clock(seconds: float) -> str:
-    """Like `duration`, without decimals, for times that tick on the screen."""
-    return f"0:{round(seconds):02}" if seconds < 9.95 else duration(seconds)
-
-
-def size(count: float) -> str:
-    """Bytes: 970 MB, 14.2 GB."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
-
-
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "not a number"
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not a number"
 
 
 def _figures(event: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
