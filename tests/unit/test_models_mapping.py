@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatron_muon import cpu
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.tools.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
-from megatron_muon.tools.models.hf_config import from_config, to_config
+from megatron_muon.tools.models.architecture import Architecture, from_config, to_config
+from megatron_muon.tools.models.flags import NEUTRAL, from_args, to_flags
 from megatron_muon.tools.models.mapping import rules
 
 with quiet_imports():
@@ -134,7 +134,7 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", _NEUTRAL)
+@pytest.mark.parametrize("setting", NEUTRAL)
 def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str) -> None:
     value = OTHERWISE.get(setting, 7)
     with pytest.raises(UserError, match=r"no architecture .* has --[a-z0-9-]+ ") as caught:

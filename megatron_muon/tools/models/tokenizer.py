@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from pathlib import Path
 from typing import Any
+
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.megatron.data.corpus import OutputPaths
@@ -37,26 +40,12 @@ def spec_of(args: argparse.Namespace) -> TokenizerSpec:
     return TokenizerSpec(BYTE_LEVEL, vocab_size=args.vocab_size) if args.vocab_size == BYTE_LEVEL_VOCAB_SIZE else spec
 
 
-def size_of(spec: TokenizerSpec) -> int | None:
-    """How many tokens the data's tokenizer has; None where only the model's padded vocabulary tells.
-
-    Megatron keeps --vocab-size for tokenizers that need it, and pads that of the others before anything is saved.
-    """
-    if spec.vocab_size is not None or spec.tokenizer_type != HUGGING_FACE:
-        return spec.vocab_size
-    with contextlib.suppress(UserError):
-        return len(build(spec))
-    return None
-
-
 def build(spec: TokenizerSpec) -> Any:
     """A tokenizer of `transformers`.
 
     Raises:
         UserError: there is none for this one, or it cannot be loaded.
     """
-    import transformers
-
     if spec.tokenizer_type == BYTE_LEVEL:
         return _of_bytes(spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
     if spec.tokenizer_type != HUGGING_FACE:
@@ -78,17 +67,13 @@ def _of_bytes(vocabulary: int) -> Any:
     A BPE without merges over the 256 characters that stand for bytes. What looks like a special token within a text is
     text: `split_special_tokens`.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     vocab |= {f"<unused{number}>": number for number in range(256, vocabulary - 1)}
     vocab[END_OF_DOCUMENT] = vocabulary - 1
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_DOCUMENT,
         split_special_tokens=True,

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
@@ -47,57 +47,60 @@ _RENAMED = (
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight lies: the entry of the checkpoint, offsets and sizes in all of the entry's dimensions.
-
-    The weight has the last `ndim` of these dimensions.
-    """
+    """Where a weight lies: an entry of the checkpoint, offsets and sizes in it; the first `lead` sizes are 1."""
 
     entry: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    ndim: int
+    lead: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.sizes[len(self.sizes) - self.ndim :]
+        return self.sizes[self.lead :]
 
 
-class Weights(Mapping[str, torch.Tensor]):
-    """The weights of one checkpoint; looking one up reads it, and nothing is kept.
+class Weights:
+    """The weights of one checkpoint. Nothing is kept of what is read.
 
     Args:
-        folder: of the checkpoint, see `checkpoint.files.find`.
+        directory: a run's folder, its --save directory, or one iteration's.
         verify: whether files must have their checksums.
 
     Attributes:
-        args: Megatron's arguments of the run that wrote it.
-        iteration: of that run.
+        folder: the checkpoint's own folder.
+        args: Megatron's arguments of the run that wrote it, with its `iteration`.
+        shapes: of each weight, by name.
 
     Raises:
         UserError: it is incomplete or damaged, or not a checkpoint with weights and arguments.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+    def __init__(self, directory: Path, *, verify: bool = True) -> None:
+        if (directory / "config.json").is_file():
+            raise UserError(f"{directory} is a folder of Hugging Face already; give a checkpoint, or import it first")
+        self.folder = folder = files.find(directory)
         wrong = files.problems(folder, verify=verify)
-        sums = checksums.read(folder) if verify and not wrong else None
-        if sums:
+        if verify and not wrong and (sums := checksums.read(folder)):
             wrong = checksums.changed(folder, sums, checksums.share(sums, 0, 1), threads=2)
         if wrong:
-            raise UserError(f"this checkpoint cannot be read: {wrong[0]}; {_remedy(folder)}")
-        self.folder = folder
+            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder)).replace("to resume from", "")
+            raise UserError(f"this checkpoint cannot be read: {wrong[0]}; {hint.rstrip()}")
         self._reader = Reader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         described = metadata.state_dict_metadata.items()
-        self._tensors = {name: of for name, of in described if isinstance(of, TensorStorageMetadata)}
-        common = self._common_state()
+        self._entries = {name: of for name, of in described if isinstance(of, TensorStorageMetadata)}
+        if is_torch_dist := (folder / TORCH_DIST_MARK).is_file():
+            common = (content.read_objects(folder, [COMMON_STATE]).get(COMMON_STATE) or [{}])[0]
+        else:
+            common = content.read_objects(folder, ["args", "iteration"])
         if not isinstance(common.get("args"), argparse.Namespace):
             raise UserError(f"{folder} holds no arguments of a run, so what its weights are is not known")
         self.args: argparse.Namespace = common["args"]
         self.iteration = int(common.get("iteration") or 0)
-        places = self._stacked() if self._is_torch_dist else self._by_layer()
-        self._places = {_local(name): place for name, place in places}
-        if not self._places:
+        self._places = {_local(name): place for name, place in (self._stacked() if is_torch_dist else self._by_layer())}
+        self.shapes = {name: place.shape for name, place in self._places.items()}
+        if not self.shapes:
             raise UserError(f"{folder} holds no weights of a model")
 
     @property
@@ -105,72 +108,10 @@ class Weights(Mapping[str, torch.Tensor]):
         """The dtype of the run's matrix products."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
 
-    @property
-    def _is_torch_dist(self) -> bool:
-        return (self.folder / TORCH_DIST_MARK).is_file()
-
-    def _common_state(self) -> dict[str, Any]:
-        if not self._is_torch_dist:
-            return content.read_objects(self.folder, ["args", "iteration"])
-        common = content.read_objects(self.folder, [COMMON_STATE]).get(COMMON_STATE) or [{}]
-        found: dict[str, Any] = common[0]
-        return found
-
-    def _by_layer(self) -> Iterator[tuple[str, _Place]]:
-        """The weights of an fsdp_dtensor checkpoint."""
-        for name, entry in self._tensors.items():
-            if name in content.weight_names([name]):
-                size = tuple(entry.size)
-                yield content.plain(name.removeprefix("model.")), _Place(name, (0,) * len(size), size, len(size))
-
-    def _stacked(self) -> Iterator[tuple[str, _Place]]:
-        """The weights of a torch_dist checkpoint, layer by layer, gates apart from what they act on."""
-        for name, entry in self._tensors.items():
-            if name.startswith("optimizer."):
-                continue
-            size = tuple(entry.size)
-            match = re.fullmatch(rf"{re.escape(STACKED)}(?:(\d+)\.)?(.*)", name)
-            if match is None:
-                yield from self._halves(name, _Place(name, (0,) * len(size), size, len(size)))
-                continue
-            layer, part = match.groups()
-            experts = part.startswith(EXPERTS)
-            lead = (layer is None) + experts
-            for at in itertools.product(*(range(length) for length in size[:lead])):
-                local = part.replace(EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if experts else part
-                offsets, sizes = (*at, *(0 for _ in size[lead:])), (*(1 for _ in at), *size[lead:])
-                place = _Place(name, offsets, sizes, len(size) - lead)
-                yield from self._halves(f"{STACKED}{at[0] if layer is None else layer}.{local}", place)
-
-    def _halves(self, name: str, place: _Place) -> Iterator[tuple[str, _Place]]:
-        """A gated projection as its two halves, anything else as it is."""
-        if not (getattr(self.args, "swiglu", False) and re.search(r"linear_fc1\.(weight|bias)$", name)):
-            yield name, place
-            return
-        row = len(place.sizes) - place.ndim
-        rows = place.sizes[row] // 2
-        for number, half in enumerate("wv"):
-            offsets = (*place.offsets[:row], number * rows, *place.offsets[row + 1 :])
-            sizes = (*place.sizes[:row], rows, *place.sizes[row + 1 :])
-            yield f"{name}_{half}", _Place(place.entry, offsets, sizes, place.ndim)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight."""
-        return self._places[name].shape
-
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> torch.Tensor:
         """Reads a weight. What one rank wrote is not copied; of several ranks, one's piece is in memory beside it."""
         place = self._places[name]
-        entry = self._tensors[place.entry]
+        entry = self._entries[place.entry]
         chunk = ChunkStorageMetadata(torch.Size(place.offsets), torch.Size(place.sizes))
         items = create_read_items_for_chunk_list(place.entry, entry, [chunk])
         if [tuple(item.lengths) for item in items] == [place.sizes]:
@@ -188,12 +129,43 @@ class Weights(Mapping[str, torch.Tensor]):
             written = torch.load(self._reader._slice_file(stream, stored), map_location="cpu", weights_only=True)
         return narrow_tensor_by_index(written, item.storage_offsets, item.lengths)
 
+    def _by_layer(self) -> Iterator[tuple[str, _Place]]:
+        """The weights of an fsdp_dtensor checkpoint."""
+        for name in content.weight_names(self._entries):
+            size = tuple(self._entries[name].size)
+            yield content.plain(name.removeprefix("model.")), _Place(name, (0,) * len(size), size)
+
+    def _stacked(self) -> Iterator[tuple[str, _Place]]:
+        """The weights of a torch_dist checkpoint: layer by layer, expert by expert, and gates by themselves."""
+        for name, entry in self._entries.items():
+            if name.startswith("optimizer."):
+                continue
+            size = tuple(entry.size)
+            match = re.fullmatch(rf"{re.escape(STACKED)}(?:(\d+)\.)?(.*)", name)
+            layer, part = match.groups() if match else ("", name)
+            experts = part.startswith(EXPERTS)
+            lead = (layer is None) + experts
+            for at in itertools.product(*map(range, size[:lead])):
+                local = part.replace(EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if experts else part
+                if match:
+                    local = f"{STACKED}{at[0] if layer is None else layer}.{local}"
+                offsets, sizes = (*at, *(0 for _ in size[lead:])), (*(1 for _ in at), *size[lead:])
+                yield from self._halves(local, _Place(name, offsets, sizes, lead))
+
+    def _halves(self, name: str, place: _Place) -> Iterator[tuple[str, _Place]]:
+        """A gated projection as its two halves, anything else as it is."""
+        if not (getattr(self.args, "swiglu", False) and re.search(r"linear_fc1\.(weight|bias)$", name)):
+            yield name, place
+            return
+        row = place.lead
+        rows = place.sizes[row] // 2
+        for number, half in enumerate("wv"):
+            offsets = (*place.offsets[:row], number * rows, *place.offsets[row + 1 :])
+            sizes = (*place.sizes[:row], rows, *place.sizes[row + 1 :])
+            yield f"{name}_{half}", _Place(place.entry, offsets, sizes, row)
+
 
 def _local(name: str) -> str:
     for pattern, replacement in _RENAMED:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-def _remedy(folder: Path) -> str:
-    return files.resume_hint(folder.parent, but=files.iteration_of(folder)).replace("to resume from", "").rstrip()

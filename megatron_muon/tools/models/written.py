@@ -1,7 +1,7 @@
 """Writes checkpoints that Megatron loads, a weight at a time: fsdp_dtensor for Megatron-FSDP, torch_dist for the rest.
 
-A weight is asked for when it is written, so memory stays near the largest one. Names and other entries are those of
-megatron-core 0.19's own saves, without optimizer state: `--finetune` starts it anew.
+Memory stays near the largest weight. Names and other entries are those of megatron-core 0.19's own saves, without
+optimizer state: `--finetune` starts it anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +26,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.summed_files import SummedFiles
+from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
 from megatron_muon.tools.models.weights import COMMON_STATE, EXPERTS, STACKED, TORCH_DIST_MARK
-
-FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
 
 _OF_EXPERTS = re.compile(rf"{re.escape(STACKED)}(\d+)\.mlp\.(?:router|experts)\.")
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a weight goes: in which entry, from which offsets on, of which sizes; `of` is the entry's whole shape."""
+    """Where a weight goes: an entry, offsets and sizes in it, and the entry's whole shape."""
 
     weight: str
     entry: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    of: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 def write(
@@ -53,53 +52,51 @@ def write(
     args: argparse.Namespace,
     iteration: int | None,
     dtype: torch.dtype,
-    transformer_engine: bool,
-) -> Path:
-    """Writes a checkpoint and names it in the tracker file; its folder.
+) -> None:
+    """Writes a checkpoint and names it in the tracker file.
 
     Args:
+        save_dir: the folder that --load is to name.
         shapes: of the weights, which are named as in `weights`.
         read: the weight of a name, in any dtype. It is given away: its memory is freed when it is written.
         layout: `FSDP_DTENSOR` or `TORCH_DIST`.
         args: of the run that is to load it.
         iteration: None for what no run of Megatron has trained, a "release".
-        transformer_engine: whether the model that loads it has Transformer Engine's layers, whose names differ.
+        dtype: of the weights in the files.
     """
+    is_te = args.transformer_impl == "transformer_engine"
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration or 0}
     if layout == FSDP_DTENSOR:
-        places = [_of_layer(name, shape, transformer_engine, args) for name, shape in shapes.items()]
+        places = [_of_layer(name, shape, is_te, args) for name, shape in shapes.items()]
         objects: dict[str, Any] = state
     else:
-        sparse = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if transformer_engine else set()
+        sparse = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if is_te else set()
         places = [_stacked(name, shape, sparse, args) for name, shape in shapes.items()]
         content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
         objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places)}
-    planner = _Planner(places, objects, read, dtype)
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
     writer.fs = written = SummedFiles()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        save({}, storage_writer=writer, planner=_Planner(places, objects, read, dtype), no_dist=True)
     if layout == TORCH_DIST:
         mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
         (Path(writer.path) / TORCH_DIST_MARK).write_text(json.dumps(mark), "utf-8")
     files.finish(folder, written.sums)
     with files.written_at_once(save_dir / files.TRACKER) as stream:
         stream.write(str(named))
-    return folder
 
 
-def _of_layer(weight: str, shape: tuple[int, ...], transformer_engine: bool, args: argparse.Namespace) -> _Place:
+def _of_layer(weight: str, shape: tuple[int, ...], is_te: bool, args: argparse.Namespace) -> _Place:
     """The entry of fsdp_dtensor."""
     name = weight
-    if transformer_engine:
-        grouped = getattr(args, "moe_grouped_gemm", False)
+    if is_te:
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         if not args.num_experts:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        elif grouped:
+        elif getattr(args, "moe_grouped_gemm", False):
             name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r"\2.\3\1", name)
     return _Place(weight, f"model.module.{name}", (0,) * len(shape), shape, shape)
 
@@ -110,9 +107,9 @@ def _stacked(weight: str, shape: tuple[int, ...], sparse: Collection[str], args:
     `sparse` are Transformer Engine's layers with experts, by number: the norm before their experts stays by itself.
     """
     name, sizes = weight, shape
-    offsets, of = (0,) * len(sizes), sizes
+    offsets, whole = (0,) * len(sizes), sizes
     if half := re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name):
-        name, of = half[1], (2 * sizes[0], *sizes[1:])
+        name, whole = half[1], (2 * sizes[0], *sizes[1:])
         offsets = (sizes[0] * "wv".index(half[2]), *offsets[1:])
     if layer := re.fullmatch(rf"{re.escape(STACKED)}(\d+)\.(.*)", name):
         alike = getattr(args, "moe_layer_freq", 1) in (1, None)
@@ -124,18 +121,18 @@ def _stacked(weight: str, shape: tuple[int, ...], sparse: Collection[str], args:
         if layer[1] not in sparse:
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         name = STACKED + (part if alike else f"{layer[1]}.{part}")
-        offsets, of = (*lead, *offsets), (*lengths, *of)
-        sizes = (*(1 for _ in lead), *sizes)
-    return _Place(weight, name, offsets, sizes, of)
+        offsets, whole, sizes = (*lead, *offsets), (*lengths, *whole), (*(1 for _ in lead), *sizes)
+    return _Place(weight, name, offsets, sizes, whole)
 
 
-def _extra_states(places: Iterable[_Place]) -> Iterator[str]:
+def _extra_states(places: list[_Place]) -> Iterator[str]:
     """Entries that hold nothing and that megatron-core's linear layers ask for all the same."""
     for place in places:
         if linear := re.fullmatch(r"(.*\.linear_\w+)\.weight", place.entry):
-            lead = len(place.of) - 2
+            lead = len(place.whole) - 2
             at, of = (
-                ".".join(map(str, some[:lead] or default)) for some, default in ((place.offsets, "0"), (place.of, "1"))
+                ".".join(map(str, sizes[:lead] or default))
+                for sizes, default in ((place.offsets, "0"), (place.whole, "1"))
             )
             yield f"{linear[1]}._extra_state/shard_{at}_{of}"
 
@@ -159,7 +156,7 @@ class _Planner(DefaultSavePlanner):
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         for (entry, offsets), place in self._at.items():
             chunk = ChunkStorageMetadata(offsets, torch.Size(place.sizes))
-            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.of))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.whole))
             items.append(WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan

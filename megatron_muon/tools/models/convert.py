@@ -1,0 +1,135 @@
+"""Writes a checkpoint as a folder of Hugging Face or for Megatron's own tools, and such a folder as a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, AutoTokenizer
+
+from megatron_muon.errors import UserError, quiet_imports, reason_of
+from megatron_muon.megatron.data.tokenizers import HUGGING_FACE, IN_TRAINING
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.tools.models import folder, mapping, written
+from megatron_muon.tools.models.architecture import Architecture, from_config
+from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
+from megatron_muon.tools.models.flags import check_named, to_flags
+from megatron_muon.tools.models.model import Source, counterpart, dtype_of
+from megatron_muon.tools.models.tokenizer import is_of_bytes
+from megatron_muon.tools.models.weights import Weights
+
+_EXPERIMENT = "model.yaml"
+_TOKENIZER = "tokenizer"
+_DIVISOR = 128
+"""Megatron's default of --make-vocab-size-divisible-by."""
+
+_LONGEST = 4096
+"""A longer context is trained with only where it is asked for."""
+
+
+def export_model(args: argparse.Namespace) -> None:
+    """`megatron-muon export`."""
+    with quiet_imports():
+        weights = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
+        dtype = dtype_of(args.dtype, weights.trained_in)
+        source = counterpart(weights, args.tokenizer) if args.to == "hf" else None
+        if source is None:
+            check_named(weights.args)
+    with folder.new_folder(args.out, source=weights.folder, overwrite=args.overwrite) as out:
+        if source is not None:
+            what = _write_folder(out, source, dtype, limit=int(args.max_file_gb * 1e9))
+        else:
+            written.write(
+                out, weights.shapes, weights.read, layout=TORCH_DIST, args=weights.args, iteration=weights.iteration,
+                dtype=dtype,
+            )  # fmt: skip
+            what = f"torch_dist, iteration {weights.iteration}"
+    print(f"{args.out}: {what}, from {weights.folder}")
+    if source is not None and source.tokenizer is not None:
+        print(f"try it: megatron-muon generate --checkpoint {args.out} --prompt 'Once upon a time'")
+
+
+def _write_folder(out: Path, source: Source, dtype: torch.dtype, *, limit: int) -> str:
+    """Writes a model as Hugging Face has it; what was written, in words."""
+    size = folder.write_tensors(out, source.rules, source.read, dtype=dtype, limit=limit)
+    config = source.config(dtype)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(out)
+    return f"{config['architectures'][0]}, {size / 1e6:,.1f} MB in {config['torch_dtype']}"
+
+
+def import_model(args: argparse.Namespace) -> None:
+    """`megatron-muon import`."""
+    with quiet_imports():
+        config, tokenizer = _read(args.folder)
+        multiple = _DIVISOR * args.tensor_parallel
+        model = from_config(config, rows=-(-config["vocab_size"] // multiple) * multiple)
+        tensors = folder.open_tensors(args.folder, prefix="transformer." if config["model_type"] == "gpt2" else "")
+        if model.tied:
+            tensors.pop("lm_head.weight", None)  # older folders hold it all the same
+        rules = mapping.rules(model)
+        wanted = {name: tuple(of) for rule in rules for name, of in zip(rule.hf, rule.hf_shapes(), strict=True)}
+        mapping.check(args.folder, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, wanted)
+        table = {rule.megatron: rule for rule in rules if rule.megatron}
+        flags = _flags(args, model, config, tokenizer)
+        argv = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+        run_args = arguments.parse(arguments.build_parser(), argv)
+        run_args.padded_vocab_size, run_args.iteration = model.rows, 0
+    with folder.new_folder(args.out, source=args.folder, overwrite=args.overwrite) as out:
+        written.write(
+            out, {name: rule.shape for name, rule in table.items()},
+            lambda name: table[name].join([tensors[part][:] for part in table[name].hf]),
+            layout=args.layout, args=run_args, iteration=None, dtype=torch.float32,
+        )  # fmt: skip
+        if tokenizer is not None:
+            tokenizer.save_pretrained(out / _TOKENIZER)
+        head = f"# {args.folder.name}, imported. Add data, learning rates and batch sizes, here or by --set.\n"
+        (out / _EXPERIMENT).write_text(head + yaml.safe_dump({"MODEL_ARGS": flags}, sort_keys=False), "utf-8")
+    print(f"{args.out}: {model.model_type} of {model.layers} layers as {args.layout}, {len(table)} weights")
+    print(
+        f"next: megatron-muon train --config {args.out / _EXPERIMENT} --nproc N --set data_path=PREFIX "
+        "--set lr=RATE --set train_iters=STEPS --set micro_batch_size=1 --set global_batch_size=SIZE"
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Any]:
+    """A folder's config with all defaults, and its tokenizer, None where it has none."""
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} has no config.json; give the folder that save_pretrained or a download has made")
+    what = "config.json"
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).to_dict()
+        what = "tokenizer"
+        found = any(path.glob("tokenizer*"))
+        return config, AutoTokenizer.from_pretrained(str(path), trust_remote_code=False) if found else None
+    except Exception as error:  # whatever files of another kind lead to
+        raise UserError(f"the {what} of {path} cannot be read: {reason_of(error)}") from error
+
+
+def _flags(args: argparse.Namespace, model: Architecture, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The flags of a run that goes on from the import, as MODEL_ARGS."""
+    te = "transformer_engine"
+    impl = args.transformer_impl or (te if arguments.has_transformer_engine() else "local")
+    # The factor of the shipped experiments: a rate then means about the same step as AdamW's.
+    flags = {"--optimizer": "muon", "--muon-extra-scale-factor": 0.2} | to_flags(model)
+    if args.layout == FSDP_DTENSOR:
+        flags |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": "optim_grads_params"}
+    flags["--seq-length"] = min(model.positions, _LONGEST)
+    flags["--make-vocab-size-divisible-by"] = _DIVISOR
+    if args.tensor_parallel > 1:
+        flags["--tensor-model-parallel-size"] = args.tensor_parallel
+    if impl == te and model.experts:
+        flags["--moe-grouped-gemm"] = True
+    if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "bfloat16":
+        flags["--bf16"] = True
+    out = args.out.resolve()
+    if tokenizer is None or is_of_bytes(tokenizer):  # data of `data prepare`, whose byte-level tokenizer it stands for
+        flags["--tokenizer-type"] = IN_TRAINING
+    else:
+        flags |= {"--tokenizer-type": HUGGING_FACE, "--tokenizer-model": str(out / _TOKENIZER)}
+    return flags | {"--transformer-impl": impl, "--load": str(out), "--finetune": True}
