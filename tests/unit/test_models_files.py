@@ -21,13 +21,13 @@ from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
-from megatron_muon.tools.models import folder, mapping, tokenizer, written
+from megatron_muon.tools.models import convert, mapping
 from megatron_muon.tools.models.architecture import Architecture
+from megatron_muon.tools.models.checkpoint import STACKED, Weights, write
 from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
 from megatron_muon.tools.models.mapping import Rule, rules
-from megatron_muon.tools.models.model import counterpart
+from megatron_muon.tools.models.model import build_tokenizer, counterpart, is_of_bytes, spec_of
 from megatron_muon.tools.models.use import Printer, losses
-from megatron_muon.tools.models.weights import STACKED, Weights
 from tests.unit.test_models_mapping import MODELS, args_of
 
 
@@ -45,7 +45,7 @@ def saved(place: Path, name: str, layout: str = FSDP_DTENSOR, *, impl: str = "lo
     """A checkpoint of a model with these arguments; the folder of its iteration."""
     model = MODELS[name]
     table, read = {rule.megatron: rule for rule in rules(model) if rule.megatron}, values(model)
-    written.write(
+    write(
         place, {name: rule.shape for name, rule in table.items()}, lambda name: read(table[name]), layout=layout,
         args=args_of(model, transformer_impl=impl, **args), iteration=7, dtype=torch.float32,
     )  # fmt: skip
@@ -72,7 +72,7 @@ def test_weights_that_hugging_face_has_no_place_for_go_to_torch_dist_and_come_ba
     read: Callable[[str], Tensor] = values.__getitem__
     layers = {"num_layers": 2, "num_experts": experts or None, "moe_layer_freq": [0, 1] if experts else 1}
     for number, impl in enumerate(("local", "transformer_engine")):  # the second reads what the first has written
-        written.write(
+        write(
             tmp_path / impl, shapes, lambda name, read=read: read(name).clone(), layout=TORCH_DIST,
             args=args_of(MODELS["llama"], transformer_impl=impl, **layers), iteration=number, dtype=torch.float32,
         )  # fmt: skip
@@ -111,13 +111,13 @@ def test_weights_are_those_that_were_written_under_any_names(
 def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: str) -> None:
     model = MODELS[name]
     read = values(model)
-    total = folder.write_tensors(tmp_path, rules(model), read, dtype=torch.float32, limit=2000)
-    index = json.loads((tmp_path / folder.INDEX).read_text())
+    total = convert.write_tensors(tmp_path, rules(model), read, dtype=torch.float32, limit=2000)
+    index = json.loads((tmp_path / convert.INDEX).read_text())
     assert index["metadata"]["total_size"] == total
     sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(set(index["weight_map"].values())) == len(sizes) > 2
     assert max(sizes) < 2000 + 4000  # and a header
-    tensors = folder.open_tensors(tmp_path)
+    tensors = convert.open_tensors(tmp_path)
     mapping.check(tmp_path, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, wanted(model))
     for rule in rules(model):
         assert torch.equal(rule.join([tensors[part][:] for part in rule.hf]), read(rule))
@@ -142,7 +142,7 @@ def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
     ):
         read = values(model)
         if table is not None:
-            folder.write_tensors(
+            convert.write_tensors(
                 tmp_path / "hf", table, lambda rule, read=read: read(rule) if rule.megatron else torch.zeros(2),
                 dtype=torch.float32, limit=10**9,
             )  # fmt: skip
@@ -159,11 +159,11 @@ def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
     bare = [replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf)) for rule in rules(model)]
     mask = Rule("mask", ("h.0.attn.bias",), (1, 1, 4, 4))
     read = values(model)
-    folder.write_tensors(
+    convert.write_tensors(
         tmp_path, [*bare, mask], lambda rule: torch.ones(rule.shape) if rule is mask else read(rule),
         dtype=torch.float32, limit=10**9,
     )  # fmt: skip
-    assert folder.open_tensors(tmp_path, prefix="transformer.").keys() == wanted(model).keys()
+    assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == wanted(model).keys()
 
 
 def damage(found: Path) -> None:
@@ -234,13 +234,13 @@ def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Pat
         (tmp_path / "run", True, "lie one in the other"),
         (source / "hf", False, "lie one in the other"),
     ):
-        with pytest.raises(UserError, match=says), folder.new_folder(place, source=source, overwrite=overwrite):
+        with pytest.raises(UserError, match=says), convert.new_folder(place, source=source, overwrite=overwrite):
             pass
     (out / "config.json").touch()
-    with pytest.raises(RuntimeError), folder.new_folder(out, source=source, overwrite=True):
+    with pytest.raises(RuntimeError), convert.new_folder(out, source=source, overwrite=True):
         raise RuntimeError  # in the middle: the old one is there still
     assert (out / "deep").exists()
-    with folder.new_folder(out, source=source, overwrite=True) as new:
+    with convert.new_folder(out, source=source, overwrite=True) as new:
         (new / "new").touch()
     assert [file.name for file in out.iterdir()] == ["new"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "run"]
@@ -250,25 +250,25 @@ def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Pat
 def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
     from megatron_muon.megatron.data import tokenizers
 
-    built = tokenizer.build(TokenizerSpec())
+    built = build_tokenizer(TokenizerSpec())
     whole = (text + more).encode("utf-8", "replace").decode()
     theirs = tokenizers.build(TokenizerSpec()).tokenize(whole)
     assert built(whole)["input_ids"] == list(theirs) == list(whole.encode())
     assert built.decode(built(whole)["input_ids"]) == whole
     assert built.eos_token_id == 256
-    assert tokenizer.is_of_bytes(built)
+    assert is_of_bytes(built)
 
 
 def test_the_tokenizer_is_the_one_of_the_data_or_the_runs(tmp_path: Path) -> None:
     def of(**settings: object) -> TokenizerSpec:
         absent = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": None, "data_path": None}
-        return tokenizer.spec_of(argparse.Namespace(**{**absent, **settings}))
+        return spec_of(argparse.Namespace(**{**absent, **settings}))
 
     assert of(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").model == "m"
     assert of(vocab_size=300, data_path=["0.3", make_data(tmp_path)]).tokenizer_type == "ByteLevelTokenizer"
     assert of(vocab_size=257).tokenizer_type == "ByteLevelTokenizer"
     with pytest.raises(UserError, match="NullTokenizer has no counterpart in transformers; give one"):
-        tokenizer.build(of(vocab_size=300))
+        build_tokenizer(of(vocab_size=300))
 
 
 def test_what_a_model_writes_is_broken_at_the_width_and_does_not_reach_the_terminals_controls(

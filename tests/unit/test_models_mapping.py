@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 
 from megatron_muon import cpu
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.tools.models.architecture import Architecture, from_config, to_config
-from megatron_muon.tools.models.flags import NEUTRAL, from_args, to_flags
+from megatron_muon.tools.models.architecture import (
+    NEUTRAL,
+    Architecture,
+    from_args,
+    from_config,
+    to_config,
+    to_flags,
+)
 from megatron_muon.tools.models.mapping import rules
 
 with quiet_imports():

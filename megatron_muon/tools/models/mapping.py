@@ -39,6 +39,12 @@ class Rule:
         """Shapes of what it becomes."""
         return [part.shape for part in self.split(torch.empty(self.shape, device="meta"))]
 
+    def tensors(self, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """What it makes of a weight, by name: tensors with memory of their own."""
+        for name, part in zip(self.hf, self.split(weight), strict=True):
+            part = part.to(dtype)
+            yield name, part.clone() if part.untyped_storage().nbytes() != part.nbytes else part.contiguous()
+
 
 def rules(model: Architecture) -> list[Rule]:
     """All weights of a model, the embedding first."""

@@ -1,4 +1,7 @@
-"""A checkpoint of Megatron as a model of Hugging Face: to write (`counterpart`) and in memory (`load`)."""
+"""A checkpoint of Megatron as a model of Hugging Face: to write (`counterpart`) and in memory (`load`).
+
+Its tokenizer is one of `transformers` with the same ids for every text.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,26 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_muon.errors import UserError, reason_of
-from megatron_muon.megatron.data.tokenizers import HUGGING_FACE, TokenizerSpec
+from megatron_muon.megatron.data.corpus import OutputPaths
+from megatron_muon.megatron.data.tokenizers import (
+    BYTE_LEVEL,
+    BYTE_LEVEL_VOCAB_SIZE,
+    HUGGING_FACE,
+    IN_TRAINING,
+    TokenizerSpec,
+)
 from megatron_muon.tools.models import mapping
-from megatron_muon.tools.models import tokenizer as tokenizers
-from megatron_muon.tools.models.architecture import Architecture, to_config
-from megatron_muon.tools.models.flags import from_args
-from megatron_muon.tools.models.folder import converted
-from megatron_muon.tools.models.weights import Weights
+from megatron_muon.tools.models.architecture import Architecture, from_args, to_config
+from megatron_muon.tools.models.checkpoint import Weights
+
+_END_OF_DOCUMENT = "<eod>"
+
+_REMEDY = "give one with the same ids, a folder or name that transformers loads: --tokenizer DIR"
 
 _LONGEST = 2048
 """Most tokens of a sample for an exported folder, which does not say how long training's were."""
@@ -52,11 +65,11 @@ def counterpart(weights: Weights, tokenizer: str | None) -> Source:
         UserError: something of the model or of its tokenizer has no counterpart.
     """
     args = weights.args
-    spec = tokenizers.spec_of(args)
+    spec = spec_of(args)
     vocab = args.vocab_size or spec.vocab_size
     if vocab is None and spec.tokenizer_type == HUGGING_FACE:  # Megatron saves the padded size alone
         with contextlib.suppress(UserError):
-            vocab = len(tokenizers.build(spec))
+            vocab = len(build_tokenizer(spec))
     if vocab is None:
         print(
             f"megatron-muon: warning: how many tokens the vocabulary has is not known ({spec.tokenizer_type} "
@@ -68,7 +81,7 @@ def counterpart(weights: Weights, tokenizer: str | None) -> Source:
     mapping.check(weights.folder, weights.shapes, {rule.megatron: rule.shape for rule in rules if rule.megatron})
     if tokenizer == "none":
         return Source(weights, model, rules, None)
-    built = tokenizers.build(spec if tokenizer is None else TokenizerSpec(HUGGING_FACE, tokenizer))
+    built = build_tokenizer(spec if tokenizer is None else TokenizerSpec(HUGGING_FACE, tokenizer))
     _check_tokens(built, model.vocab)
     return Source(weights, model, rules, built)
 
@@ -130,7 +143,7 @@ def _in_memory(source: Source, dtype: torch.dtype, *, untrained: bool) -> Any:
     config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     if untrained:
         return kind(config).to(dtype)
-    state = {name: part for rule in source.rules for name, part in converted(rule, source.read(rule), dtype)}
+    state = {name: part for rule in source.rules for name, part in rule.tensors(source.read(rule), dtype)}
     return kind.from_pretrained(None, config=config, state_dict=state)
 
 
@@ -153,3 +166,59 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> tupl
 def _dtype(asked: str, trained_in: torch.dtype, device: str) -> torch.dtype:
     """On a CPU float32 unless asked otherwise: many multiply bfloat16 slowly."""
     return dtype_of(asked, torch.float32 if device == "cpu" else trained_in)
+
+
+def spec_of(args: argparse.Namespace) -> TokenizerSpec:
+    """The tokenizer that made a run's data.
+
+    A NullTokenizer stands for another: the one that the manifest names, where the data is still there; else, if its
+    vocabulary has that size, the byte-level one.
+    """
+    spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    if spec.tokenizer_type != IN_TRAINING:
+        return spec
+    for prefix in [name for name in args.data_path or [] if not name.replace(".", "").isdecimal()]:
+        if manifest := OutputPaths(Path(prefix)).read_manifest():
+            return manifest.settings.tokenizer
+    return TokenizerSpec(BYTE_LEVEL, vocab_size=args.vocab_size) if args.vocab_size == BYTE_LEVEL_VOCAB_SIZE else spec
+
+
+def build_tokenizer(spec: TokenizerSpec) -> Any:
+    """A tokenizer of `transformers`.
+
+    Raises:
+        UserError: there is none for this one, or it cannot be loaded.
+    """
+    if spec.tokenizer_type == BYTE_LEVEL:
+        return _of_bytes(spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
+    if spec.tokenizer_type != HUGGING_FACE:
+        raise UserError(f"--tokenizer-type {spec.tokenizer_type} has no counterpart in transformers; {_REMEDY}")
+    try:
+        return transformers.AutoTokenizer.from_pretrained(spec.model, trust_remote_code=False)
+    except Exception as error:  # each kind of tokenizer has exceptions of its own
+        raise UserError(f"the tokenizer {spec.model} cannot be loaded ({reason_of(error)}); {_REMEDY}") from error
+
+
+def is_of_bytes(tokenizer: Any) -> bool:
+    """Whether a tokenizer is the byte-level one of this module: ids below 256 are bytes."""
+    return bool(tokenizer.eos_token == _END_OF_DOCUMENT) and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
+
+
+def _of_bytes(vocabulary: int) -> Any:
+    """The ids of megatron-core's `ByteLevelTokenizer`: a byte is its own id, the last one ends a document.
+
+    A BPE without merges over the 256 characters that stand for bytes. What looks like a special token within a text is
+    text: `split_special_tokens`.
+    """
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    vocab |= {f"<unused{number}>": number for number in range(256, vocabulary - 1)}
+    vocab[_END_OF_DOCUMENT] = vocabulary - 1
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=_END_OF_DOCUMENT,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )

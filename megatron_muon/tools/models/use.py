@@ -18,8 +18,7 @@ from transformers import TextStreamer
 
 from megatron_muon.errors import RunFailedError, UserError, quiet_imports
 from megatron_muon.megatron.data.vocabulary import read_head, require_files
-from megatron_muon.tools.models.model import Loaded, load
-from megatron_muon.tools.models.tokenizer import is_of_bytes
+from megatron_muon.tools.models.model import Loaded, is_of_bytes, load
 from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.progress import progress
 
