@@ -25,7 +25,7 @@ from megatron_muon.tools.models import convert, mapping
 from megatron_muon.tools.models.architecture import Architecture
 from megatron_muon.tools.models.checkpoint import STACKED, Weights, write
 from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
-from megatron_muon.tools.models.mapping import Rule, rules
+from megatron_muon.tools.models.mapping import Rule, hf_shapes, rules
 from megatron_muon.tools.models.model import build_tokenizer, counterpart, is_of_bytes, spec_of
 from megatron_muon.tools.models.use import Printer, losses
 from tests.unit.test_models_mapping import MODELS, args_of
@@ -118,14 +118,12 @@ def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: s
     assert len(set(index["weight_map"].values())) == len(sizes) > 2
     assert max(sizes) < 2000 + 4000  # and a header
     tensors = convert.open_tensors(tmp_path)
-    mapping.check(tmp_path, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, wanted(model))
+    mapping.check(
+        tmp_path, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, hf_shapes(rules(model))
+    )
     for rule in rules(model):
         assert torch.equal(rule.join([tensors[part][:] for part in rule.hf]), read(rule))
     assert stat.S_IMODE(next(tmp_path.glob("*.safetensors")).stat().st_mode) & 0o044  # not for one user alone
-
-
-def wanted(model: Architecture) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(of) for rule in rules(model) for name, of in zip(rule.hf, rule.hf_shapes(), strict=True)}
 
 
 def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
@@ -163,7 +161,7 @@ def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
         tmp_path, [*bare, mask], lambda rule: torch.ones(rule.shape) if rule is mask else read(rule),
         dtype=torch.float32, limit=10**9,
     )  # fmt: skip
-    assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == wanted(model).keys()
+    assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == hf_shapes(rules(model)).keys()
 
 
 def damage(found: Path) -> None:

@@ -22,7 +22,7 @@ from megatron_muon.tools.models.architecture import (
     to_config,
     to_flags,
 )
-from megatron_muon.tools.models.mapping import rules
+from megatron_muon.tools.models.mapping import hf_shapes, rules
 
 with quiet_imports():
     import transformers
@@ -68,7 +68,7 @@ def test_what_is_exported_and_imported_is_what_it_was(model: Architecture) -> No
     for rule in rules(model):
         weight = torch.randn(rule.shape)
         parts = rule.split(weight)
-        assert [part.shape for part in parts] == rule.hf_shapes()
+        assert [tuple(part.shape) for part in parts] == list(hf_shapes([rule]).values())
         assert len(parts) == len(rule.hf)
         back = rule.join(parts)
         assert back.shape == weight.shape
@@ -81,7 +81,7 @@ def test_transformers_finds_every_tensor_and_no_other(model: Architecture) -> No
     """The names are those of its own folders, before whatever it does to them in memory."""
     config = to_config(model)
     kind = getattr(transformers, config["architectures"][0])
-    tensors = {n: torch.randn(s) for rule in rules(model) for n, s in zip(rule.hf, rule.hf_shapes(), strict=True)}
+    tensors = {name: torch.randn(shape) for name, shape in hf_shapes(rules(model)).items()}
     whole = transformers.AutoConfig.for_model(**settled(model))
     _, told = kind.from_pretrained(None, config=whole, state_dict=tensors, output_loading_info=True)
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))

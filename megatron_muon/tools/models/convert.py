@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,8 @@ from megatron_muon.tools.models import mapping
 from megatron_muon.tools.models.architecture import Architecture, check_named, from_config, to_flags
 from megatron_muon.tools.models.checkpoint import Weights, write
 from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
-from megatron_muon.tools.models.model import Source, counterpart, dtype_of, is_of_bytes
+from megatron_muon.tools.models.mapping import Rule
+from megatron_muon.tools.models.model import counterpart, dtype_of, is_of_bytes
 
 _EXPERIMENT = "model.yaml"
 _TOKENIZER = "tokenizer"
@@ -55,27 +57,22 @@ def export_model(args: argparse.Namespace) -> None:
         if source is None:
             check_named(weights.args)
     with new_folder(args.out, source=weights.folder, overwrite=args.overwrite) as out:
-        if source is not None:
-            what = _write_folder(out, source, dtype, limit=int(args.max_file_gb * 1e9))
-        else:
+        if source is None:
             write(
                 out, weights.shapes, weights.read, layout=TORCH_DIST, args=weights.args, iteration=weights.iteration,
                 dtype=dtype,
             )  # fmt: skip
             what = f"torch_dist, iteration {weights.iteration}"
+        else:
+            size = write_tensors(out, source.rules, source.read, dtype=dtype, limit=int(args.max_file_gb * 1e9))
+            config = source.config(dtype)
+            (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            if source.tokenizer is not None:
+                source.tokenizer.save_pretrained(out)
+            what = f"{config['architectures'][0]}, {size / 1e6:,.1f} MB in {config['torch_dtype']}"
     print(f"{args.out}: {what}, from {weights.folder}")
     if source is not None and source.tokenizer is not None:
         print(f"try it: megatron-muon generate --checkpoint {args.out} --prompt 'Once upon a time'")
-
-
-def _write_folder(out: Path, source: Source, dtype: torch.dtype, *, limit: int) -> str:
-    """Writes a model as Hugging Face has it; what was written, in words."""
-    size = write_tensors(out, source.rules, source.read, dtype=dtype, limit=limit)
-    config = source.config(dtype)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    if source.tokenizer is not None:
-        source.tokenizer.save_pretrained(out)
-    return f"{config['architectures'][0]}, {size / 1e6:,.1f} MB in {config['torch_dtype']}"
 
 
 def import_model(args: argparse.Namespace) -> None:
@@ -88,8 +85,8 @@ def import_model(args: argparse.Namespace) -> None:
         if model.tied:
             tensors.pop("lm_head.weight", None)  # older folders hold it all the same
         rules = mapping.rules(model)
-        wanted = {name: tuple(of) for rule in rules for name, of in zip(rule.hf, rule.hf_shapes(), strict=True)}
-        mapping.check(args.folder, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, wanted)
+        found = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        mapping.check(args.folder, found, mapping.hf_shapes(rules))
         table = {rule.megatron: rule for rule in rules if rule.megatron}
         flags = _flags(args, model, config, tokenizer)
         argv = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
@@ -128,8 +125,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
 
 def _flags(args: argparse.Namespace, model: Architecture, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The flags of a run that goes on from the import, as MODEL_ARGS."""
-    te = "transformer_engine"
-    impl = args.transformer_impl or (te if arguments.has_transformer_engine() else "local")
+    impl = args.transformer_impl or ("transformer_engine" if arguments.has_transformer_engine() else "local")
     # The factor of the shipped experiments: a rate then means about the same step as AdamW's.
     flags = {"--optimizer": "muon", "--muon-extra-scale-factor": 0.2} | to_flags(model)
     if args.layout == FSDP_DTENSOR:
@@ -138,7 +134,7 @@ def _flags(args: argparse.Namespace, model: Architecture, config: dict[str, Any]
     flags["--make-vocab-size-divisible-by"] = _DIVISOR
     if args.tensor_parallel > 1:
         flags["--tensor-model-parallel-size"] = args.tensor_parallel
-    if impl == te and model.experts:
+    if impl == "transformer_engine" and model.experts:
         flags["--moe-grouped-gemm"] = True
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "bfloat16":
         flags["--bf16"] = True
@@ -184,22 +180,16 @@ def new_folder(out: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def write_tensors(
-    folder: Path,
-    rules: Sequence[mapping.Rule],
-    read: Callable[[mapping.Rule], Tensor],
-    *,
-    dtype: torch.dtype,
-    limit: int,
+    folder: Path, rules: Sequence[Rule], read: Callable[[Rule], Tensor], *, dtype: torch.dtype, limit: int
 ) -> int:
     """Writes what `rules` make of the weights that `read` returns; the number of bytes.
 
     One file is held in memory at a time, of at most `limit` bytes unless a single tensor is larger.
     """
-    shapes = {name: shape for rule in rules for name, shape in zip(rule.hf, rule.hf_shapes(), strict=True)}
     of = {name: rule for rule in rules for name in rule.hf}
     split = split_state_dict_into_shards_factory(
-        shapes,
-        get_storage_size=lambda shape: shape.numel() * dtype.itemsize,
+        mapping.hf_shapes(rules),
+        get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=limit,
     )

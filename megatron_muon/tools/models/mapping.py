@@ -35,15 +35,17 @@ class Rule:
     split: Callable[[Tensor], list[Tensor]] = lambda weight: [weight]
     join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
 
-    def hf_shapes(self) -> list[torch.Size]:
-        """Shapes of what it becomes."""
-        return [part.shape for part in self.split(torch.empty(self.shape, device="meta"))]
-
     def tensors(self, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """What it makes of a weight, by name: tensors with memory of their own."""
         for name, part in zip(self.hf, self.split(weight), strict=True):
             part = part.to(dtype)
             yield name, part.clone() if part.untyped_storage().nbytes() != part.nbytes else part.contiguous()
+
+
+def hf_shapes(rules: Sequence[Rule]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what rules make, by name."""
+    split = [(rule.hf, rule.split(torch.empty(rule.shape, device="meta"))) for rule in rules]
+    return {name: tuple(part.shape) for hf, parts in split for name, part in zip(hf, parts, strict=True)}
 
 
 def rules(model: Architecture) -> list[Rule]:

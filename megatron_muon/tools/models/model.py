@@ -10,7 +10,7 @@ import contextlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -93,14 +93,14 @@ def _check_tokens(tokenizer: Any, vocab: int) -> None:
         )
 
 
-def dtype_of(asked: str, auto: torch.dtype) -> torch.dtype:
-    """The dtype of a `--dtype`."""
+def dtype_of(asked: str, trained_in: torch.dtype, device: str = "") -> torch.dtype:
+    """The dtype of a `--dtype`. On a CPU "auto" is float32: many multiply bfloat16 slowly."""
+    auto = torch.float32 if device == "cpu" else trained_in
     named: torch.dtype = auto if asked == "auto" else getattr(torch, asked)
     return named
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(NamedTuple):
     """A model of transformers; `sequence_length` is training's, or the most that an exported folder takes."""
 
     model: Any
@@ -128,7 +128,7 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
     torch.manual_seed(0)  # of an untrained model
     if not (directory / "config.json").is_file():
         source = counterpart(Weights(directory, verify=not args.no_verify_checkpoint), args.tokenizer)
-        model = _in_memory(source, _dtype(args.dtype, source.weights.trained_in, device), untrained=untrained)
+        model = _in_memory(source, dtype_of(args.dtype, source.weights.trained_in, device), untrained=untrained)
         where, length, tokenizer = source.weights.folder, source.weights.args.seq_length, source.tokenizer
     else:
         model, tokenizer = _exported(args, device, untrained=untrained)
@@ -152,7 +152,7 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> tupl
     place, auto = str(args.checkpoint), transformers.AutoModelForCausalLM
     try:
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
-        dtype = _dtype(args.dtype, getattr(config, "dtype", None) or torch.float32, device)
+        dtype = dtype_of(args.dtype, getattr(config, "dtype", None) or torch.float32, device)
         if untrained:
             model = auto.from_config(config, trust_remote_code=False).to(dtype)
         else:
@@ -161,11 +161,6 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> tupl
     except Exception as error:  # whatever a damaged folder leads to
         version = transformers.__version__
         raise UserError(f"{place} cannot be loaded by transformers {version}: {reason_of(error)}") from error
-
-
-def _dtype(asked: str, trained_in: torch.dtype, device: str) -> torch.dtype:
-    """On a CPU float32 unless asked otherwise: many multiply bfloat16 slowly."""
-    return dtype_of(asked, torch.float32 if device == "cpu" else trained_in)
 
 
 def spec_of(args: argparse.Namespace) -> TokenizerSpec:

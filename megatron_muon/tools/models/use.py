@@ -25,9 +25,6 @@ from megatron_muon.tools.progress import progress
 _MOST_BEFORE = 80
 """Tokens that a model with random weights writes: a line tells enough."""
 
-_LARGEST = 700.0
-"""Whose exponential a float holds."""
-
 
 def generate(args: argparse.Namespace) -> None:
     """`megatron-muon generate`."""
@@ -71,7 +68,9 @@ def _write(loaded: Loaded, prompt: str, args: argparse.Namespace, most: int = sy
     if left < 1:
         raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")
     torch.manual_seed(args.seed)
-    draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    how: dict[str, Any] = {"do_sample": False}
+    if args.temperature:
+        how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     streamer = Printer(tokenizer, args.wrap)
     streamer.on_finalized_text(prompt)
     inputs = torch.tensor([ids], device=model.device)
@@ -83,14 +82,12 @@ def _write(loaded: Loaded, prompt: str, args: argparse.Namespace, most: int = sy
             streamer=streamer,
             pad_token_id=tokenizer.eos_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            **(draws if args.temperature else {"do_sample": False}),
+            **how,
         )
     except RuntimeError as error:
         if "probability tensor" not in str(error):
             raise
-        raise UserError(
-            "the model's probabilities are not finite: give a larger --temperature, or other weights"
-        ) from None
+        raise UserError("probabilities are not finite: give a larger --temperature, or other weights") from None
 
 
 class Printer(TextStreamer):
@@ -156,7 +153,7 @@ def evaluate(args: argparse.Namespace) -> None:
         "bytes": size,
         "sequence_length": length,
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < _LARGEST else math.inf,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": nats / math.log(2) / size if size else None,
     }
     write_json(args.json, figures)
