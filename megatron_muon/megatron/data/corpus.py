@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class PreparedData(NamedTuple):
 
 
 def prepare(
-    inputs: Iterable[Path],
+    inputs: Sequence[Path],
     output: Path,
     settings: Settings = _DEFAULTS,
     *,
@@ -78,8 +78,7 @@ def prepare(
 ) -> PreparedData:
     """Tokenizes text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    The result does not depend on `workers`; other data at `output` is replaced with `overwrite` alone. `progress` is
-    called with the bytes of input that are done, and all of them.
+    Other data at `output` is replaced with `overwrite` alone; `progress` gets the bytes of input done, and all.
 
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
@@ -92,7 +91,7 @@ def prepare(
         raise UserError(f"--output {str(output)!r} is a directory; give a prefix in it, such as data/corpus")
     paths = OutputPaths(output)
     try:
-        found = _find(list(inputs), paths, settings)
+        found = _find(inputs, paths, settings)
         settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
         digest = input_digest(found)
         with paths.locked():
@@ -116,20 +115,19 @@ def ensure_stdlib_corpus(prefix: Path) -> None:
 
     Any number of processes may call this at once: the first prepares, the others wait and then find it there.
     """
-    manifest = OutputPaths(prefix).read_manifest()
-    settings = Settings(stdlib=STDLIB)
+    manifest, settings = OutputPaths(prefix).read_manifest(), Settings(stdlib=STDLIB)
     if manifest is None or manifest.settings != settings:
         prepare([], prefix, settings, overwrite=True)
 
 
 class OutputPaths:
-    """The files that belong to a prefix, and the lock that guards them."""
+    """The files that belong to a prefix, and the lock that guards them; `cache` has training's indices of the data."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.all = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")]
         self.bin, self.idx, self.manifest = self.all
-        self.cache = prefix.with_name(f"{prefix.name}.cache")  # where training keeps its indices of this data
+        self.cache = prefix.with_name(f"{prefix.name}.cache")
         # One name, so that the lock's next holder clears what a killed process left.
         self.partial = prefix.with_name(f".{prefix.name}.partial")
 
@@ -156,7 +154,7 @@ def stdlib_directory() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _find(inputs: list[Path], paths: OutputPaths, settings: Settings) -> list[Source]:
+def _find(inputs: Sequence[Path], paths: OutputPaths, settings: Settings) -> list[Source]:
     if not inputs and not settings.stdlib:
         raise UserError("nothing to prepare; give --input PATH... or --stdlib")
     found = find_sources(inputs, settings, paths.all) if inputs else []

@@ -152,9 +152,6 @@ _SAYS_NOTHING = {
 }  # fmt: skip
 """Keys of config.json that do not change what a model computes, or that others say again."""
 
-_FOLLOW = ("n_inner", "head_dim")
-"""Keys that follow from others where they are null."""
-
 
 def to_config(model: Architecture) -> dict[str, Any]:
     """The content of config.json but for dtype and token ids."""
@@ -164,10 +161,7 @@ def to_config(model: Architecture) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
-    """The architecture that a config.json describes, with `rows` rows of the embedding.
-
-    Args:
-        config: as `transformers` has it, with its defaults: `PretrainedConfig.to_dict()`.
+    """The architecture of a config.json with all defaults (`PretrainedConfig.to_dict()`); `rows` of the embedding.
 
     Raises:
         UserError: Megatron has no flag for something of it, by its key.
@@ -176,9 +170,9 @@ def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
     if name not in KINDS:
         known = ", ".join([*KINDS, _MISTRAL])
         raise UserError(f"config.json describes a model of type {config['model_type']}; import knows {known}")
-    known_fields = {field.name for field in fields(Architecture)}
+    said = {field.name for field in fields(Architecture)}
     rope = config.get("rope_parameters") or {**config, **(config.get("rope_scaling") or {})}
-    found = {of: config[key] for key, of in KINDS[name].keys.items() if of in known_fields and key in config}
+    found = {of: config[key] for key, of in KINDS[name].keys.items() if of in said and key in config}
     bias = name == GPT2 or (name == LLAMA and bool(config.get("attention_bias")))
     found |= {
         "ffn": found["ffn"] or 4 * found["hidden"],
@@ -206,6 +200,7 @@ def _refuse_what_is_lost(config: Mapping[str, Any], model: Architecture) -> None
     ours = to_config(model)
     kept = AutoConfig.for_model(ours["model_type"], **{k: v for k, v in ours.items() if k != "model_type"}).to_dict()
     nothing: tuple[Any, ...] = (None, False, 0, [])
+    follow = ("n_inner", "head_dim")  # from others, where they are null
     said = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
     if config["model_type"] == QWEN3_MOE:
         said.pop("intermediate_size", None)  # of dense layers, of which there are none
@@ -214,7 +209,7 @@ def _refuse_what_is_lost(config: Mapping[str, Any], model: Architecture) -> None
     lost = [
         f"{key} {value}"
         for key, value in said.items()
-        if value != kept.get(key) and (value not in nothing or (kept.get(key) not in nothing and key not in _FOLLOW))
+        if value != kept.get(key) and (value not in nothing or (kept.get(key) not in nothing and key not in follow))
     ]
     if lost:
         raise UserError(f"config.json describes what Megatron has no flag for: {', '.join(lost)}")

@@ -15,7 +15,6 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,12 +59,10 @@ _RENAMED = (
 )
 """Names of Transformer Engine's layers, and those of the local ones."""
 
-
 _OF_EXPERTS = re.compile(rf"{re.escape(STACKED)}(\d+)\.mlp\.(?:router|experts)\.")
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a weight lies: an entry of the checkpoint, offsets and sizes in it; the first `lead` sizes are 1."""
 
     entry: str
@@ -79,14 +76,10 @@ class _Place:
 
 
 class Weights:
-    """The weights of one checkpoint. Nothing is kept of what is read.
-
-    Args:
-        directory: a run's folder, its --save directory, or one iteration's.
-        verify: whether files must have their checksums.
+    """The weights of a run's, --save's or an iteration's folder; with `verify` files must have their checksums.
 
     Attributes:
-        folder: the checkpoint's own folder.
+        folder: the iteration's.
         args: Megatron's arguments of the run that wrote it, with its `iteration`.
         shapes: of each weight, by name.
 
@@ -107,8 +100,8 @@ class Weights:
         self._reader = Reader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        described = metadata.state_dict_metadata.items()
-        self._entries = {name: of for name, of in described if isinstance(of, TensorStorageMetadata)}
+        entries = metadata.state_dict_metadata.items()
+        self._entries = {name: of for name, of in entries if isinstance(of, TensorStorageMetadata)}
         if is_torch_dist := (folder / _TORCH_DIST_MARK).is_file():
             common = (content.read_objects(folder, [_COMMON_STATE]).get(_COMMON_STATE) or [{}])[0]
         else:
@@ -117,7 +110,8 @@ class Weights:
             raise UserError(f"{folder} holds no arguments of a run, so what its weights are is not known")
         self.args: argparse.Namespace = common["args"]
         self.iteration = int(common.get("iteration") or 0)
-        self._places = {_local(name): place for name, place in (self._stacked() if is_torch_dist else self._by_layer())}
+        places = self._stacked() if is_torch_dist else self._by_layer()
+        self._places = {_local(name): place for name, place in places}
         self.shapes = {name: place.shape for name, place in self._places.items()}
         if not self.shapes:
             raise UserError(f"{folder} holds no weights of a model")
@@ -210,11 +204,11 @@ def write(
     iteration: int | None,
     dtype: torch.dtype,
 ) -> None:
-    """Writes a checkpoint and names it in the tracker file.
+    """Writes a checkpoint in a layout of `command` and names it in the tracker file, for a run with these arguments.
 
     Args:
         save_dir: the folder that --load is to name.
-        shapes: of the weights, which are named as in `weights`.
+        shapes: of the weights, by name.
         read: the weight of a name, in any dtype. It is given away: its memory is freed when it is written.
         layout: `FSDP_DTENSOR` or `TORCH_DIST`.
         args: of the run that is to load it.

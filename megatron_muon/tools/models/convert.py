@@ -31,8 +31,7 @@ from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
 from megatron_muon.tools.models.mapping import Rule
 from megatron_muon.tools.models.model import counterpart, dtype_of, is_of_bytes
 
-_EXPERIMENT = "model.yaml"
-_TOKENIZER = "tokenizer"
+_EXPERIMENT, _TOKENIZER = "model.yaml", "tokenizer"
 _DIVISOR = 128
 """Megatron's default of --make-vocab-size-divisible-by."""
 
@@ -150,10 +149,8 @@ def _flags(args: argparse.Namespace, model: Architecture, config: dict[str, Any]
 def new_folder(out: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
     """A folder to write in, which gets the name `out` at the end, and none where anything fails.
 
-    `overwrite` replaces what a former export or import has left, and nothing else.
-
-    Raises:
-        UserError: `out` is there and must not be replaced, cannot be written, or lies in `source` or around it.
+    `overwrite` replaces what a former export or import has left, and nothing else. A `UserError` where `out` may not be
+    replaced, cannot be written, or lies in `source` or around it.
     """
     out, source = out.resolve(), source.resolve()
     if out == source or out in source.parents or source in out.parents:
@@ -211,10 +208,8 @@ def write_tensors(
 def open_tensors(folder: Path, *, prefix: str = "") -> dict[str, Any]:
     """The weights of a folder as slices of safetensors by name: `[:]` reads one, `get_shape()` does not.
 
-    Names get `prefix` where none has it: GPT-2's are published without.
-
-    Raises:
-        UserError: the folder has no safetensors, or one is damaged.
+    Names get `prefix` where none has it: GPT-2's are published without. A folder without safetensors, or with damaged
+    ones, is a `UserError`.
     """
     index = folder / INDEX
     try:

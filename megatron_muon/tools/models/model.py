@@ -164,26 +164,18 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> tupl
 
 
 def spec_of(args: argparse.Namespace) -> TokenizerSpec:
-    """The tokenizer that made a run's data.
-
-    A NullTokenizer stands for another: the one that the manifest names, where the data is still there; else, if its
-    vocabulary has that size, the byte-level one.
-    """
+    """The tokenizer that made a run's data: of a NullTokenizer the manifest's, else by its size the byte-level one."""
     spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     if spec.tokenizer_type != IN_TRAINING:
         return spec
-    for prefix in [name for name in args.data_path or [] if not name.replace(".", "").isdecimal()]:
+    for prefix in args.data_path or []:  # and weights of a blend, of which there is no manifest
         if manifest := OutputPaths(Path(prefix)).read_manifest():
             return manifest.settings.tokenizer
     return TokenizerSpec(BYTE_LEVEL, vocab_size=args.vocab_size) if args.vocab_size == BYTE_LEVEL_VOCAB_SIZE else spec
 
 
 def build_tokenizer(spec: TokenizerSpec) -> Any:
-    """A tokenizer of `transformers`.
-
-    Raises:
-        UserError: there is none for this one, or it cannot be loaded.
-    """
+    """A tokenizer of `transformers`; a `UserError` where there is none for this one, or it cannot be loaded."""
     if spec.tokenizer_type == BYTE_LEVEL:
         return _of_bytes(spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
     if spec.tokenizer_type != HUGGING_FACE:
@@ -202,8 +194,7 @@ def is_of_bytes(tokenizer: Any) -> bool:
 def _of_bytes(vocabulary: int) -> Any:
     """The ids of megatron-core's `ByteLevelTokenizer`: a byte is its own id, the last one ends a document.
 
-    A BPE without merges over the 256 characters that stand for bytes. What looks like a special token within a text is
-    text: `split_special_tokens`.
+    A BPE without merges over the characters that stand for bytes; what looks like a special token in a text is text.
     """
     vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     vocab |= {f"<unused{number}>": number for number in range(256, vocabulary - 1)}
