@@ -153,29 +153,21 @@ class Weights:
         for name, entry in self._entries.items():
             if name.startswith("optimizer."):
                 continue
-            size = tuple(entry.size)
             match = re.fullmatch(rf"{re.escape(STACKED)}(?:(\d+)\.)?(.*)", name)
             layer, part = match.groups() if match else ("", name)
             experts = part.startswith(_EXPERTS)
             lead = (layer is None) + experts
-            for at in itertools.product(*map(range, size[:lead])):
+            sizes = tuple(entry.size[lead:])
+            gated = getattr(self.args, "swiglu", False) and re.search(r"linear_fc1\.(weight|bias)$", name)
+            if gated:
+                sizes = (sizes[0] // 2, *sizes[1:])
+            for at in itertools.product(*map(range, entry.size[:lead])):
                 local = part.replace(_EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if experts else part
                 if match:
                     local = f"{STACKED}{at[0] if layer is None else layer}.{local}"
-                offsets, sizes = (*at, *(0 for _ in size[lead:])), (*(1 for _ in at), *size[lead:])
-                yield from self._halves(local, _Place(name, offsets, sizes, lead))
-
-    def _halves(self, name: str, place: _Place) -> Iterator[tuple[str, _Place]]:
-        """A gated projection as its two halves, anything else as it is."""
-        if not (getattr(self.args, "swiglu", False) and re.search(r"linear_fc1\.(weight|bias)$", name)):
-            yield name, place
-            return
-        row = place.lead
-        rows = place.sizes[row] // 2
-        for number, half in enumerate("wv"):
-            offsets = (*place.offsets[:row], number * rows, *place.offsets[row + 1 :])
-            sizes = (*place.sizes[:row], rows, *place.sizes[row + 1 :])
-            yield f"{name}_{half}", _Place(place.entry, offsets, sizes, row)
+                for half, ending in enumerate(("_w", "_v") if gated else ("",)):
+                    offsets = (*at, *(half * size if dim == 0 else 0 for dim, size in enumerate(sizes)))
+                    yield local + ending, _Place(name, offsets, (*(1 for _ in at), *sizes), lead)
 
 
 def _local(name: str) -> str:
