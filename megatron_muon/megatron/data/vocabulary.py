@@ -62,7 +62,7 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
     """
     manifest = OutputPaths(Path(prefix)).read_manifest()
-    rows, run = args.padded_vocab_size, TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    rows = args.padded_vocab_size
     if manifest is None:
         ids = np.fromfile(prefix + ".bin", read_head(prefix)[0], count=_SAMPLE_TOKENS)
         if ids.size and (largest := ids.max()) >= rows:
@@ -71,7 +71,7 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
                 "vocabulary padded); give the tokenizer or --vocab-size with which the data was made"
             )
         return
-    made = manifest.settings.tokenizer
+    run, made = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size), manifest.settings.tokenizer
     reads = made.in_training()
     size = manifest.vocab_size or reads.vocab_size or 0
     differs = run.tokenizer_type != IN_TRAINING and not _is_same(reads, run, manifest.settings.tokenizer_digest)
