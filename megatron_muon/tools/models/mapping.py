@@ -60,22 +60,26 @@ def _llama_like(model: Architecture) -> Iterator[Rule]:
     yield _vocabulary(model, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
     for layer in range(model.layers):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        attention, theirs_too = f"{ours}.self_attention", f"{theirs}.self_attn"
+        attention, self_attn = f"{ours}.self_attention", f"{theirs}.self_attn"
         yield from _module(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden)
         for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            yield _qkv(model, f"{attention}.linear_qkv.{kind}", *(f"{theirs_too}.{part}_proj.{kind}" for part in "qkv"))
+            yield _qkv(model, f"{attention}.linear_qkv.{kind}", *(f"{self_attn}.{part}_proj.{kind}" for part in "qkv"))
         for part in "qk" if model.qk_norm else "":
-            yield from _module(f"{attention}.{part}_layernorm", f"{theirs_too}.{part}_norm", model.head_dim)
-        yield from _module(f"{attention}.linear_proj", f"{theirs_too}.o_proj", hidden, width, bias=bias)
+            yield from _module(f"{attention}.{part}_layernorm", f"{self_attn}.{part}_norm", model.head_dim)
+        yield from _module(f"{attention}.linear_proj", f"{self_attn}.o_proj", hidden, width, bias=bias)
         yield from _module(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden)
         block = f"{theirs}.block_sparse_moe" if is_mixtral else f"{theirs}.mlp"
         if model.experts:
             yield from _module(f"{ours}.mlp.router", f"{block}.gate", model.experts, hidden)
         experts = [(f"{ours}.mlp.experts.local_experts.{n}", f"{block}.experts.{n}") for n in range(model.experts)]
-        for mlp, theirs_too in experts or [(f"{ours}.mlp", block)]:
-            for half, name in (("_w", gate), ("_v", up)):
-                yield from _module(f"{mlp}.linear_fc1", f"{theirs_too}.{name}", model.ffn, hidden, bias=bias, half=half)
-            yield from _module(f"{mlp}.linear_fc2", f"{theirs_too}.{down}", hidden, model.ffn, bias=bias)
+        for mlp, their_mlp in experts or [(f"{ours}.mlp", block)]:
+            shapes: dict[str, tuple[int, ...]] = {"weight": (model.ffn, hidden)}
+            if bias:
+                shapes["bias"] = (model.ffn,)
+            for kind, shape in shapes.items():
+                for half, name in (("w", gate), ("v", up)):
+                    yield Rule(f"{mlp}.linear_fc1.{kind}_{half}", (f"{their_mlp}.{name}.{kind}",), shape)
+            yield from _module(f"{mlp}.linear_fc2", f"{their_mlp}.{down}", hidden, model.ffn, bias=bias)
     yield from _module("decoder.final_layernorm", "model.norm", hidden)
     if not model.tied:
         yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
@@ -100,11 +104,11 @@ def _gpt2(model: Architecture) -> Iterator[Rule]:
         yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
 
 
-def _module(ours: str, theirs: str, *shape: int, bias: bool = False, half: str = "") -> Iterator[Rule]:
-    """A weight that both have alike, and its bias; `half` of a gated projection."""
-    yield Rule(f"{ours}.weight{half}", (f"{theirs}.weight",), shape)
+def _module(ours: str, theirs: str, *shape: int, bias: bool = False) -> Iterator[Rule]:
+    """A weight that both have alike, and its bias."""
+    yield Rule(f"{ours}.weight", (f"{theirs}.weight",), shape)
     if bias:
-        yield Rule(f"{ours}.bias{half}", (f"{theirs}.bias",), shape[:1])
+        yield Rule(f"{ours}.bias", (f"{theirs}.bias",), shape[:1])
 
 
 def _zeros(theirs: str, length: int) -> Rule:
