@@ -37,10 +37,10 @@ GROUPS = {
         "summary": Command("train.run_summary", "sum up a finished run"),
     },
     "use what was trained": {
-        "generate": Command("models.generate_command", "write text with a checkpoint"),
-        "eval": Command("models.eval_command", "loss and bits per byte of a checkpoint on any text"),
-        "export": Command("models.export_command", "checkpoint to Hugging Face or torch_dist"),
-        "import": Command("models.import_command", "Hugging Face model to a checkpoint, to go on with"),
+        "generate": Command("models.command", "write text with a checkpoint"),
+        "eval": Command("models.command", "loss and bits per byte of a checkpoint on any text"),
+        "export": Command("models.command", "checkpoint to Hugging Face or torch_dist"),
+        "import": Command("models.command", "Hugging Face model to a checkpoint, to go on with"),
     },
     "plan and measure": {
         "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),

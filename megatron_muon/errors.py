@@ -20,7 +20,9 @@ from megatron_muon.core.errors import UserError as UserError
 _EXTRAS = {
     **dict.fromkeys(("megatron", "einops", "tensorboard"), ("megatron", "Megatron's part")),
     **dict.fromkeys(("matplotlib", "markdown_it"), ("plots", "a report")),
-    **dict.fromkeys(("transformers", "safetensors", "tokenizers"), ("hf", "a model of Hugging Face")),
+    **dict.fromkeys(
+        ("transformers", "huggingface_hub", "safetensors", "tokenizers"), ("hf", "a model of Hugging Face")
+    ),
 }
 """Packages that are not needed everywhere: the extra that installs each, and what needs it."""
 

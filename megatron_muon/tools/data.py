@@ -3,7 +3,6 @@
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import STDLIB, prepare
@@ -39,15 +38,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prepare text for training."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    words: Any = {"help": "tokenize text into Megatron's .bin/.idx", "description": DESCRIPTION, "epilog": EXAMPLES}
-    add = actions.add_parser("prepare", formatter_class=argparse.RawDescriptionHelpFormatter, **words).add_argument
+    prepare_parser = actions.add_parser("prepare", help="tokenize text into Megatron's .bin/.idx")
+    prepare_parser.description, prepare_parser.epilog = DESCRIPTION, EXAMPLES
+    add = prepare_parser.add_argument
     add("--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories")
     add("--stdlib", action="store_true", help="take the running Python's standard library, about 30 MB")
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     add("--overwrite", action="store_true", help="replace existing output that holds something else")
     add("--suffix", nargs="+", default=[], metavar="S", help="file name endings to take from directories (all)")
-    add("--exclude", nargs="+", default=[], metavar="PATTERN",
-        help="name or path patterns to pass over: tests '*_pb2.py'")  # fmt: skip
+    add("--exclude", nargs="+", default=[], metavar="PATTERN", help="name or path patterns to pass over: '*_pb2.py'")
     add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: .jsonl and .ndjson are JSONL")
     add("--json-key", default="text", metavar="KEY", help="the field of a JSONL line that holds the text (text)")
     add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
@@ -65,14 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
     began = time.monotonic()
     settings = Settings(
-        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
-        append_eod=args.append_eod,
-        stdlib=STDLIB if args.stdlib else "",
-        suffixes=tuple(args.suffix),
-        exclude=tuple(args.exclude),
-        format=args.format,
-        json_key=args.json_key,
-    )
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size), append_eod=args.append_eod,
+        stdlib=STDLIB if args.stdlib else "", suffixes=tuple(args.suffix), exclude=tuple(args.exclude),
+        format=args.format, json_key=args.json_key,
+    )  # fmt: skip
     with progress("tokenizing", "kB") as show:
         prepared = prepare(
             args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite,
@@ -82,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if found.skipped:
         print(found.skipped)
     if found.is_cut:
-        print(
-            f"one text alone: cut at paragraphs into {found.documents} documents, so that --split 98,2,0 leaves some "
-            "for validation"
-        )
+        print(f"one text alone: cut at paragraphs into {found.documents} documents, so that --split can divide them")
     print(
         f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {found.documents:,} documents, "
         f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {time.monotonic() - began:.1f} s\n"

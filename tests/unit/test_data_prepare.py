@@ -1,11 +1,11 @@
 """`megatron-muon data prepare`: the ids, the files, and everything that can be wrong with the input."""
 
+import argparse
 import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +64,9 @@ def leftovers(directory, prefix):
     return sorted(path.name for path in directory.iterdir() if prefix in path.name and ".lock" not in path.name)
 
 
-# The ids
-
-
 @pytest.mark.parametrize("size", [257, 384])
 def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_document(size):
     """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in for it."""
-    import argparse
-
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import _add_tokenizer_args
 
@@ -99,20 +94,11 @@ def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
     assert (found.documents, found.tokens) == (2, 11 + 14 + 2)
     assert found.sizes["bin"] == 2 * found.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
     assert found.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
-    assert prepared.flags[:2] == ("--data-path", str(prepared.prefix))
-
-
-def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path):
-    options = Settings(suffixes=(".py",), exclude=("b", "empty.py"))
-    inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]
-    assert [source.label for source in find_sources(inputs, options)] == [
-        *("notes.txt", "a/one.py", "binary.py", "latin.py")
-    ]
-
-
-def test_end_of_document_can_be_left_out(tree, tmp_path):
-    prepare([tree / "notes.txt"], tmp_path / "corpus", Settings(append_eod=False))
-    assert documents(tmp_path / "corpus")[0].tolist() == list(b"a note")
+    prepare([tree / "notes.txt"], tmp_path / "bare", Settings(append_eod=False))
+    assert documents(tmp_path / "bare")[0].tolist() == list(b"a note")
+    inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]  # each once, named ones whatever their suffix
+    sources = find_sources(inputs, Settings(suffixes=(".py",), exclude=("b", "empty.py")))
+    assert [source.label for source in sources] == ["notes.txt", "a/one.py", "binary.py", "latin.py"]
 
 
 def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
@@ -148,10 +134,9 @@ def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
     assert documents(prepared.prefix)[0].tolist() == [5, 70000, 2, 99_999]
     assert documents(prepared.prefix)[0].dtype == np.int32
     assert prepared.flags[2:] == ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000")
+    small = Settings(tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
     with pytest.raises(UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"):
-        prepare(
-            [tmp_path / "ids.txt"], tmp_path / "small", Settings(tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
-        )
+        prepare([tmp_path / "ids.txt"], tmp_path / "small", small)
     (tmp_path / "ids.txt").write_text("five")
     with pytest.raises(UserError, match=r"ids\.txt: the tokenizer does not take this text"):
         prepare([tmp_path / "ids.txt"], tmp_path / "words", Settings(tokenizer=spec))
@@ -171,15 +156,8 @@ def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_pat
     path_checks._check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
     assert cli.main(argv) == 0
     assert "up to date" in capsys.readouterr().out
-    manifest = tmp_path / "out.prepared.json"  # written when a text alone stayed whole
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"is_cut": None, "documents": 1}))
-    assert cli.main(argv) == 2
-    assert "add --overwrite" in capsys.readouterr().err
     (tmp_path / "letter.txt").write_text("Another document.")  # negative control: documents are not cut otherwise
     assert len(texts(prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").prefix)) == 2
-
-
-def test_a_short_text_of_few_paragraphs_is_cut_at_lines_and_one_line_stays_whole():
     assert cut("one line") == ["one line"]
     assert cut("one\ntwo\n\n  three\n") == ["one\n", "two\n\n", "  three\n"]
 
@@ -187,24 +165,24 @@ def test_a_short_text_of_few_paragraphs_is_cut_at_lines_and_one_line_stays_whole
 # Doing it again
 
 
-def test_an_identical_run_is_up_to_date(tree, tmp_path):
-    first = prepare([tree], tmp_path / "out")
+def test_other_input_or_options_or_files_need_overwrite(tree, tmp_path):
+    first = prepare([tree], tree / "out")  # which is not read as input
     before = os.stat(f"{first.prefix}.bin").st_mtime_ns
-    again = prepare([tree], tmp_path / "out")
+    again = prepare([tree], tree / "out")
     assert again.up_to_date
     assert again.manifest == first.manifest
     assert os.stat(f"{first.prefix}.bin").st_mtime_ns == before
-
-
-def test_other_input_or_options_need_overwrite(tree, tmp_path):
-    prefix = prepare([tree], tmp_path / "out").prefix
     with pytest.raises(UserError, match="--overwrite"):
-        prepare([tree], prefix, Settings(append_eod=False))
+        prepare([tree], first.prefix, Settings(append_eod=False))
     (tree / "notes.txt").write_text("changed")
     with pytest.raises(UserError, match=r"out\.bin and .*out\.idx exist already"):
-        prepare([tree], prefix)
-    assert not prepare([tree], prefix, overwrite=True).up_to_date
-    assert "changed" in texts(prefix)
+        prepare([tree], first.prefix)
+    assert not prepare([tree], first.prefix, overwrite=True).up_to_date
+    assert "changed" in texts(first.prefix)
+    with open(f"{first.prefix}.bin", "ab") as file:
+        file.write(b"xx")
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare([tree], first.prefix)
 
 
 def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
@@ -228,10 +206,8 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
     prefix = tmp_path / "data" / "mine"
     prepare([tree / "notes.txt"], prefix)
     samples(prefix)
-    assert sorted(path.name for path in prefix.parent.glob("[!.]*")) == [
-        *("mine.bin", "mine.cache", "mine.idx", "mine.prepared.json")
-    ]
-    assert prepare([tree / "notes.txt"], prefix).up_to_date
+    endings = (".bin", ".cache", ".idx", ".prepared.json")
+    assert sorted(path.name for path in prefix.parent.glob("[!.]*")) == [f"mine{ending}" for ending in endings]
     assert list((prefix.parent / "mine.cache").iterdir())
     (prefix / "cache").mkdir(parents=True)  # of Megatron-LM itself, or of an earlier version
     assert prepare([tree / "notes.txt"], prefix).up_to_date
@@ -246,30 +222,13 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
     assert any("GPTDataset-train" in path.name for path in (tmp_path / "chosen").iterdir())
 
 
-def test_foreign_or_truncated_output_is_not_up_to_date(tree, tmp_path):
-    prefix = prepare([tree], tmp_path / "out").prefix
-    with open(f"{prefix}.bin", "ab") as file:
-        file.write(b"xx")
-    with pytest.raises(UserError, match="--overwrite"):
-        prepare([tree], prefix)
-
-
-def test_output_within_the_input_is_not_read(tree):
-    prefix = prepare([tree], tree / "corpus").prefix
-    assert prepare([tree], prefix).up_to_date
-    assert len(documents(prefix)) == 3
-
-
-def test_an_interrupted_run_leaves_nothing(tree, tmp_path):
+def test_an_interrupted_run_leaves_nothing_and_an_interrupted_overwrite_the_old_data(tree, tmp_path):
     def interrupt(read, total):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         prepare([tree], tmp_path / "out", progress=interrupt)
     assert leftovers(tmp_path, "out") == []
-
-
-def test_an_interrupted_overwrite_leaves_the_old_data(tree, tmp_path):
     prefix = prepare([tree], tmp_path / "out").prefix
     before = digest(prefix)
     (tree / "a" / "broken.jsonl").write_text("{")
@@ -286,9 +245,9 @@ def test_an_interrupted_overwrite_leaves_the_old_data(tree, tmp_path):
     ("line", "message"),
     [
         ("{", r"part\.jsonl:2: not a JSON object"),
-        ("[1]", r"part\.jsonl:2: expected a JSON object, found list"),
-        ('{"body": "x", "id": 1}', r"part\.jsonl:2: no field 'text' \(fields: body, id\); choose one with --json-key"),
-        ('{"text": 5}', r"part\.jsonl:2: field 'text' holds int"),
+        ("[1]", r"part\.jsonl:2: no text in a field 'text' \(fields: none\)"),
+        ('{"body": "x", "id": 1}', r"part\.jsonl:2: no text .* \(fields: body \(str\), id \(int\)\); .* --json-key"),
+        ('{"text": 5}', r"part\.jsonl:2: no text in a field 'text' \(fields: text \(int\)\)"),
     ],
 )
 def test_broken_jsonl_names_file_and_line(tmp_path, line, message):
@@ -298,52 +257,40 @@ def test_broken_jsonl_names_file_and_line(tmp_path, line, message):
     assert leftovers(tmp_path, "out") == []
 
 
+def tokenizer(*spec, **settings):
+    return {"settings": Settings(tokenizer=TokenizerSpec(*spec, **settings))}
+
+
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("inputs", "given", "message"),
     [
-        (TokenizerSpec("GPT9Tokenizer"), "is not known; choose one of ByteLevelTokenizer"),
-        (TokenizerSpec(vocab_size=256), "--vocab-size 256 is too small .* at least 257"),
-        (TokenizerSpec(model="gpt2"), "has no model"),
-        (TokenizerSpec("NullTokenizer"), "needs --vocab-size"),
-        (TokenizerSpec("TikTokenizer"), "needs --tokenizer-model"),
-        (TokenizerSpec("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
+        ("", tokenizer("GPT9Tokenizer"), "is not known; choose one of ByteLevelTokenizer"),
+        ("", tokenizer(vocab_size=256), "--vocab-size 256 is too small .* at least 257"),
+        ("", tokenizer(model="gpt2"), "has no model"),
+        ("", tokenizer("NullTokenizer"), "needs --vocab-size"),
+        ("", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
+        ("", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
+        ("", {"workers": 0}, "--workers 0"),
+        ("", {"settings": Settings(suffixes=(".rs",))}, r"found no file with suffix \.rs"),
+        ("nowhere", {}, r"nowhere.* does not exist"),
+        ("binary.py", {}, r"found no document in 1 files .*1 binary"),
+        (None, {}, "nothing to prepare; give --input"),
+        ("", {"output": "notes.txt/out"}, "cannot read or write .*notes.txt"),
+        ("", {"output": ""}, "is a directory; give a prefix in it"),
     ],
 )
-def test_wrong_tokenizers_are_refused(tree, tmp_path, spec, message):
+def test_wrong_inputs_outputs_and_tokenizers_are_refused(tree, tmp_path, inputs, given, message):
+    output = tree / given["output"] if "output" in given else tmp_path / "out"
+    others = {name: value for name, value in given.items() if name != "output"}
     with pytest.raises(UserError, match=message):
-        prepare([tree], tmp_path / "out", Settings(tokenizer=spec))
-
-
-def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.* does not exist"):
-        prepare([tmp_path / "nowhere"], tmp_path / "out")
-    with pytest.raises(UserError, match="nothing to prepare; give --input"):
-        prepare([], tmp_path / "out")
-    with pytest.raises(UserError, match=r"found no file with suffix \.rs"):
-        prepare([tree], tmp_path / "out", Settings(suffixes=(".rs",)))
-    with pytest.raises(UserError, match=r"found no document in 1 files .*1 binary"):
-        prepare([tree / "binary.py"], tmp_path / "out")
-    with pytest.raises(UserError, match=r"cannot write to directory .*notes.txt"):
-        prepare([tree], tree / "notes.txt" / "out")
-    with pytest.raises(UserError, match="--workers 0"):
-        prepare([tree], tmp_path / "out", workers=0)
+        prepare([] if inputs is None else [tree / inputs], output, **others)
 
 
 # The standard library, and several processes at once
 
 
-@pytest.fixture
-def small_stdlib(tree, monkeypatch):
+def test_ensure_stdlib_corpus_takes_python_only_and_writes_once(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "stdlib_directory", lambda: tree)
-    return tree
-
-
-def test_stdlib_takes_python_only(small_stdlib, tmp_path):
-    prepare([], tmp_path / "out", Settings(stdlib=corpus.STDLIB))
-    assert texts(tmp_path / "out") == ["first = 1\r\n", "second = 'ü'\n"]
-
-
-def test_ensure_stdlib_corpus_writes_once(small_stdlib, tmp_path, monkeypatch):
     writes = []
     write = corpus._write
     monkeypatch.setattr(corpus, "_write", lambda *args: writes.append(1) or write(*args))
@@ -351,26 +298,16 @@ def test_ensure_stdlib_corpus_writes_once(small_stdlib, tmp_path, monkeypatch):
     ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
     assert writes == [1]
     assert prepare([], tmp_path / "data" / "stdlib", Settings(stdlib=corpus.STDLIB)).up_to_date
+    assert texts(tmp_path / "data" / "stdlib") == ["first = 1\r\n", "second = 'ü'\n"]
 
 
 def test_the_lock_keeps_other_processes_out(tmp_path):
     """The story: two ranks find no corpus, and both start to write it."""
-    paths = corpus.OutputPaths(tmp_path / "corpus")
-    code = (
-        "from pathlib import Path\nfrom megatron_muon.megatron.data.corpus import OutputPaths\n"
-        f"with OutputPaths(Path({str(tmp_path / 'corpus')!r})).locked():\n    print('inside', flush=True)"
-    )
-    with paths.locked():
-        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        lines = []
-        reader = threading.Thread(target=lambda: lines.append(other.stdout.readline()))
-        reader.start()
-        reader.join(2)
-        assert not lines
-    reader.join(30)
-    assert lines == ["inside\n"]
-    assert other.wait(30) == 0
-    other.stdout.close()
+    take = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = [sys.executable, "-c", take, str(tmp_path / ".corpus.lock")]
+    with corpus.OutputPaths(tmp_path / "corpus").locked():
+        assert b"BlockingIOError" in subprocess.run(other, stderr=subprocess.PIPE).stderr
+    assert subprocess.run(other).returncode == 0
 
 
 # The command
@@ -383,8 +320,6 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
     assert "3 documents, 34 tokens, 68 bytes" in out
     assert f"train with: --data-path {tmp_path / 'out'} --tokenizer-type NullTokenizer --vocab-size 257" in out
     assert "skipped: 1 binary files" in out
-    assert cli.main(argv) == 0
-    assert "up to date" in capsys.readouterr().out
     assert cli.main([*argv, "--no-append-eod"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("megatron-muon: error: ")
 

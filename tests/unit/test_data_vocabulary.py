@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -13,10 +12,10 @@ from megatron_muon.megatron.data.vocabulary import check_vocabulary
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, require_data
 
 
-def run(kind: str = "NullTokenizer", rows: int = 384, model: str | None = None, size: int | None = 257):
+def run(kind: str = "NullTokenizer", rows: int = 384, model: str | None = None, size: int | None = 257, data=None):
     return argparse.Namespace(
         tokenizer_type=kind, tokenizer_model=model, vocab_size=size, padded_vocab_size=rows, mock_data=False,
-        skip_train=False, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
+        skip_train=False, data_path=data, train_data_path=None, valid_data_path=None, test_data_path=None,
         data_args_path=None, per_split_data_args_path=None, split=None,
     )  # fmt: skip
 
@@ -28,20 +27,18 @@ def text(tmp_path):
     return str(prepare([tmp_path / "text.txt"], tmp_path / "text").prefix)
 
 
-def test_the_tokenizer_of_the_data_is_taken(text):
+def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_named(text):
+    """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
     check_vocabulary(text, run())
     check_vocabulary(text, run(size=300))
-
-
-def test_another_tokenizer_is_refused_with_both_named(text):
-    """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
-    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer, this run has HuggingFaceT.* gpt2;"):
+    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer, .* this run has HuggingFaceT.* gpt2 "):
         check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
-
-
-def test_a_vocabulary_that_is_too_small_is_refused(text):
     with pytest.raises(UserError, match=r"of 257; .* --vocab-size 200 .* 256 \(padded\); .*--vocab-size 257"):
         check_vocabulary(text, run(rows=256, size=200))
+    with pytest.raises(UserError, match="text was made with"):
+        check_vocabularies(run(rows=128, size=100, data=["0.5", "absent", "0.5", text]))
+    with pytest.raises(UserError, match=r"--data-path .*text\.bin: leave \.bin out; type --data-path .*text$"):
+        require_data(run(data=[text + ".bin"]))
 
 
 def test_without_a_manifest_the_ids_at_the_beginning_count(text, tmp_path):
@@ -49,8 +46,6 @@ def test_without_a_manifest_the_ids_at_the_beginning_count(text, tmp_path):
     check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
     with pytest.raises(UserError, match="holds token id 256, and the model has 128 "):
         check_vocabulary(text, run(rows=128, size=100))
-    ids = np.fromfile(text + ".bin", dtype=np.uint16)
-    assert ids.max() == 256
 
 
 def test_a_tokenizer_file_in_another_folder_is_the_same(text, tmp_path, monkeypatch):
@@ -63,23 +58,13 @@ def test_a_tokenizer_file_in_another_folder_is_the_same(text, tmp_path, monkeypa
     settings = replace(made.settings, tokenizer=spec, tokenizer_digest=corpus.model_digest(spec))
     manifest = replace(made, settings=settings, vocab_size=32000)
     monkeypatch.setattr(corpus.OutputPaths, "read_manifest", lambda self: manifest)
+
+    def of(folder, rows):
+        return run("Llama2Tokenizer", rows=rows, model=str(tmp_path / folder / "t.model"), size=None)
+
     for folder in ("a", "b"):
-        check_vocabulary(text, run("Llama2Tokenizer", rows=32000, model=str(tmp_path / folder / "t.model"), size=None))
-    with pytest.raises(UserError, match=r"a/t\.model, this run has .*other/t\.model"):
-        check_vocabulary(text, run("Llama2Tokenizer", rows=32000, model=str(tmp_path / "other" / "t.model"), size=None))
+        check_vocabulary(text, of(folder, 32000))
+    with pytest.raises(UserError, match=r"a/t\.model, .* this run has .*other/t\.model"):
+        check_vocabulary(text, of("other", 32000))
     with pytest.raises(UserError, match="vocabulary of 32000"):
-        check_vocabulary(text, run("Llama2Tokenizer", rows=31999, model=str(tmp_path / "b" / "t.model"), size=None))
-
-
-def test_every_part_of_a_blend_is_checked(text):
-    settings = run(rows=128, size=100)
-    settings.data_path = ["0.5", "absent", "0.5", text]
-    with pytest.raises(UserError, match="text was made with"):
-        check_vocabularies(settings)
-
-
-def test_a_prefix_with_its_ending_is_told_without_it(text):
-    settings = run()
-    settings.data_path = [text + ".bin"]
-    with pytest.raises(UserError, match=r"--data-path .*text\.bin: leave \.bin out; type --data-path .*text$"):
-        require_data(settings)
+        check_vocabulary(text, of("b", 31999))

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 
 from megatron_muon import cpu
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.tools.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
-from megatron_muon.tools.models.hf_config import from_config, to_config
-from megatron_muon.tools.models.mapping import rules
+from megatron_muon.tools.models.architecture import (
+    NEUTRAL,
+    Architecture,
+    from_args,
+    from_config,
+    to_config,
+    to_flags,
+)
+from megatron_muon.tools.models.mapping import hf_shapes, rules
 
 with quiet_imports():
     import transformers
@@ -62,7 +68,7 @@ def test_what_is_exported_and_imported_is_what_it_was(model: Architecture) -> No
     for rule in rules(model):
         weight = torch.randn(rule.shape)
         parts = rule.split(weight)
-        assert [part.shape for part in parts] == rule.hf_shapes()
+        assert [tuple(part.shape) for part in parts] == list(hf_shapes([rule]).values())
         assert len(parts) == len(rule.hf)
         back = rule.join(parts)
         assert back.shape == weight.shape
@@ -75,17 +81,21 @@ def test_transformers_finds_every_tensor_and_no_other(model: Architecture) -> No
     """The names are those of its own folders, before whatever it does to them in memory."""
     config = to_config(model)
     kind = getattr(transformers, config["architectures"][0])
-    tensors = {n: torch.randn(s) for rule in rules(model) for n, s in zip(rule.hf, rule.hf_shapes(), strict=True)}
+    tensors = {name: torch.randn(shape) for name, shape in hf_shapes(rules(model)).items()}
     whole = transformers.AutoConfig.for_model(**settled(model))
     _, told = kind.from_pretrained(None, config=whole, state_dict=tensors, output_loading_info=True)
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_queries_keys_and_values_are_those_of_their_heads() -> None:
-    """Row by row, written out: two groups of three queries, heads of two rows."""
+    """Row by row, written out: two groups of three queries, heads of two rows.
+
+    In megatron-core's order (`SelfAttention.get_query_key_value_tensors`): a group's queries, its key, its value.
+    """
     model = replace(PLAIN, heads=6, groups=2, head_dim=2)
     rule = next(rule for rule in rules(model) if "linear_qkv" in rule.megatron)
-    named = [f"{part}{head}.{row}" for part, head in _fused_heads() for row in range(2)]
+    heads = ["q0", "q1", "q2", "k0", "v0", "q3", "q4", "q5", "k1", "v1"]
+    named = [f"{head}.{row}" for head in heads for row in range(2)]
     weight = torch.arange(len(named))[:, None].expand(-1, model.hidden)
     split = [[named[int(row[0])] for row in part] for part in rule.split(weight)]
     assert split == [
@@ -93,12 +103,6 @@ def test_queries_keys_and_values_are_those_of_their_heads() -> None:
         [f"k{group}.{row}" for group in range(2) for row in range(2)],
         [f"v{group}.{row}" for group in range(2) for row in range(2)],
     ]
-
-
-def _fused_heads() -> list[tuple[str, int]]:
-    """megatron-core's order (`SelfAttention.get_query_key_value_tensors`): a group's queries, its key, its value."""
-    first = [("q", 0), ("q", 1), ("q", 2), ("k", 0), ("v", 0)]
-    return [*first, ("q", 3), ("q", 4), ("q", 5), ("k", 1), ("v", 1)]
 
 
 def settled(model: Architecture) -> dict[str, Any]:
@@ -134,7 +138,7 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", _NEUTRAL)
+@pytest.mark.parametrize("setting", NEUTRAL)
 def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str) -> None:
     value = OTHERWISE.get(setting, 7)
     with pytest.raises(UserError, match=r"no architecture .* has --[a-z0-9-]+ ") as caught:
@@ -176,12 +180,13 @@ def test_a_combination_without_a_counterpart_is_refused(model: str, changed: dic
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False"),
         ("llama", {"a_key_of_tomorrow": 3}, "a_key_of_tomorrow 3"),
         ("llama", {"model_type": "bert"}, "type bert"),
+        ("llama", {"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),  # softmax over one is 1, without a gradient
     ],
 )
 def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
     model: str, changed: dict[str, Any], named: str
 ) -> None:
-    from_config(settled(MODELS[model]), rows=16)
     with pytest.raises(UserError, match=named):
         from_config(settled(MODELS[model]) | changed, rows=16)
 
@@ -193,6 +198,7 @@ def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
         ("gpt2", {"activation_function": "gelu_pytorch_tanh", "summary_type": "last"}),
         ("qwen3_moe", {"intermediate_size": 6144}),
         ("llama", {"is_llama_config": True, "max_sequence_length": 9, "pretraining_tp": 2}),
+        ("llama", {"model_type": "mistral", "sliding_window": None}),
     ],
 )
 def test_keys_of_published_models_that_change_nothing_are_taken(model: str, published: dict[str, Any]) -> None:
@@ -214,16 +220,3 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
         found = on_meta.build_model(args, groups).rotary_pos_emb.inv_freq
     config = transformers.AutoConfig.for_model(**settled(model))
     torch.testing.assert_close(found, transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq)
-
-
-def test_one_expert_for_a_token_is_refused() -> None:
-    """megatron-core refuses it: the softmax over one expert is 1, without a gradient."""
-    with pytest.raises(UserError, match="num_experts_per_tok 1"):
-        from_config(settled(MODELS["mixtral"]) | {"num_experts_per_tok": 1}, rows=16)
-
-
-def test_mistral_without_a_window_is_llama() -> None:
-    config = transformers.AutoConfig.for_model("mistral", num_hidden_layers=1, sliding_window=None).to_dict()
-    assert from_config(config, rows=32000).model_type == "llama"
-    with pytest.raises(UserError, match="sliding_window 4096"):
-        from_config(config | {"sliding_window": 4096}, rows=32000)

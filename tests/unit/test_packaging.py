@@ -272,6 +272,7 @@ def test_a_command_that_needs_megatron_says_what_to_install(tmp_path):
 WITH = {
     "tokenizers": "transformers",
     "safetensors": "transformers",
+    "huggingface_hub": "transformers",
     "yaml": "pyyaml",
     "megatron": "megatron-core",
     "markdown_it": "markdown-it-py",

@@ -1,29 +1,28 @@
 """Writes documents as Megatron's indexed data: `PREFIX.bin` and `PREFIX.idx`.
 
-The same input and options give the same bytes, whatever the number of workers. Files are written under
-temporary names and renamed at the end, under a lock, so several processes may ask for the same prefix at once
-and an interrupted run leaves no half of a file. A manifest, `PREFIX.prepared.json`, is renamed last: where it
-is, the data is complete.
+The same input and options give the same bytes, whatever the number of workers. Files are written under temporary names
+and renamed at the end, under a lock, so several processes may ask for the same prefix at once and an interrupted run
+leaves no half of a file. A manifest, `PREFIX.prepared.json`, is renamed last: where it is, the data is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
-import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.data import tokenizers
-from megatron_muon.megatron.data.sources import Reader, Settings, Source, find_sources, input_digest, stdlib_directory
+from megatron_muon.megatron.data.sources import Reader, Settings, Source, find_sources, input_digest
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
 
 STDLIB = f"python {platform.python_version()}"
@@ -34,29 +33,28 @@ _VERSION = 1
 _STDLIB_EXCLUDED = ("lib-dynload", "idlelib/Icons", "config-*", "ensurepip/_bundled")
 """Parts of the interpreter's library directory that hold build products rather than Python to read."""
 
+
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all)."""
 
 
 class Manifest(msgspec.Struct, kw_only=True):
     """What was written: `tokens` with the ids that end documents, what was `skipped` in words, `sizes` in bytes.
 
-    The `documents` are pieces of one text where `is_cut`; None was written when a text alone stayed whole.
+    The `documents` are pieces of one text where `is_cut`.
     """
 
     version: int
     settings: Settings
     input_digest: str
     documents: int
-    is_cut: bool | None = None
+    is_cut: bool = False
     tokens: int
     vocab_size: int | None = None
     skipped: str
     sizes: dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedData:
+class PreparedData(NamedTuple):
     """What `prepare` wrote, or found already written (`up_to_date`)."""
 
     prefix: Path
@@ -70,7 +68,7 @@ class PreparedData:
 
 
 def prepare(
-    inputs: Iterable[Path],
+    inputs: Sequence[Path],
     output: Path,
     settings: Settings = _DEFAULTS,
     *,
@@ -80,7 +78,7 @@ def prepare(
 ) -> PreparedData:
     """Tokenizes text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    The result does not depend on `workers`; other data at `output` is replaced with `overwrite` alone.
+    Other data at `output` is replaced with `overwrite` alone; `progress` gets the bytes of input done, and all.
 
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
@@ -88,26 +86,28 @@ def prepare(
     tokenizers.check_spec(settings.tokenizer)
     if workers < 1:
         raise UserError(f"--workers {workers} is not possible; give 1 or more")
+    # Beside data there may be a folder of that name: megatron-core caches its indices in PREFIX/cache.
+    if not output.name or (output.is_dir() and not Path(f"{output}.bin").exists()):
+        raise UserError(f"--output {str(output)!r} is a directory; give a prefix in it, such as data/corpus")
     paths = OutputPaths(output)
-    found = _find(list(inputs), paths, settings)
-    settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
-    with paths.locked():
-        manifest = paths.read_manifest()
-        if manifest and (
-            (manifest.documents == 1 and manifest.is_cut is None)
-            or manifest.settings != settings
-            or manifest.input_digest != input_digest(found)
-        ):
-            manifest = None
-        up_to_date = manifest is not None
-        existing = [str(path) for path in (paths.bin, paths.idx) if path.exists()]
-        if existing and not up_to_date and not overwrite:
-            raise UserError(
-                f"{' and '.join(existing)} exist already, with other data or made with other options; "
-                "add --overwrite to replace them, or choose another --output"
-            )
-        manifest = manifest or _write(Reader(found, settings), paths, workers, progress)
-    return PreparedData(output, manifest, up_to_date)
+    try:
+        found = _find(inputs, paths, settings)
+        settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
+        digest = input_digest(found)
+        with paths.locked():
+            manifest = paths.read_manifest()
+            if manifest and (manifest.settings, manifest.input_digest) == (settings, digest):
+                return PreparedData(output, manifest, up_to_date=True)
+            if not overwrite and (existing := [str(path) for path in (paths.bin, paths.idx) if path.exists()]):
+                raise UserError(
+                    f"{' and '.join(existing)} exist already, with other data or made with other options; "
+                    "add --overwrite to replace them, or choose another --output"
+                )
+            manifest = _write(Reader(found, settings), digest, paths, workers, progress)
+            return PreparedData(output, manifest, up_to_date=False)
+    except OSError as error:
+        place = error.filename or output
+        raise UserError(f"cannot read or write {str(place)!r}: {error.strerror or error}") from error
 
 
 def ensure_stdlib_corpus(prefix: Path) -> None:
@@ -115,38 +115,27 @@ def ensure_stdlib_corpus(prefix: Path) -> None:
 
     Any number of processes may call this at once: the first prepares, the others wait and then find it there.
     """
-    manifest = OutputPaths(prefix).read_manifest()
-    settings = Settings(stdlib=STDLIB)
+    manifest, settings = OutputPaths(prefix).read_manifest(), Settings(stdlib=STDLIB)
     if manifest is None or manifest.settings != settings:
         prepare([], prefix, settings, overwrite=True)
 
 
 class OutputPaths:
-    """The files that belong to a prefix, and the lock that guards them."""
+    """The files that belong to a prefix, and the lock that guards them; `cache` has training's indices of the data."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
         self.all = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")]
         self.bin, self.idx, self.manifest = self.all
-        self.cache = prefix.with_name(f"{prefix.name}.cache")  # where training keeps its indices of this data
+        self.cache = prefix.with_name(f"{prefix.name}.cache")
         # One name, so that the lock's next holder clears what a killed process left.
         self.partial = prefix.with_name(f".{prefix.name}.partial")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the prefix's lock, waiting for whoever has it. The lock file stays: removing it would race."""
-        directory = self.prefix.parent
-        # Beside data there may be a folder of that name: megatron-core caches its indices in PREFIX/cache.
-        if not self.prefix.name or (self.prefix.is_dir() and not self.bin.exists()):
-            raise UserError(f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            file = self.prefix.with_name(f".{self.prefix.name}.lock").open("a")
-        except OSError as error:
-            raise UserError(
-                f"cannot write to directory {str(directory)!r}: {error.strerror}; choose another --output"
-            ) from None
-        with file:
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        with self.prefix.with_name(f".{self.prefix.name}.lock").open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
 
@@ -160,7 +149,12 @@ class OutputPaths:
         return manifest if manifest.version == _VERSION and manifest.sizes == sizes else None
 
 
-def _find(inputs: list[Path], paths: OutputPaths, settings: Settings) -> list[Source]:
+def stdlib_directory() -> Path:
+    """The directory of the running interpreter's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _find(inputs: Sequence[Path], paths: OutputPaths, settings: Settings) -> list[Source]:
     if not inputs and not settings.stdlib:
         raise UserError("nothing to prepare; give --input PATH... or --stdlib")
     found = find_sources(inputs, settings, paths.all) if inputs else []
@@ -177,7 +171,7 @@ def model_digest(spec: TokenizerSpec) -> str:
     return input_digest(find_sources([Path(spec.model)], _DEFAULTS))
 
 
-def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress) -> Manifest:
+def _write(reader: Reader, digest: str, paths: OutputPaths, workers: int, progress: Progress) -> Manifest:
     """Writes the three files and returns the manifest. The caller holds the lock."""
     settings = reader.settings
     tokenizer = tokenizers.build(settings.tokenizer)
@@ -187,7 +181,6 @@ def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress)
     if settings.append_eod and eod is None:
         raise UserError(f"{settings.tokenizer.tokenizer_type} has no end-of-document id; add --no-append-eod")
     end = np.array([eod] if settings.append_eod else [], np.int32)
-    tokens = documents = 0
     try:
         shutil.rmtree(paths.partial, ignore_errors=True)
         paths.partial.mkdir()
@@ -197,30 +190,28 @@ def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress)
         with builder.data_file:
             for ids in tokenizers.encode_documents(reader, settings.tokenizer, workers):
                 builder.add_document(np.append(ids, end), [ids.size + end.size])
-                tokens, documents = tokens + ids.size + end.size, documents + 1
                 progress(reader.read, reader.total)
-        if not documents:
+        lengths = builder.sequence_lengths
+        if not lengths:
             raise UserError(f"found no document in {len(reader.sources)} files ({reader.skipped or 'all empty'})")
         builder.finalize(str(idx))
         manifest = Manifest(
             version=_VERSION,
             settings=settings,
-            input_digest=reader.digest.hexdigest(),
-            documents=documents,
+            input_digest=digest,
+            documents=len(lengths),
             is_cut=reader.is_cut,
-            tokens=tokens,
+            tokens=sum(map(int, lengths)),
             vocab_size=int(tokenizer.vocab_size),
             skipped=reader.skipped,
             sizes={"bin": bin_.stat().st_size, "idx": idx.stat().st_size},
         )
-        manifest_file.write_text(json.dumps(msgspec.to_builtins(manifest), indent=2) + "\n", "utf-8")
+        manifest_file.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
         paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
         for index in paths.cache.glob("*Dataset-*"):  # keyed by path and settings: stale for other documents
             index.unlink()
         for file, place in zip(partial, paths.all, strict=True):
             os.replace(file, place)
-    except OSError as error:
-        raise UserError(f"cannot write {str(paths.prefix)!r}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(paths.partial, ignore_errors=True)
     return manifest

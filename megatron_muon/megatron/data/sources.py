@@ -1,7 +1,6 @@
 """Finds the files to prepare and reads documents out of them, in an order that no file system decides.
 
 A text file is one document; a line of a JSONL file is one. A document that is the only one is cut into pieces.
-Files that are binary, not UTF-8 or empty are counted and passed over. Nothing here tokenizes.
 """
 
 from __future__ import annotations
@@ -12,24 +11,19 @@ import itertools
 import json
 import os
 import re
-import sysconfig
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.tokenizers import Document, TokenizerSpec
 
-SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
+_SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Never entered, whatever the suffixes: compiled files and other people's packages."""
-
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 _PIECES = 100
 """Of the only document: --split 98,2,0 leaves two of them for validation, and each is long enough to learn from."""
@@ -54,18 +48,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     json_key: str = "text"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """One input file: where it lies, its name relative to the input that led to it, and its size in bytes."""
 
     path: Path
     label: str
     size: int
-
-
-def stdlib_directory() -> Path:
-    """The directory of the running interpreter's standard library."""
-    return Path(sysconfig.get_path("stdlib"))
 
 
 def find_sources(inputs: Sequence[Path], settings: Settings, not_these: Iterable[Path] = ()) -> list[Source]:
@@ -89,40 +77,38 @@ def find_sources(inputs: Sequence[Path], settings: Settings, not_these: Iterable
 
 
 def _walk(root: Path, settings: Settings) -> list[tuple[str, Path]]:
-    """Returns (relative POSIX path, path) of the wanted files below `root`, sorted by the former."""
+    """(relative POSIX path, path) of the wanted files below `root`, sorted by the former."""
 
     def wanted(relative: PurePath) -> bool:
         names = (relative.name, relative.as_posix())
         excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.exclude for name in names)
-        return not (excluded or relative.name.startswith("."))
+        return not (excluded or relative.name.startswith(".") or relative.name in _SKIPPED_DIRECTORIES)
 
-    def unreadable(error: OSError) -> None:
-        raise UserError(f"cannot read directory {error.filename!r}: {error.strerror}; leave it out with --exclude")
+    def fail(error: OSError) -> None:
+        raise error
 
     found: list[tuple[str, Path]] = []
-    for directory, subdirectories, names in root.walk(on_error=unreadable):
+    for directory, subdirectories, names in root.walk(on_error=fail):
         here = directory.relative_to(root)
-        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES and wanted(here / name)]
+        subdirectories[:] = [name for name in subdirectories if wanted(here / name)]
         files = [name for name in names if not settings.suffixes or name.endswith(settings.suffixes)]
-        found += [
-            ((here / name).as_posix(), directory / name)
-            for name in files
-            if wanted(here / name) and (directory / name).is_file()
-        ]
+        files = [name for name in files if wanted(here / name) and (directory / name).is_file()]
+        found += [((here / name).as_posix(), directory / name) for name in files]
     return sorted(found)
 
 
 def input_digest(sources: Iterable[Source]) -> str:
-    """The digest that reading all documents of `sources` arrives at, without decoding anything."""
+    """A digest of names, sizes and bytes."""
     digest = hashlib.sha256()
     for source in sources:
-        with _open(source, digest) as file:
+        digest.update(f"\0{source.label}\0{source.size}\0".encode("utf-8", "surrogateescape"))
+        with source.path.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()
 
 
 class Reader:
-    """Yields the documents of sources, once; counts the bytes that it has `read`, of `total`, and digests them.
+    """Yields the documents of sources, once; counts the bytes that it has `read`, of `total`, and what it skips.
 
     A document that is the only one comes in pieces, as --split divides documents among sets; `is_cut` then.
     """
@@ -130,15 +116,13 @@ class Reader:
     def __init__(self, sources: Sequence[Source], settings: Settings) -> None:
         self.sources, self.settings = sources, settings
         self.total, self.read = sum(source.size for source in sources), 0
-        self.digest = hashlib.sha256()
         self.is_cut = False
-        self._skipped: Counter[str] = Counter()
+        self._skipped = {"binary files": 0, "files that are not UTF-8": 0, "empty documents": 0}
 
     @property
     def skipped(self) -> str:
         """For example `skipped: 2 binary files, 1 empty documents`; nothing when nothing was skipped."""
-        kinds = ("binary files", "files that are not UTF-8", "empty documents")
-        counts = ", ".join(f"{self._skipped[kind]} {kind}" for kind in kinds if self._skipped[kind])
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._skipped.items() if count)
         return f"skipped: {counts}" if counts else ""
 
     def __iter__(self) -> Iterator[Document]:
@@ -152,35 +136,31 @@ class Reader:
 
     def _documents(self) -> Iterator[Document]:
         for source in self.sources:
-            by_name = "jsonl" if source.path.name.endswith(JSONL_SUFFIXES) else "text"
-            is_jsonl = (by_name if self.settings.format == "auto" else self.settings.format) == "jsonl"
-            with _open(source, self.digest) as file:
-                documents = self._lines(source, file) if is_jsonl else self._whole(source, file)
-                for place, text in documents:
+            is_jsonl = source.path.name.endswith((".jsonl", ".ndjson"))
+            if self.settings.format != "auto":
+                is_jsonl = self.settings.format == "jsonl"
+            with source.path.open("rb") as file:
+                for place, text in self._lines(source, file) if is_jsonl else self._whole(source, file):
                     if text:
                         yield place, text
                     else:
                         self._skipped["empty documents"] += 1
 
-    def _took(self, raw: bytes) -> None:
-        self.digest.update(raw)
-        self.read += len(raw)
-
     def _whole(self, source: Source, file: BufferedReader) -> Iterator[Document]:
         raw = file.read()
-        self._took(raw)
-        if b"\0" in raw:
-            self._skipped["binary files"] += 1
-            return
+        self.read += len(raw)
         try:
-            yield source.label, raw.decode("utf-8")
+            if b"\0" in raw:
+                self._skipped["binary files"] += 1
+            else:
+                yield source.label, raw.decode("utf-8")
         except UnicodeDecodeError:
             self._skipped["files that are not UTF-8"] += 1
 
     def _lines(self, source: Source, file: BufferedReader) -> Iterator[Document]:
         key = self.settings.json_key
         for number, line in enumerate(file, start=1):
-            self._took(line)
+            self.read += len(line)
             if not line.strip():
                 continue
             place = f"{source.path}:{number}"
@@ -188,14 +168,13 @@ class Reader:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 alike, or nested too deeply
                 raise UserError(f"{place}: not a JSON object on one line ({error})") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{place}: expected a JSON object, found {type(record).__name__}")
-            if key not in record:
-                fields = ", ".join(sorted(record)) or "none"
-                raise UserError(f"{place}: no field {key!r} (fields: {fields}); choose one with --json-key")
-            if not isinstance(record[key], str):
-                raise UserError(f"{place}: field {key!r} holds {type(record[key]).__name__}, expected a string")
-            yield place, record[key]
+            fields = record if isinstance(record, dict) else {}
+            if not isinstance(fields.get(key), str):
+                found = ", ".join(f"{name} ({type(value).__name__})" for name, value in fields.items())
+                raise UserError(
+                    f"{place}: no text in a field {key!r} (fields: {found or 'none'}); choose one with --json-key"
+                )
+            yield place, fields[key]
 
 
 def cut(text: str) -> list[str]:
@@ -209,12 +188,3 @@ def cut(text: str) -> list[str]:
         if len(pieces) > _PIECES // 2:
             break
     return pieces
-
-
-def _open(source: Source, digest: hashlib._Hash) -> BufferedReader:
-    """Opens a file, whose name and size go into the digest before its bytes."""
-    digest.update(f"\0{source.label}\0{source.size}\0".encode("utf-8", "surrogateescape"))
-    try:
-        return source.path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {str(source.path)!r}: {error.strerror}") from None

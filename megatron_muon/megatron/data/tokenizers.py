@@ -1,9 +1,8 @@
 """Turns text into token ids by Megatron's tokenizers.
 
-The default is megatron-core's `ByteLevelTokenizer`: a token is a byte of UTF-8, the highest id ends a
-document. The training command line of megatron-core 0.19 has no flag that selects it, and needs none: during
-training a tokenizer only tells the vocabulary's size and the id that ends a document, which `NullTokenizer`
-does with the same values.
+The default is megatron-core's `ByteLevelTokenizer`: a token is a byte of UTF-8, the highest id ends a document. No flag
+of megatron-core 0.19's training selects it, and none has to: there a tokenizer only tells the vocabulary's size and the
+id that ends a document, which `NullTokenizer` does with the same values.
 """
 
 from __future__ import annotations
@@ -35,16 +34,12 @@ TOKENIZER_TYPES = (BYTE_LEVEL, IN_TRAINING, HUGGING_FACE, *SENTENCEPIECE, "TikTo
 """The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
 
 _HF = (HUGGING_FACE, "SFTTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-_PACKAGES = {
-    **dict.fromkeys(_HF, "transformers"),
-    **dict.fromkeys(SENTENCEPIECE, "sentencepiece"),
-    "TikTokenizer": "tiktoken",
-}
+_PACKAGES = dict.fromkeys(_HF, "transformers") | dict.fromkeys(SENTENCEPIECE, "sentencepiece")
+_PACKAGES["TikTokenizer"] = "tiktoken"
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
 _DOCUMENTS_PER_WORKER = 128
 """How many are under way at a time, so that memory stays bounded however long the input is."""
-
 
 Document = tuple[str, str]
 """Where it stands, and its text."""
@@ -72,19 +67,17 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 def check_spec(spec: TokenizerSpec) -> None:
     """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
-    kind, size = spec.tokenizer_type, spec.vocab_size
-    is_bytes, is_ids = kind == BYTE_LEVEL, kind == IN_TRAINING
-    why = {
-        f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}": kind
-        not in TOKENIZER_TYPES,
-        f"--tokenizer-model {spec.model}: {BYTE_LEVEL} has no model; leave it out": is_bytes and spec.model is not None,
-        f"--vocab-size {size} is too small for {BYTE_LEVEL}: 256 bytes and an end-of-document id need at least "
-        f"{BYTE_LEVEL_VOCAB_SIZE}": is_bytes and size is not None and size < BYTE_LEVEL_VOCAB_SIZE,
-        "NullTokenizer (text that already holds ids) needs --vocab-size N": is_ids and (size is None or size < 1),
-        f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME": not (is_bytes or is_ids or spec.model),
-    }
-    if wrong := next((words for words, holds in why.items() if holds), None):
-        raise UserError(wrong)
+    kind, size, least = spec.tokenizer_type, spec.vocab_size, BYTE_LEVEL_VOCAB_SIZE
+    if kind not in TOKENIZER_TYPES:
+        raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
+    if kind == BYTE_LEVEL and spec.model is not None:
+        raise UserError(f"--tokenizer-model {spec.model}: {kind} has no model; leave it out")
+    if kind == BYTE_LEVEL and size is not None and size < least:
+        raise UserError(f"--vocab-size {size} is too small for {kind}, which has {least} ids; give at least {least}")
+    if kind == IN_TRAINING and (size is None or size < 1):
+        raise UserError(f"{kind} (text that already holds ids) needs --vocab-size N")
+    if kind not in (BYTE_LEVEL, IN_TRAINING) and not spec.model:
+        raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
 
 @functools.cache
@@ -149,10 +142,9 @@ def _encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
     place, text = document
     tokenizer = build(spec)
     try:
-        if spec.tokenizer_type == BYTE_LEVEL:  # what `tokenize` gives, without a Python integer for each byte
-            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-        else:
-            ids = np.array(tokenizer.tokenize(text), np.int64)
+        # What the byte-level `tokenize` gives, without a Python integer for each byte.
+        is_bytes = spec.tokenizer_type == BYTE_LEVEL
+        ids = np.array(np.frombuffer(text.encode(), np.uint8) if is_bytes else tokenizer.tokenize(text), np.int64)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
     if ids.size and (ids.max() >= tokenizer.vocab_size or ids.min() < 0):

@@ -1,4 +1,4 @@
-"""What prepared data is, from its index, manifest and first ids, and whether it is of the vocabulary of a run."""
+"""Checks of prepared data: whether it is whole, and of the vocabulary of a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ _SAMPLE_TOKENS = 1 << 20
 
 
 def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
-    """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents."""
+    """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents.
+
+    Raises:
+        UserError: the index cannot be read or is damaged, or `PREFIX.bin` is shorter than it says.
+    """
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    file = Path(prefix + ".idx")
+    file = prefix + ".idx"
     try:
-        index = _IndexReader(str(file), multimodal=False)
+        index = _IndexReader(file, multimodal=False)
         dtype = np.dtype(index.dtype)
         assert dtype.kind in "iu", dtype
         size = Path(prefix + ".bin").stat().st_size
     except OSError as error:
-        raise UserError(
-            f"{error.filename or file} cannot be read ({error.strerror}); give this user the right to read it"
-        ) from None
+        raise UserError(f"{error.filename or file} cannot be read ({error.strerror})") from None
     except (AssertionError, struct.error, ValueError):  # another file, one cut short, or of a type unknown to Megatron
         raise UserError(
             f"{file} is not an index of Megatron's data, or is damaged; type: "
@@ -69,32 +71,25 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
                 "vocabulary padded); give the tokenizer or --vocab-size with which the data was made"
             )
         return
-    made = manifest.settings.tokenizer
-    theirs, runs = made.in_training(), TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    size = manifest.vocab_size or theirs.vocab_size or 0
-    if runs.tokenizer_type != IN_TRAINING and not _same(theirs, runs, manifest.settings.tokenizer_digest):
+    run, made = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size), manifest.settings.tokenizer
+    reads = made.in_training()
+    size = manifest.vocab_size or reads.vocab_size or 0
+    differs = run.tokenizer_type != IN_TRAINING and not _is_same(reads, run, manifest.settings.tokenizer_digest)
+    if differs or size > rows:
+        made_with, has = (" ".join(spec.flags()[1:]) for spec in (made, run))
         raise UserError(
-            f"{prefix} was made with {_shown(made)}, this run has {_shown(runs)}; train with "
-            f"{' '.join(theirs.flags())}, or prepare the text with this run's tokenizer"
-        )
-    if size > rows:
-        raise UserError(
-            f"{prefix} was made with {_shown(made)}, a vocabulary of {size}; this run's {_shown(runs)} gives the model "
-            f"{rows} (padded); train with {' '.join(theirs.flags())}"
+            f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has {has} and a model of {rows} "
+            f"(padded); train with {' '.join(reads.flags())}, or prepare the text with this run's tokenizer"
         )
 
 
-def _same(made: TokenizerSpec, runs: TokenizerSpec, digest: str) -> bool:
+def _is_same(made: TokenizerSpec, run: TokenizerSpec, digest: str) -> bool:
     """Whether two are the same tokenizer, by the digest of its files where both are known, else by its name."""
-    kinds = {made.tokenizer_type, runs.tokenizer_type}
+    kinds = {made.tokenizer_type, run.tokenizer_type}
     if len(kinds) > 1 and not kinds <= {*SENTENCEPIECE}:
         return False
-    if made.model == runs.model:
+    if made.model == run.model:
         return True
-    if digest and (found := model_digest(runs)):
+    if digest and (found := model_digest(run)):
         return digest == found
-    return Path(made.model or "").name == Path(runs.model or "").name
-
-
-def _shown(spec: TokenizerSpec) -> str:
-    return " ".join(spec.flags()[1:])
+    return Path(made.model or "").name == Path(run.model or "").name
