@@ -10,6 +10,7 @@ provided: asking for them fails as it does on any machine without a GPU.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,9 +155,8 @@ def install(patches: Patches) -> None:
     # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in turn.
     patches.replace(torch.accelerator, "is_available", _always(False))
 
-    # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one.
-    # The setting is read when a compiled function is called, so functions decorated earlier obey it as
-    # well, and no environment variable is needed.
-    import torch._dynamo.config as dynamo_config
-
-    patches.replace(dynamo_config, "disable", True)
+    # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one. The
+    # setting is read when a compiled function is called, so functions decorated earlier obey it as well. Where the
+    # compiler is not loaded there are none, and `megatron.install` lets no other be compiled: loading takes a second.
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        patches.replace(dynamo.config, "disable", True)
