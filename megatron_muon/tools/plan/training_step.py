@@ -1,4 +1,4 @@
-"""A whole training step on paper, with Adam and with Muon: what Muon adds to it, and everything that this assumes.
+"""A whole training step on paper, with Adam and with Muon: the memory of a GPU, the time, and what both assume.
 
 Forward and backward are the model's operations over a share of the peak rate; FSDP's gathers and reductions run beside
 them. Elementwise work is bytes over the rate of the device's memory. Muon's own step is the plan's.
@@ -7,11 +7,11 @@ them. Elementwise work is bytes over the rate of the device's memory. Muon's own
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, Settings
+from megatron_muon.settings import MuonSettings
+from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Group, Hardware, Settings
 
 MFU = 0.45
 """Part of the data sheet's rate that model FLOPs reach in forward and backward.
@@ -22,7 +22,10 @@ The more, the shorter the step that Muon adds to."""
 MAX_COMMUNICATION = 0.5
 """Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
 WARNING = "warning:"
-"""Start of a note that `plan` shows in colour."""
+"""Start of a note that `plan` always shows, in colour."""
+
+UNITS = "optim_grads_params"
+"""The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
 
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Of a parameter: the norm reads the fp32 gradient, clipping reads and writes it."""
@@ -33,6 +36,10 @@ MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
 writes the weight, and so does the update. What travels is read or written beside."""
 CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
 """What these take beyond that, in passes that do not find anything in a cache (`core.rules`)."""
+MAIN_BYTES, MOMENTS_BYTES = 4, 8
+"""Of a parameter, in memory: the fp32 main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments."""
+STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+"""Of an element of momentum, by --muon-momentum-dtype."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Model:
         strategy: `--data-parallel-sharding-strategy`.
         half: whether it trains in bf16, and not in fp32.
         reduced_bytes: of an element of the gradients when they are reduced.
+        activation_bytes: of a micro-batch on a rank; None where Megatron has no formula.
     """
 
     parameters: tuple[Parameters, ...]
@@ -92,6 +100,7 @@ class Model:
     strategy: str
     half: bool
     reduced_bytes: int
+    activation_bytes: float | None = None
 
     @property
     def tokens(self) -> int | None:
@@ -103,12 +112,22 @@ class Model:
         """Of an element of the weights that are gathered."""
         return 2 if self.half else 4
 
+    @property
+    def held(self) -> float:
+        """Parameters of a rank's shards."""
+        return sum(kind.count / kind.parts / kind.ranks for kind in self.parameters)
+
+    @property
+    def held_by_muon(self) -> float:
+        """Of them, those in Muon's matrices."""
+        return sum(kind.muon / kind.parts / kind.ranks for kind in self.parameters)
+
     def collectives(self, micro_batches: int) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces all gradients.
 
         Sharded weights are gathered for forward and for backward, sharded gradients are reduced in every micro-batch.
         """
-        gathers = 2 * micro_batches if self.strategy == "optim_grads_params" else 1
+        gathers = 2 * micro_batches if self.strategy == UNITS else 1
         return gathers, 1 if self.strategy == "optim" else micro_batches
 
     def communication_s(self, hardware: Hardware, micro_batches: int) -> float:
@@ -123,10 +142,18 @@ class Model:
         return seconds
 
 
+class Planned(NamedTuple):
+    """What a plan is of: Muon's settings, the matrices of each kind of group, and the model where it is known."""
+
+    settings: MuonSettings
+    groups: list[Group]
+    model: Model | None
+
+
 def holder_bytes(settings: Settings) -> int:
     """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
     ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
-    packed = 2 * settings.memory.element_bytes  # and taken from a parcel
+    packed = 2 * settings.memory.element_bytes  # to what travels, and back
     variants = CAUTIOUS_BYTES * settings.cautious + HYPERBALL_BYTES * settings.hyperball
     return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + variants + packed
 
@@ -137,8 +164,39 @@ def owner_bytes(settings: Settings) -> int:
     It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
     its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
-    half = 2 if settings.iteration.half else 4
-    return 9 * settings.memory.element_bytes + 3 * half
+    return 9 * settings.memory.element_bytes + 3 * (2 if settings.iteration.half else 4)
+
+
+def memory(model: Model, settings: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
+    """Bytes of a GPU's memory by purpose, with Adam and with Muon.
+
+    `settings` are Muon's of the run, `step_bytes` what Muon's step takes beside. Weights and gradients lie as
+    Megatron-FSDP shards them. Layers that are gathered, the allocator's gaps and NCCL's buffers are not counted.
+    """
+    held, muon = model.held, model.held_by_muon
+    whole = sum(kind.count / kind.parts for kind in model.parameters)
+    kept = 1 - settings.muon_offload_fraction * (settings.muon_offload != "none")  # on the device
+    kept_too = kept if settings.muon_offload_state == "all" else 1.0
+    adaptive = getattr(settings, "optimizer", "") == "adaptive_muon" and settings.adaptive_muon_moment2_method
+    momentum = STORED_BYTES[settings.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
+    weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
+    common = {
+        "gradients": model.reduced_bytes * (whole if model.strategy == "optim" else held),
+        "activations": model.activation_bytes or 0.0,
+    }
+    of = {
+        "adam": {"weights": weights + MAIN_BYTES * held, **common, "state": MOMENTS_BYTES * held, "step": 0},
+        "muon": {
+            "weights": weights + MAIN_BYTES * kept_too * held,
+            **common,
+            "state": momentum * muon + MOMENTS_BYTES * kept_too * (held - muon),
+            "step": step_bytes,
+        },
+    }
+    for each in of.values():
+        each["total"] = sum(each.values())
+    capacity = hardware.memory_gb * 1e9
+    return {**of, "capacity": capacity, "fits": of["muon"]["total"] <= capacity}
 
 
 def simulate(
@@ -162,9 +220,7 @@ def simulate(
     of_a_rank = tokens / model.replicas / model.sequence_length  # sequences
     micro_batches = max(math.ceil(of_a_rank / model.micro_batch), 1)
     communication_ms = model.communication_s(hardware, micro_batches) * 1e3
-    held, muon = (
-        sum(getattr(kind, name) / kind.parts / kind.ranks for kind in model.parameters) for name in ("count", "muon")
-    )
+    held, muon = model.held, model.held_by_muon
     both_bytes = NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes
 
     def passes_ms(parameters: float, moved: float) -> float:
@@ -212,22 +268,28 @@ def simulate(
             "muon_owner_bytes": owner_bytes(settings),
         },
     }
-    return {**figures, "notes": assumptions(figures)}
+    return {**figures, "notes": _notes(figures)}
 
 
-def assumptions(figures: dict[str, Any]) -> list[str]:
-    """What the figures of `simulate` rest on, in sentences."""
+def _notes(figures: dict[str, Any]) -> list[str]:
+    """What the figures of `simulate` rest on, in sentences; warnings first."""
     a = figures["assumptions"]
     dtypes = {2: "bf16", 4: "fp32"}
     lines = []
     if (share := figures["communication_share"]) > MAX_COMMUNICATION:
         lines.append(
             f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
-            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), a "
-            "larger batch, more expert-parallel ranks (their all-to-alls are not counted), or HSDP "
-            "(--num-distributed-optimizer-instances with --overlap-grad-reduce; Muon then sends its updates to each)"
+            "reason; try larger micro-batches, a larger batch, more expert-parallel ranks, or HSDP"
         )
-    lines += [
+    if (share := a["sequences_per_data_parallel_rank"]) < 1:
+        lines.append(
+            f"{WARNING} a data-parallel rank has {share:.2g} of a sequence of {a['sequence_length']:,} tokens: such a "
+            f"step needs {math.ceil(1 / share)} context-parallel ranks for a sequence, or shorter ones"
+        )
+    if a["vocabulary"] is None:
+        lines.append(f"{WARNING} the size of the vocabulary is not known and counts as none; add --vocab-size")
+    return [
+        *lines,
         f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
         f"recomputation), at {a['mfu']:.0%} of {a['peak_tflops']:,.0f} TFLOP/s a rank (--mfu)",
         f"FSDP: weights gathered {a['weight_gathers']}x in {dtypes[a['weight_bytes']]}, gradients reduced "
@@ -237,41 +299,7 @@ def assumptions(figures: dict[str, Any]) -> list[str]:
         f"elementwise: {a['memory_gb_per_s']:,.0f} GB/s of memory; bytes a parameter: norm, clipping and installed "
         f"weights {a['both_bytes']}, Adam fused {a['adam_bytes']}, Muon {a['muon_holder_bytes']} where it is held and "
         f"{a['muon_owner_bytes']} where it is owned; {a['parameters_per_rank'] / 1e6:,.2f} M parameters a rank, "
-        f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned "
-        "(the plan's imbalance)",
+        f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned",
         "not counted, with either optimizer: launches but Muon's, latency of collectives, data and logs; experts' "
         "all-to-alls are part of the share of the peak",
     ]
-    if a["vocabulary"] is None:
-        lines.append("the size of the vocabulary is not known and counts as none; add --vocab-size to the config")
-    if (share := a["sequences_per_data_parallel_rank"]) < 1:
-        lines.append(
-            f"a data-parallel rank has {share:.2g} of a sequence of {a['sequence_length']:,} tokens: such a step needs "
-            f"{math.ceil(1 / share)} context-parallel ranks for a sequence, or shorter ones"
-        )
-    return lines
-
-
-_PARTS = {
-    "forward_backward": "forward and backward",
-    "exposed_communication": "FSDP's communication beyond them",
-    "norm_clip_install": "norm, clipping, weights installed",
-    "adam": "Adam, elementwise",
-    "muon_elementwise": "Muon, elementwise",
-    "muon_step": "Muon, Newton-Schulz and exchange",
-    "total": "training step",
-}
-
-
-def rows(figures: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Part, milliseconds with Adam and milliseconds with Muon."""
-
-    def shown(of: dict[str, float], part: str) -> str:
-        return f"{of[part]:,.2f} ms" if part in of else "-"
-
-    table = [
-        (label, shown(figures["adam_ms"], part), shown(figures["muon_ms"], part)) for part, label in _PARTS.items()
-    ]
-    adam, ours = (figures[of]["exposed_communication"] / figures[of]["total"] for of in ("adam_ms", "muon_ms"))
-    waiting = ("share waiting for communication", f"{adam:.0%}", f"{ours:.0%}")
-    return [*table, waiting, ("Muon / Adam", "1", f"{figures['muon_over_adam']:.4f}")]

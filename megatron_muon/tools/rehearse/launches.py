@@ -7,7 +7,6 @@ MultiTensorApply.cuh of torch 2.13. What a library's own call launches inside (c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,48 +28,33 @@ def launches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     if func.is_view or name in _NONE or func.namespace == "prim":
         return 0
     if name.startswith("_foreach_"):
-        return _of_lists([arg for arg in args if _is_list(arg)], may_cast=name == "_foreach_copy_")
-    if name in _TWO and (out := kwargs.get("out")) is not None and out is not args[0]:
-        return 2
-    return 1
+        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+        return _of_lists(lists) if _are_fast(lists, may_cast=name == "_foreach_copy_") else len(lists[0])
+    return 2 if name in _TWO and kwargs.get("out") is not None and kwargs["out"] is not args[0] else 1
 
 
-def _is_list(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], torch.Tensor)
-
-
-def _of_lists(lists: Sequence[Sequence[torch.Tensor]], *, may_cast: bool) -> int:
-    first, *others = lists
-    if not _are_fast(first, others, may_cast=may_cast):
-        return len(first)
+def _of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
     count, tensors, chunks = 0, 0, 0
-    for tensor in first:
+    for tensor in lists[0]:
         tensors += 1
-        for _ in range(math.ceil(tensor.numel() / _CHUNK)):
+        for _ in range(-(-tensor.numel() // _CHUNK)):
             chunks += 1
             if chunks == _CHUNKS:
-                count, chunks = count + 1, 0
-                tensors = 1 if tensors else 0
+                count, tensors, chunks = count + 1, 1, 0
         if tensors == _TENSORS[len(lists)]:
             count, tensors, chunks = count + 1, 0, 0
     return count + (chunks > 0)
 
 
-def _are_fast(first: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]], *, may_cast: bool) -> bool:
+def _are_fast(lists: Sequence[Sequence[torch.Tensor]], *, may_cast: bool) -> bool:
     """Whether the fast path takes them: a dtype in each list, sizes and strides alike, dense without overlap."""
-    for tensors in (first, *others):
-        if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return False
-    if not may_cast and any(tensors[0].dtype != first[0].dtype for tensors in others):
+    dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    if any(len(found) > 1 for found in dtypes) or (not may_cast and any(found != dtypes[0] for found in dtypes)):
         return False
-    return all(map(_is_dense, first)) and all(
-        tensor.shape == other.shape and tensor.stride() == other.stride()
-        for tensors in others
-        for tensor, other in zip(first, tensors, strict=True)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill what lies between the first and the last."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in pairs) == max(tensor.numel(), 1)
+    for first, *others in zip(*lists, strict=True):
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+        if extent != max(first.numel(), 1):
+            return False
+        if any(other.shape != first.shape or other.stride() != first.stride() for other in others):
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""One rank of a rehearsal: its real optimizers, made from the planned layout, take two steps and are recorded.
+"""The ranks of a rehearsal: their real optimizers, made from the planned layout, take two steps and are recorded.
 
 `MuonBuilder` makes the Muons and `factory.wrap` what megatron-core puts around them, as for training. What training has
 from a model is given here: parameters of the planned shards' shapes with gradients, and the layout. Left out is what
@@ -8,10 +8,13 @@ is megatron-core's alone: gradient reduction and norm before the step, the scala
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import multiprocessing
+import os
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import override
@@ -30,12 +33,13 @@ from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.tools.plan.estimate import Group, Hardware, node_pattern
 from megatron_muon.tools.rehearse import machine, process_groups
-from megatron_muon.tools.rehearse.recorder import HOST_WAITS, Recorder, place
+from megatron_muon.tools.rehearse.recorder import HOST_WAITS, Phases, Recorder, place
 from megatron_muon.tools.rehearse.trace import RankTrace
 
 STEPS = 2
-"""The first one has what happens once, the second one is what all others are like."""
-
+"""The first one has what happens once, the second one is like all others."""
+BATCH = 8
+"""Ranks that a process is given at a time."""
 
 PlanKey = tuple[str, tuple[int, ...]]
 """The name of a kind of groups, and how their ranks lie in nodes."""
@@ -43,14 +47,9 @@ PlanKey = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Rehearsal:
-    """What ranks have in common.
+    """What ranks have in common; `groups` are planned, dense matrices first.
 
-    Attributes:
-        settings: of the optimizers.
-        groups: what is planned, dense matrices first.
-        world_size: ranks of the run.
-        hardware: where it is to run.
-        plans: by `plan_key`; the first rank makes one that is missing as in training, and the others take it.
+    A plan that is missing in `plans` is made by the first rank as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
@@ -60,7 +59,7 @@ class Rehearsal:
     plans: dict[PlanKey, Plan] = field(default_factory=dict)
 
     def plan_key(self, group: Group, members: Sequence[int]) -> PlanKey:
-        """What the plan of a group with these global ranks goes by."""
+        """The key in `plans` of a group with these global ranks."""
         return group.name, node_pattern(members, self.hardware)
 
 
@@ -96,6 +95,42 @@ class _Chunk(SimpleNamespace):
 
     def start_param_sync(self) -> None:
         """Megatron-FSDP's."""
+
+
+def rehearse(
+    rehearsal: Rehearsal, ranks: Sequence[int], *, processes: int | None = None, done: Callable[[int], object] = id
+) -> dict[int, RankTrace]:
+    """The traces of some ranks of the world, by so many forked processes, by default one for each usable core.
+
+    Forked processes need not import, read or plan anything again. `done` is called with the number of finished ranks.
+    """
+    first, *others = ranks
+    traces = {first: rehearse_rank(first, rehearsal)}  # makes the plans, for which the others would wait
+    processes = min(processes or len(os.sched_getaffinity(0)), -(-len(others) // BATCH))
+    with contextlib.ExitStack() as stack:
+        found = (rehearse_rank(rank, rehearsal) for rank in others)
+        if processes > 1:
+            context = multiprocessing.get_context("fork")
+            pool = stack.enter_context(context.Pool(processes, initializer=_share, initargs=(rehearsal,)))
+            found = pool.imap_unordered(_rehearse_shared, others, chunksize=BATCH)
+        for trace in found:
+            traces[trace.rank] = trace
+            done(len(traces))
+    return dict(sorted(traces.items()))
+
+
+_shared: Rehearsal
+
+
+def _share(rehearsal: Rehearsal) -> None:
+    """In a forked process: take what the parent has, and keep the collector from writing to its pages."""
+    global _shared
+    _shared = rehearsal
+    gc.freeze()
+
+
+def _rehearse_shared(rank: int) -> RankTrace:
+    return rehearse_rank(rank, _shared)
 
 
 def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
@@ -159,7 +194,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for group, member in zip(rehearsal.groups, members, strict=True):
         muon = member.optimizer
-        muon.probe = recorder.probe([matrix.name for matrix in group.layout.matrices])
+        muon.probe = Phases(recorder, [matrix.name for matrix in group.layout.matrices])
         muon.update_matrices = recorder.group(group.name, muon.exchange.arena.nbytes)(muon.update_matrices)
     trace.state_bytes = _state_bytes(chain)
     try:
