@@ -26,10 +26,10 @@ from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
 from megatron_muon.tools.plan.host import counts_of
-from megatron_muon.tools.rehearse import all_ranks, playback
+from megatron_muon.tools.rehearse import playback
 from megatron_muon.tools.rehearse.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.tools.rehearse.process_groups import RecordingGroup
-from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse, rehearse_rank
 from megatron_muon.tools.rehearse.trace import RankTrace
 
 H100 = HARDWARE["h100-sxm"]
@@ -367,7 +367,7 @@ def test_a_rank_that_fails_is_named_with_the_place(monkeypatch: pytest.MonkeyPat
 
 def test_processes_record_what_one_does(sound: Recorded) -> None:
     for processes in (1, 2):
-        traces = all_ranks.rehearse(rehearsal(), range(RANKS), processes=processes)
+        traces = rehearse(rehearsal(), range(RANKS), processes=processes)
         assert list(traces) == list(range(RANKS))
         for rank, trace in traces.items():
             assert trace.steps[1].extra_bytes == sound.traces[rank].steps[1].extra_bytes

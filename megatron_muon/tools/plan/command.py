@@ -1,8 +1,4 @@
-"""`megatron-muon plan`: what the owner scheme would do at a size, on paper.
-
-Takes a config and a number of ranks, or the layout of a real run, makes the plan that training would make, and says
-whether it fits, how long a step may take on a named machine, and what Muon adds. Needs no GPU and no ranks.
-"""
+"""`megatron-muon plan`: makes the plan of a run on paper, and says whether it fits, and how long a step may take."""
 
 from __future__ import annotations
 
@@ -27,25 +23,17 @@ from megatron_muon.tools.plan.training_step import Planned
 
 EXAMPLES = """\
 examples:
-  an 8B model on 64 GPUs:
-    megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
-  a mixture of experts on 4,096, with all that is assumed, and figures as JSON:
-    megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --details --json plan.json
-  a Hugging Face model under FSDP2, for megatron_muon.Muon:
-    megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64
-  a training step of 8 M tokens, with Adam and with Muon:
-    megatron-muon plan --config configs/llama3-8b.yaml --world-size 1024 --tokens 8388608
-  the layout of a real run, captured with --muon-dump-layout:
-    megatron-muon plan --layout layout.json
+  megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
+  megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --details --json plan.json
+  megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64   (FSDP2, for megatron_muon.Muon)
+  megatron-muon plan --layout layout.json   (of a run with --muon-dump-layout)
 """
 
 DESCRIPTION = """\
 Plan a run with Muon on paper: whether it fits a GPU, how long a step may take, who orthogonalises what.
 
-Times are arithmetic on the hardware profile: Newton-Schulz, exchange and what the host enqueues, overlapped, with 2
-microseconds for each peer of an all-to-all and 5 for a kernel, without elementwise work. With --config, memory and a
-whole training step of the config's batch (or --tokens) on GPUs come first, with Adam and with Muon. They rank
-configurations; measure with python -m benchmarks.train.
+With --config, memory and a training step of the config's batch (or --tokens) on GPUs come first, with Adam and with
+Muon. Times are arithmetic on the hardware profile. They rank configurations; python -m benchmarks.train measures.
 """
 
 _FIELDS = {

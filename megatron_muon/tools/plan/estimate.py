@@ -122,18 +122,14 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes.
+    """What decides costs and bytes."""
 
-    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, what an
-    adaptive Muon's second moment and cautious decay take, and whether decay is cautious or norms are kept.
-    """
-
-    buffer_mb: float | None
-    exchange_dtype: str
+    buffer_mb: float | None  # --muon-exchange-buffer-mb
+    exchange_dtype: str  # what travels, "fp32" or "bf16"
     iteration: Iteration
     team_size: str = AUTO
     looks_ahead: bool = True
-    moment: MomentBytes = field(default_factory=MomentBytes)
+    moment: MomentBytes = field(default_factory=MomentBytes)  # of second moments and cautious decay
     cautious: bool = False
     hyperball: bool = False
 
@@ -189,19 +185,12 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class KindPlan:
-    """The plans of all groups of a kind: one for each way in which a group's ranks lie in nodes.
-
-    Attributes:
-        group: what the groups have in common.
-        plans: different ones.
-        members: global ranks of each group, `(groups, ranks)`.
-        numbers: for each group, which of `plans` it has.
-    """
+    """The plans of all groups of a kind: one for each way in which a group's ranks lie in nodes."""
 
     group: Group
-    plans: tuple[GroupPlan, ...]
-    members: Ints
-    numbers: Ints
+    plans: tuple[GroupPlan, ...]  # different ones
+    members: Ints  # global ranks of each group, `(groups, ranks)`
+    numbers: Ints  # for each group, which of `plans` it has
 
     @property
     def worst(self) -> GroupPlan:

@@ -14,7 +14,6 @@ import numpy as np
 
 from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.tools.plan.estimate import GroupPlan, Hardware, KindPlan, Settings
-from megatron_muon.tools.plan.training_step import WARNING
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""
@@ -98,7 +97,7 @@ def _figures(items: Sequence[GroupPlan], total: Callable[[Callable[[GroupPlan], 
 
 def show(figures: Figures, source: str, hardware: Hardware, *, details: bool) -> None:
     """Print memory, time and Muon's own step; with `details` each group's, every part and what is assumed."""
-    step, memory, lines = figures.get("training_step"), figures.get("memory"), list(figures["unmet"])
+    step, memory = figures.get("training_step"), figures.get("memory")
     print_line(f"Plan of {source} at {figures['world_size']:,} ranks, {hardware.name}", "bold")
     if memory is not None:
         rows = [(label, *(size(memory[of][part]) for of in ("adam", "muon"))) for part, label in _MEMORY.items()]
@@ -111,21 +110,26 @@ def show(figures: Figures, source: str, hardware: Hardware, *, details: bool) ->
         waits = (f"{step[of]['exposed_communication'] / step[of]['total']:.0%}" for of in ("adam_ms", "muon_ms"))
         rows += [("share waiting for communication", *waits), ("Muon / Adam", "1", f"{step['muon_over_adam']:.4f}")]
         print_table((f"a step of {step['tokens']:,} tokens", "with Adam", "with Muon"), rows)
-        lines += [note for note in step["notes"] if details or note.startswith(WARNING)]
+        if details:
+            assumed = {name: value for name, value in step["assumptions"].items() if value is not None}
+            print_table(("assumed", ""), [(name, f"{value:,.7g}") for name, value in assumed.items()])
+        for note in step["notes"]:
+            print_line(f"warning: {note}", "yellow")
         print_line("")
     columns = {f"{group['name']}, {group['ranks']:,} ranks": group for group in figures["groups"] if details}
     if len(columns) != 1:
         columns["a rank in all" if details else "a rank"] = figures
-    labels = _ROWS if details else {label: shown for label, shown in _ROWS.items() if label in _SHORT}
-    print_table(("Muon's step", *columns), ((label, *map(shown, columns.values())) for label, shown in labels.items()))
+    rows = [(label, *map(shown, columns.values())) for label, shown in _ROWS.items()]
+    print_table(("Muon's step", *columns), rows if details else rows[:_SHORT])
     settings = figures["settings"]
     others = "".join(f", {count:,} matrices {steps}" for steps, count in figures["matrices_of_steps"].items())
     print_line(
         f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps{others}; exchange in "
         f"{settings['exchange_dtype']}; nodes of {hardware.node_ranks} ranks; digest {figures['digest']}"
     )
-    for line in lines + (_notes(figures, hardware) if details else ["--details shows groups, parts and assumptions"]):
-        print_line(line, "yellow" if line.startswith(WARNING) else "dim")
+    more = _notes(figures, hardware) if details else ["--details shows groups, parts and assumptions"]
+    for line in (*figures["unmet"], *more):
+        print_line(line)
 
 
 def _part(of: dict[str, float], part: str) -> str:
@@ -143,12 +147,13 @@ def _notes(figures: Figures, hardware: Hardware) -> list[str]:
             lines.append(f"{group['name']}, uneven: {large if load <= EVEN * least else few}")
         if group["plans"] > 1:
             lines.append(f"{group['name']}: {group['plans']} plans by place in nodes; the slowest is shown")
-    if "memory" in figures:
-        lines.append(
-            "memory: activations by Megatron's formula (with full recomputation one layer's and all inputs), without "
-            "experts; layers that FSDP has gathered, NCCL's buffers and fragmentation are not counted"
-        )
-    return lines
+    return [
+        *lines,
+        "times leave out launches but Muon's, latency of FSDP's collectives, data and logs; --mfu has experts' "
+        "all-to-alls; FSDP's communication counts where it takes longer than forward and backward",
+        "memory has activations by Megatron's formula (with full recomputation one layer's and all inputs), without "
+        "experts; layers that FSDP has gathered, NCCL's buffers and fragmentation are not counted",
+    ]
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -200,18 +205,18 @@ _PARTS = {
     "muon_step": "Muon, Newton-Schulz and exchange",
     "total": "training step",
 }
-_SHORT = ("step, overlapped", "Newton-Schulz", "exchange", "host, enqueuing", "extra memory, at most",
-          "most received by a rank", "owners' load, max / mean")  # fmt: skip
+_SHORT = 7
+"""Rows that the page has without `--details`."""
 _ROWS: dict[str, Callable[[Figures], str]] = {
     "step, overlapped": lambda c: duration(c["estimated_ms"]["step"]),
     "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),
     "exchange": lambda c: duration(c["estimated_ms"]["exchange"]),
     "host, enqueuing": lambda c: duration(c["estimated_ms"]["host"]),
     "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
-    "  it may take": lambda c: size(c["buffer_bytes"]),
     "most received by a rank": lambda c: size(c["exchange_bytes"]["max_per_rank"]),
-    "  by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "owners' load, max / mean": lambda c: f"{c['ns_load']['max_over_mean']:.3f}",
+    "a step may take": lambda c: size(c["buffer_bytes"]),
+    "received by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "matrices": lambda c: f"{c['matrices']:,}",
     "parameters in them": lambda c: f"{c['parameters'] / 1e6:,.1f} M",
     "matrices that teams own": lambda c: (

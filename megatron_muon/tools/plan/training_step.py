@@ -7,6 +7,7 @@ them. Elementwise work is bytes over the rate of the device's memory. Muon's own
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,42 +22,30 @@ The more, the shorter the step that Muon adds to."""
 
 MAX_COMMUNICATION = 0.5
 """Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
-WARNING = "warning:"
-"""Start of a note that `plan` always shows, in colour."""
 
 UNITS = "optim_grads_params"
 """The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
 
-NORM_BYTES, CLIP_BYTES = 4, 8
-"""Of a parameter: the norm reads the fp32 gradient, clipping reads and writes it."""
-ADAM_BYTES = 28
-"""Of a parameter, in one fused pass: reads gradient, weight and two moments, writes all but the gradient, in fp32."""
-MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
-"""Of a parameter, in `core.optimizer`: momentum and look-ahead, each reads two tensors and writes one; decay reads and
-writes the weight, and so does the update. What travels is read or written beside."""
-CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
-"""What these take beyond that, in passes that do not find anything in a cache (`core.rules`)."""
-MAIN_BYTES, MOMENTS_BYTES = 4, 8
-"""Of a parameter, in memory: the fp32 main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments."""
-STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""Of an element of momentum, by --muon-momentum-dtype."""
+# Bytes that move for each parameter, in fp32 and in passes that find nothing in a cache.
+NORM_BYTES, CLIP_BYTES = 4, 8  # reads the gradient; reads and writes it
+ADAM_BYTES = 28  # one fused pass: reads gradient, weight and two moments, writes all but the gradient
+MOMENTUM_BYTES, LOOK_AHEAD_BYTES = 12, 12  # each reads two tensors and writes one
+APPLY_BYTES = 16  # decay and update each read and write the weight
+CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28  # beyond that (`core.rules`)
+
+# Bytes that lie in memory for each parameter.
+MAIN_BYTES, MOMENTS_BYTES = 4, 8  # the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
+STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # momentum, by --muon-momentum-dtype
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Trained parameters of a kind, dense or experts.
+    """Trained parameters of a kind, dense or experts."""
 
-    Attributes:
-        count: of one copy of the model, over all ranks.
-        muon: of them, those in Muon's matrices.
-        parts: tensor and expert parallel ranks, which cut them first.
-        ranks: that FSDP cuts each part over.
-    """
-
-    count: int
-    muon: int
-    parts: int
-    ranks: int
+    count: int  # of one copy of the model, over all ranks
+    muon: int  # of them, those in Muon's matrices
+    parts: int  # tensor and expert parallel ranks, which cut them first
+    ranks: int  # that FSDP cuts each part over
 
     def gather_s(self, hardware: Hardware, element_bytes: int) -> float:
         """Seconds in which all ranks gather their parts, or reduce them: within nodes and between them at once.
@@ -72,35 +61,20 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Model:
-    """What a training step of a model takes beside Muon's own.
+    """What a training step of a model takes beside Muon's own."""
 
-    Attributes:
-        parameters: dense ones, and experts where there are any.
-        copies: of the optimizer's state: HSDP's instances.
-        sequence_flops: operations of a sequence, forward and backward.
-        sequence_length: tokens of a sequence.
-        vocabulary: padded rows of embedding and output layer; None where neither flag nor tokenizer tells them.
-        global_batch: sequences of a step; None where the config names none.
-        micro_batch: sequences of a data-parallel rank at a time.
-        replicas: data-parallel ranks.
-        strategy: `--data-parallel-sharding-strategy`.
-        half: whether it trains in bf16, and not in fp32.
-        reduced_bytes: of an element of the gradients when they are reduced.
-        activation_bytes: of a micro-batch on a rank; None where Megatron has no formula.
-    """
-
-    parameters: tuple[Parameters, ...]
-    copies: int
-    sequence_flops: float
-    sequence_length: int
-    vocabulary: int | None
-    global_batch: int | None
-    micro_batch: int
-    replicas: int
-    strategy: str
-    half: bool
-    reduced_bytes: int
-    activation_bytes: float | None = None
+    parameters: tuple[Parameters, ...]  # dense ones, and experts where there are any
+    copies: int  # of the optimizer's state: HSDP's instances
+    sequence_flops: float  # of a sequence, forward and backward
+    sequence_length: int  # tokens
+    vocabulary: int | None  # padded rows of embedding and output layer; None where neither flag nor tokenizer tells
+    global_batch: int | None  # sequences of a step; None where the config names none
+    micro_batch: int  # sequences of a data-parallel rank at a time
+    replicas: int  # data-parallel ranks
+    strategy: str  # --data-parallel-sharding-strategy
+    half: bool  # trains in bf16, and not in fp32
+    reduced_bytes: int  # of an element of the gradients when they are reduced
+    activation_bytes: float | None = None  # of a micro-batch on a rank; None where Megatron has no formula
 
     @property
     def tokens(self) -> int | None:
@@ -112,15 +86,9 @@ class Model:
         """Of an element of the weights that are gathered."""
         return 2 if self.half else 4
 
-    @property
-    def held(self) -> float:
-        """Parameters of a rank's shards."""
-        return sum(kind.count / kind.parts / kind.ranks for kind in self.parameters)
-
-    @property
-    def held_by_muon(self) -> float:
-        """Of them, those in Muon's matrices."""
-        return sum(kind.muon / kind.parts / kind.ranks for kind in self.parameters)
+    def held(self, name: str = "count") -> float:
+        """Parameters of a rank's shards; of "muon", those in Muon's matrices."""
+        return sum(getattr(kind, name) / kind.parts / kind.ranks for kind in self.parameters)
 
     def collectives(self, micro_batches: int) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces all gradients.
@@ -168,12 +136,11 @@ def owner_bytes(settings: Settings) -> int:
 
 
 def memory(model: Model, settings: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
-    """Bytes of a GPU's memory by purpose, with Adam and with Muon.
+    """Bytes of a GPU's memory by purpose, with Adam and with Muon, where Muon's step takes `step_bytes` beside.
 
-    `settings` are Muon's of the run, `step_bytes` what Muon's step takes beside. Weights and gradients lie as
-    Megatron-FSDP shards them. Layers that are gathered, the allocator's gaps and NCCL's buffers are not counted.
+    Weights and gradients lie as Megatron-FSDP shards them; `settings` are Muon's of the run.
     """
-    held, muon = model.held, model.held_by_muon
+    held, muon = model.held(), model.held("muon")
     whole = sum(kind.count / kind.parts for kind in model.parameters)
     kept = 1 - settings.muon_offload_fraction * (settings.muon_offload != "none")  # on the device
     kept_too = kept if settings.muon_offload_state == "all" else 1.0
@@ -220,7 +187,7 @@ def simulate(
     of_a_rank = tokens / model.replicas / model.sequence_length  # sequences
     micro_batches = max(math.ceil(of_a_rank / model.micro_batch), 1)
     communication_ms = model.communication_s(hardware, micro_batches) * 1e3
-    held, muon = model.held, model.held_by_muon
+    held, muon = model.held(), model.held("muon")
     both_bytes = NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes
 
     def passes_ms(parameters: float, moved: float) -> float:
@@ -237,14 +204,15 @@ def simulate(
     ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "muon_elementwise": elementwise}
     ours["muon_step"] = muon_step_ms
     gathers, reductions = model.collectives(micro_batches)
-    figures = {
+    share = adam["exposed_communication"] / sum(adam.values())
+    return {
         "tokens": tokens,
         "adam_ms": {**adam, "total": sum(adam.values())},
         "muon_ms": {**ours, "total": sum(ours.values())},
         "muon_over_adam": sum(ours.values()) / sum(adam.values()),
-        "communication_share": adam["exposed_communication"] / sum(adam.values()),
+        "communication_share": share,
         "assumptions": {
-            "model_flops": flops,
+            "model_flops": flops,  # by Megatron's count: causal attention, no recomputation
             "mfu": mfu,
             "peak_tflops": peak_tflops,
             "sequence_length": model.sequence_length,
@@ -262,44 +230,25 @@ def simulate(
             "parameters_per_rank": held,
             "muon_parameters_per_rank": muon,
             "muon_parameters_owned": owned,
-            "both_bytes": both_bytes,
+            "both_bytes": both_bytes,  # of a parameter: norm, clipping, weights installed
             "adam_bytes": ADAM_BYTES,
             "muon_holder_bytes": holder_bytes(settings),
             "muon_owner_bytes": owner_bytes(settings),
         },
+        "notes": list(_warnings(model, share, of_a_rank)),
     }
-    return {**figures, "notes": _notes(figures)}
 
 
-def _notes(figures: dict[str, Any]) -> list[str]:
-    """What the figures of `simulate` rest on, in sentences; warnings first."""
-    a = figures["assumptions"]
-    dtypes = {2: "bf16", 4: "fp32"}
-    lines = []
-    if (share := figures["communication_share"]) > MAX_COMMUNICATION:
-        lines.append(
-            f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
+def _warnings(model: Model, communication: float, sequences: float) -> Iterator[str]:
+    if communication > MAX_COMMUNICATION:
+        yield (
+            f"{communication:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
             "reason; try larger micro-batches, a larger batch, more expert-parallel ranks, or HSDP"
         )
-    if (share := a["sequences_per_data_parallel_rank"]) < 1:
-        lines.append(
-            f"{WARNING} a data-parallel rank has {share:.2g} of a sequence of {a['sequence_length']:,} tokens: such a "
-            f"step needs {math.ceil(1 / share)} context-parallel ranks for a sequence, or shorter ones"
+    if sequences < 1:
+        yield (
+            f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens: such a step "
+            f"needs {math.ceil(1 / sequences)} context-parallel ranks for a sequence, or shorter ones"
         )
-    if a["vocabulary"] is None:
-        lines.append(f"{WARNING} the size of the vocabulary is not known and counts as none; add --vocab-size")
-    return [
-        *lines,
-        f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
-        f"recomputation), at {a['mfu']:.0%} of {a['peak_tflops']:,.0f} TFLOP/s a rank (--mfu)",
-        f"FSDP: weights gathered {a['weight_gathers']}x in {dtypes[a['weight_bytes']]}, gradients reduced "
-        f"{a['gradient_reductions']}x in {dtypes[a['gradient_bytes']]}, {a['communication_ms']:,.1f} ms at "
-        f"{a['node_gb_per_s']:g} GB/s within nodes and {a['network_gb_per_s']:g} between; only what takes longer than "
-        "forward and backward counts",
-        f"elementwise: {a['memory_gb_per_s']:,.0f} GB/s of memory; bytes a parameter: norm, clipping and installed "
-        f"weights {a['both_bytes']}, Adam fused {a['adam_bytes']}, Muon {a['muon_holder_bytes']} where it is held and "
-        f"{a['muon_owner_bytes']} where it is owned; {a['parameters_per_rank'] / 1e6:,.2f} M parameters a rank, "
-        f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned",
-        "not counted, with either optimizer: launches but Muon's, latency of collectives, data and logs; experts' "
-        "all-to-alls are part of the share of the peak",
-    ]
+    if model.vocabulary is None:
+        yield "the size of the vocabulary is not known and counts as none; add --vocab-size to the config"

@@ -1,14 +1,13 @@
 """Compares what ranks recorded: with each other, with the layout, and with the plan.
 
-Each check yields findings; none of them knows how ranks were recorded. Where only some ranks were rehearsed, those are
-compared that were.
+Where only some ranks were rehearsed, those are compared that were.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from megatron_muon.core.traffic import Ints
 from megatron_muon.tools.plan.estimate import KindPlan
-from megatron_muon.tools.rehearse.trace import Call, Members, Part, RankTrace, Wait
+from megatron_muon.tools.rehearse.trace import Call, Members, RankTrace, Wait
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
@@ -65,30 +64,15 @@ class Recorded:
 
 def check(recorded: Recorded) -> list[Finding]:
     """All disagreements; of ranks that did not finish, only that."""
-    unfinished = list(_unfinished(recorded))
-    if any(trace.failure for trace in recorded.traces.values()):
-        return unfinished
-    return unfinished + [finding for check in CHECKS for finding in check(recorded)]
-
-
-def _unfinished(recorded: Recorded) -> Iterator[Finding]:
-    """No host waits for its device within a step, and every rank takes its steps."""
+    found = []
     for rank, trace in recorded.traces.items():
         for what, count in Counter(trace.synchronizations).items():
-            yield Finding("host", (rank,), f"the host waits for the device: {what}" + f" ({count} times)" * (count > 1))
+            found.append(Finding("host", (rank,), f"the host waits for the device, {count} times: {what}"))
         if trace.failure and not trace.synchronizations:
-            yield Finding("step", (rank,), f"the rank did not finish: {trace.failure}")
-
-
-def plans(recorded: Recorded) -> Iterator[Finding]:
-    """Every rank has the plan that `megatron-muon plan` makes."""
-    for rank, trace in recorded.traces.items():
-        digests = [kind.of(rank).digest for kind in recorded.plans]
-        if trace.plans and trace.plans != digests:
-            other = next((one for one, its in recorded.traces.items() if its.plans == digests), None)
-            whose = "the planner" if other is None else f"rank {other}"
-            text = f"rank {rank} has plan {'-'.join(trace.plans)}, {whose} has {'-'.join(digests)}"
-            yield Finding("plan", (rank,) if other is None else (other, rank), text)
+            found.append(Finding("step", (rank,), f"the rank did not finish: {trace.failure}"))
+    if any(trace.failure for trace in recorded.traces.values()):
+        return found
+    return [*found, *order(recorded), *pairs(recorded), *each_rank(recorded), *blocks(recorded)]
 
 
 def order(recorded: Recorded) -> Iterator[Finding]:
@@ -149,92 +133,62 @@ def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, 
 
 
 def blocks(recorded: Recorded) -> Iterator[Finding]:
-    """Every part of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
+    """Every part of every block is orthogonalised once in a step, by whatever ranks of its process group."""
     for kind, step in itertools.product(recorded.plans, recorded.steps):
-        for group in kind.members:
-            members = [int(rank) for rank in group]
-            if not recorded.traces.keys() >= set(members):
+        for group in kind.members.tolist():
+            if not recorded.traces.keys() >= set(group):
                 continue  # others, who are not recorded, may have it
-            done: dict[tuple[str, int], dict[Part, list[int]]] = defaultdict(lambda: defaultdict(list))
-            for member in members:
-                for part, times in recorded.traces[member].steps[step].orthogonalized.items():
-                    done[part.name, part.block][part] += [member] * times
-            for index, matrix in enumerate(kind.group.layout.matrices):
+            done: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
+            for rank in group:
+                for part, times in recorded.traces[rank].steps[step].orthogonalized.items():
+                    done[part.name, part.block] += [(part.place, part.parts, rank)] * times
+            for matrix, owner in zip(kind.group.layout.matrices, kind.of(group[0]).plan.owners, strict=True):
                 for block in range(len(matrix.blocks)):
-                    wrong = _not_once(done[matrix.name, block])
-                    if wrong is not None:
-                        what, by = wrong
-                        name = matrix.name + f", block {block}," * (len(matrix.blocks) > 1)
-                        by_whom = f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"
-                        owner = members[kind.of(members[0]).plan.owners[index]]
-                        yield Finding("blocks", by or (owner,), f"step {step}: {name} {what}{by_whom}")
+                    parts = sorted(done[matrix.name, block])
+                    count = parts[0][1] if parts else 1
+                    if [part[:2] for part in parts] != [(place, count) for place in range(count)]:
+                        by = [f"part {place + 1} of {of} by rank {rank}" for place, of, rank in parts]
+                        text = (
+                            f"step {step}: {matrix.name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
+                        )
+                        ranks = sorted({rank for *_, rank in parts}) or [group[owner]]
+                        yield Finding("blocks", tuple(ranks), text)
 
 
-def _not_once(done: dict[Part, list[int]]) -> tuple[str, tuple[int, ...]] | None:
-    """What is wrong with how a block has been orthogonalised, and the ranks that did it."""
-    cut = {part.parts for part in done} or {1}
-    if len(cut) > 1:
-        ranks = sorted({rank for ranks in done.values() for rank in ranks})
-        return f"is orthogonalised in {' and in '.join(map(str, sorted(cut)))} parts", tuple(ranks)
-    (count,) = cut
-    by_place = {part.place: ranks for part, ranks in done.items()}
-    for place in range(count):
-        by = by_place.get(place, [])
-        if len(by) != 1:
-            which = f"part {place} of {count} " if count > 1 else ""
-            return f"{which}is orthogonalised {len(by)} times", tuple(sorted(set(by)))
-    return None
-
-
-def waits(recorded: Recorded) -> Iterator[Finding]:
-    """Every collective is waited for in the step in which it starts: before that, its buffers are not to be read."""
+def each_rank(recorded: Recorded) -> Iterator[Finding]:
+    """Each rank has the plan of `megatron-muon plan`, waits for what it starts, and takes what the plan says."""
+    bytes_planned = planned_bytes(recorded)
+    memory_planned = np.max([kind.of_ranks(lambda item: item.extra) for kind in recorded.plans], axis=0)  # one by one
     for rank, trace in recorded.traces.items():
+        last, own = trace.steps[-1], (rank,)
+        digests = [kind.of(rank).digest for kind in recorded.plans]
+        if trace.plans and trace.plans != digests:
+            other = next((one for one, its in recorded.traces.items() if its.plans == digests), None)
+            whose = "the planner" if other is None else f"rank {other}"
+            text = f"rank {rank} has plan {'-'.join(trace.plans)}, {whose} has {'-'.join(digests)}"
+            yield Finding("plan", own if other is None else (other, rank), text)
         for step in recorded.steps:
             waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
             for number, call in enumerate(trace.steps[step].calls):
                 if number not in waited:
                     text = f"step {step}, collective {number} of the rank is never waited for: {_said(call)}"
-                    yield Finding("wait", (rank,), text)
-
-
-def leaks(recorded: Recorded) -> Iterator[Finding]:
-    """The last step leaves as much memory in use as it found."""
-    for rank, trace in recorded.traces.items():
-        if kept := trace.steps[-1].end_bytes - trace.steps[-1].begin_bytes:
-            yield Finding("leak", (rank,), f"each step leaves {kept:,} bytes more in use")
-
-
-def memory(recorded: Recorded) -> Iterator[Finding]:
-    """No rank takes more memory than --muon-exchange-buffer-mb allows, nor than the plan says where it has all."""
-    planned = np.max([kind.of_ranks(lambda item: item.extra) for kind in recorded.plans], axis=0)  # one by one
-    for rank, trace in recorded.traces.items():
-        last = trace.steps[-1]
+                    yield Finding("wait", own, text)
+        if (received := received_bytes(trace, -1)) != bytes_planned[rank]:
+            text = f"the rank receives {received:,} bytes in a step, the plan says {bytes_planned[rank]:,}"
+            yield Finding("bytes", own, text)
+        if kept := last.end_bytes - last.begin_bytes:
+            yield Finding("leak", own, f"each step leaves {kept:,} bytes more in use")
         for kind in recorded.plans:
             allowed, taken = kind.of(rank).plan.buffer_bytes, last.taken_bytes(kind.group.name)
             if taken > allowed + SLACK_BYTES:
                 text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
-                yield Finding("memory", (rank,), text)
-        if recorded.has_memory and last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
+                yield Finding("memory", own, text)
+        if recorded.has_memory and last.extra_bytes > TOLERANCE * memory_planned[rank] + SLACK_BYTES:
             text = (
                 f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state, in {last.peak_phase}; "
-                f"the plan says at most {planned[rank]:,}"
+                f"the plan says at most {memory_planned[rank]:,}"
             )
-            yield Finding("memory", (rank,), text)
-
-
-def traffic(recorded: Recorded) -> Iterator[Finding]:
-    """Every rank receives as many bytes as the plan says."""
-    planned = planned_bytes(recorded)
-    for rank, trace in recorded.traces.items():
-        if (received := received_bytes(trace, -1)) != planned[rank]:
-            text = f"the rank receives {received:,} bytes in a step, the plan says {planned[rank]:,}"
-            yield Finding("bytes", (rank,), text)
-
-
-CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (
-    *(plans, order, pairs, waits, traffic, blocks, leaks, memory),
-)
-"""Of traces that are complete."""
+            yield Finding("memory", own, text)
 
 
 def planned_bytes(recorded: Recorded) -> Ints:

@@ -1,8 +1,4 @@
-"""`megatron-muon rehearse`: the real optimizers of every rank take a step on fake tensors, and are compared.
-
-Where `plan` says what ranks ought to do, this runs what they will do: no GPU, no other machine, the same code as in
-training. Disagreements are named with their ranks, and the exit status is 1.
-"""
+"""`megatron-muon rehearse`: the real optimizers of every rank take a step on fake tensors, and are compared."""
 
 from __future__ import annotations
 
@@ -38,10 +34,8 @@ SHOWN = 8
 
 EXAMPLES = """\
 examples:
-  an 8B model on 64 GPUs, with a timeline for https://ui.perfetto.dev:
-    megatron-muon rehearse --config configs/llama3-8b.yaml --world-size 64 --timeline step.json
-  a sample of the ranks of a larger run:
-    megatron-muon rehearse --config configs/moe-large.yaml --world-size 1024 --ranks 0 1 512 1023
+  megatron-muon rehearse --config configs/llama3-8b.yaml --world-size 64 --timeline step.json
+  megatron-muon rehearse --config configs/moe-large.yaml --world-size 1024 --ranks 0 1 512 1023
 """
 
 DESCRIPTION = """\

@@ -48,14 +48,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Played:
-    """One rank of a played step, in seconds from its start.
-
-    Attributes:
-        end_s: when the rank is done, and `host_s` its host.
-        products_s: time that it has computed.
-        waits: time that its products have waited, by phase and reason, the reason naming a rank or the link.
-        spans: of the timeline.
-    """
+    """One rank of a played step, in seconds from its start; `waits` by phase and reason, a rank or the link."""
 
     end_s: float = 0.0
     products_s: float = 0.0

@@ -69,14 +69,6 @@ class RecordingGroup(dist.ProcessGroup):
         return self._start("broadcast", tensors[0], tensors[0].nbytes, root=opts.rootRank)
 
     @override
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Started:
-        (tensor,) = inputs
-        if not isinstance(tensor, FakeTensor):
-            for output in outputs[0]:
-                output.copy_(tensor)
-        return self._start("all_gather", tensor, tensor.nbytes)
-
-    @override
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
         if not isinstance(tensor, FakeTensor):
             output.view(self.size(), -1).copy_(tensor.view(1, -1))

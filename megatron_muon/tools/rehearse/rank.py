@@ -84,17 +84,11 @@ class _Builder(MuonBuilder):
         self.compute_group = self.group
 
 
-class _Chunk(SimpleNamespace):
-    """A model chunk, for what a chain asks of it around a step."""
-
-    def __init__(self) -> None:
-        super().__init__(ddp_config=SimpleNamespace(use_megatron_fsdp=True), module=self)
-
-    def install_optimized_model_weights(self) -> None:
-        """Megatron-FSDP's."""
-
-    def start_param_sync(self) -> None:
-        """Megatron-FSDP's."""
+def _chunk() -> SimpleNamespace:
+    """A model chunk, as far as a chain of optimizers asks for it around a step."""
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    chunk.module, chunk.install_optimized_model_weights, chunk.start_param_sync = chunk, lambda: None, lambda: None
+    return chunk
 
 
 def rehearse(
@@ -144,23 +138,18 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     ):
         try:
             _run(rank, rehearsal, recorder, trace)
-        except HOST_WAITS as error:
-            what = f"{str(error).split('.')[1]}, a value that the host asks for,"
-            trace.synchronizations.append(f"{what} at {place(_stack(error))}")
-            trace.failure = f"stopped where the host waits for the device, at {place(_stack(error))}"
         except Exception as error:
-            reason = str(error).strip().splitlines() or [""]
-            trace.failure = f"{type(error).__name__}: {reason[0]} ({place(_stack(error))})"
+            where = place(traceback.extract_tb(error.__traceback__))
+            if isinstance(error, HOST_WAITS):
+                what = f"{str(error).split('.')[1]}, a value that the host asks for,"
+                trace.synchronizations.append(f"{what} at {where}")
+            trace.failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]} ({where})"
     return trace
-
-
-def _stack(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) -> None:
     config, device = rehearsal.settings, machine.DEVICE
-    chunk, members, offload = _Chunk(), [], offload_run(config)
+    chunk, members, offload = _chunk(), [], offload_run(config)
     scratch: torch.Tensor | None = None
     for group in rehearsal.groups:
         ranks = group.members(rank, rehearsal.world_size)
@@ -207,7 +196,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
 
 
 def _state_bytes(chain: MuonChainedOptimizer) -> dict[str, int]:
-    """Bytes of momentum by place, as `megatron.state` reports them."""
+    """Bytes of momentum by place."""
     found: Counter[str] = Counter()
     for muon in (member.optimizer for member in chain.chained_optimizers):
         found.update(muon.store.bytes if isinstance(muon.store, RecordStore) else {})

@@ -55,7 +55,7 @@ class Recorder(FakeTensorMode):
         self._step: StepTrace | None = None
         self._calls = 0
         self._phase = self._matrices = _OTHER
-        self._is_beside = False
+        self.is_beside_host = False  # in what another thread would do: that it waits holds up no host
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ class Recorder(FakeTensorMode):
 
     def host_waits(self, what: str) -> None:
         """The host waits for the device."""
-        if self._step is not None and not self._is_beside:
+        if self._step is not None and not self.is_beside_host:
             self.synchronizations.append(f"{what} at {place(traceback.extract_stack(sys._getframe(1)))}")
 
     @contextlib.contextmanager
@@ -126,21 +126,9 @@ class Recorder(FakeTensorMode):
         """Around a step."""
         self._step = step = StepTrace(begin_bytes=self._live_bytes, peak_bytes=self._live_bytes)
         self._calls = 0
-        try:
-            yield
-        finally:
-            step.end_bytes = self._live_bytes
-            self.steps.append(step)
-            self._step = None
-
-    @contextlib.contextmanager
-    def beside_host(self) -> Iterator[None]:
-        """Around what another thread would do: that it waits holds up no host."""
-        self._is_beside = True
-        try:
-            yield
-        finally:
-            self._is_beside = False
+        yield
+        step.end_bytes, self._step = self._live_bytes, None
+        self.steps.append(step)
 
     @contextlib.contextmanager
     def group(self, name: str, kept_bytes: int) -> Iterator[None]:
@@ -149,19 +137,15 @@ class Recorder(FakeTensorMode):
         if self._step is not None:
             self._step.kept[name] = kept_bytes
             self._step.peaks.setdefault(name, self._live_bytes)
-        try:
-            yield
-        finally:
-            self._matrices = _OTHER
+        yield
+        self._matrices = _OTHER
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a phase; of phases within each other the innermost counts."""
         outer, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = outer
+        yield
+        self._phase = outer
 
     def orthogonalized(self, part: Part) -> None:
         """A part of a matrix has been orthogonalised."""

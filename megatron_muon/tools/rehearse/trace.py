@@ -84,25 +84,16 @@ class Part(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """One step.
+    """One step, and the memory of tensors on the device in it."""
 
-    Attributes:
-        events: in the order of the host.
-        orthogonalized: how often this rank has orthogonalised which part of a matrix.
-        begin_bytes: memory of tensors on the device before the step; `end_bytes` after it.
-        peak_bytes: the most in the step, in `peak_phase`.
-        peaks: the most while each group of matrices steps, by the group's name.
-        kept: bytes of each group's buffers, which lie in memory between steps and are in none of these figures.
-    """
-
-    events: list[Event] = field(default_factory=list)
-    orthogonalized: Counter[Part] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)  # in the order of the host
+    orthogonalized: Counter[Part] = field(default_factory=Counter)  # how often this rank has done which part
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
-    peaks: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)  # while each group of matrices steps, by the group's name
+    kept: dict[str, int] = field(default_factory=dict)  # of its buffers between steps, which are in no other figure
 
     @property
     def calls(self) -> list[Call]:
