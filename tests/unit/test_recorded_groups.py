@@ -13,7 +13,7 @@ from megatron_muon import cpu
 from megatron_muon.tools.plan.estimate import HARDWARE
 from megatron_muon.tools.rehearse import machine, process_groups
 from megatron_muon.tools.rehearse.recorder import Recorder
-from megatron_muon.tools.rehearse.trace import Call, Members, Products, Wait
+from megatron_muon.tools.rehearse.trace import Members, Products, Wait
 
 
 @pytest.fixture
@@ -110,7 +110,3 @@ def test_a_world_leaves_nothing_behind() -> None:
     assert before == (torch.cuda.synchronize, sys.excepthook, dist.all_gather_object)
     assert not dist.is_initialized()
     assert torch.zeros(2).sum().item() == 0.0
-
-
-def test_a_call_knows_what_must_be_alike() -> None:
-    assert Call(3, "all_reduce", "float32", 8, -1, "gather").signature == ("all_reduce", "float32", 8, -1)

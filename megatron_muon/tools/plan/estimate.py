@@ -8,7 +8,6 @@ estimate ranks configurations; `python -m benchmarks.step` measures.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,20 +30,8 @@ PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
 """Shares of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed."""
 
 
-@dataclass(frozen=True)
-class Host:
-    """Microseconds of a rank's host: a kernel, a view, memory from torch's cache, the call of a collective. Assumed."""
-
-    launch_us: float = 5.0
-    view_us: float = 2.0
-    allocation_us: float = 1.0
-    call_us: float = 30.0
-
-    def seconds(self, counts: Mapping[str, int]) -> float:
-        """Time to enqueue what `counts` has of kernels, views, allocations and collectives."""
-        kernels, views = counts.get("kernels", 0) * self.launch_us, counts.get("views", 0) * self.view_us
-        made, calls = counts.get("allocations", 0) * self.allocation_us, counts.get("collectives", 0) * self.call_us
-        return (kernels + views + made + calls) * 1e-6
+HOST_US = (5.0, 2.0, 1.0, 30.0)
+"""Microseconds of a rank's host for a kernel, a view, memory from torch's cache, the call of a collective; assumed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class Hardware:
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
     rack_ranks: int = 0  # joined by the fast link, where these are more than a node's
-    host: Host = Host()
+    host_us: tuple[float, float, float, float] = HOST_US
 
     @property
     def joined_ranks(self) -> int:
@@ -74,6 +61,11 @@ class Hardware:
     def links(self) -> Links:
         """Rates and latency of an exchange."""
         return Links(self.node_gb_per_s, self.network_gb_per_s, MESSAGE_US)
+
+    def host_s(self, counts: Mapping[str, int]) -> float:
+        """Seconds that a host takes to enqueue kernels, views, allocations and collectives."""
+        names = ("kernels", "views", "allocations", "collectives")
+        return sum(counts.get(name, 0) * us for name, us in zip(names, self.host_us, strict=True)) * 1e-6
 
     def products(self, *, half: bool) -> Products:
         """How it forms symmetric products, in bf16 where `half`, else in fp32."""
@@ -114,7 +106,7 @@ HARDWARE = {
         Hardware(
             "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
             "round figures for one core a rank with gloo on loopback; python -m benchmarks.step measures yours",
-            processor=True, host=Host(0.0, 0.0, 0.0, 0.0),
+            processor=True, host_us=(0.0, 0.0, 0.0, 0.0),
         ),
     )
 }  # fmt: skip
@@ -168,7 +160,6 @@ class GroupPlan:
 
     group: Group
     plan: Plan
-    seconds: float  # of planning
     largest: float  # work of the costliest matrix, on the rank of its team with most of it
     extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
@@ -252,12 +243,10 @@ def plan_group(
     ranks = layout.world_size
     cost = functools.cache(iteration.flops)
     costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
-    started = time.perf_counter()
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
     plan = make_plan(layout, costs, buffer_bytes=limit, memory=settings.memory, rules=rules.possible())
-    seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if iteration.half else hardware.fp32_tflops) * 1e12
 
     def products_s(indices: Sequence[int]) -> Floats:
@@ -271,11 +260,10 @@ def plan_group(
     seconds_of = functools.partial(hardware.links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
     each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     arrive_s, leave_s = [rows for rows, _ in each], [updates for _, updates in each]
-    host_s = max((hardware.host.seconds(counts_of(plan, rank)) for rank in busy_hosts(plan)), default=0.0)
+    host_s = max((hardware.host_s(counts_of(plan, rank)) for rank in busy_hosts(plan)), default=0.0)
     return GroupPlan(
         group=group,
         plan=plan,
-        seconds=seconds,
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
         extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,

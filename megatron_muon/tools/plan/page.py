@@ -52,7 +52,6 @@ def _of_group(kind: KindPlan) -> Figures:
         "name": kind.group.name,
         "ranks": kind.group.layout.world_size,
         "plans": len(kind.plans),
-        "whole_matrices": sum(map(len, worst.plan.whole)),
         **_figures([worst], lambda figure: np.array(figure(worst))),
     }
 
@@ -88,7 +87,6 @@ def _figures(items: Sequence[GroupPlan], total: Callable[[Callable[[GroupPlan], 
         "extra_bytes_max": max(int(item.extra.max(initial=0)) for item in items),
         "waves": sum(len(item.plan.waves) for item in items),
         "buffer_bytes": max(item.plan.buffer_bytes for item in items),
-        "plan_seconds": sum(item.seconds for item in items),
         "estimated_ms": {
             name: sum(getattr(item, f"{name}_ms") for item in items) for name in ("step", "ns", "exchange", "host")
         },
@@ -224,6 +222,5 @@ _ROWS: dict[str, Callable[[Figures], str]] = {
     ),
     "peers in an all-to-all, at most": lambda c: f"{c['peers']:,}",
     "waves": lambda c: f"{c['waves']:,}",
-    "planned in": lambda c: f"{c['plan_seconds']:.2f} s",
 }
 """The rows of Muon's step, from the figures of a group or of a rank in all."""

@@ -129,10 +129,10 @@ class _Player:
 
     def _multiply(self, played: Played, event: Products) -> None:
         """Enqueue and run: products begin behind the first launch, and end no earlier than the last."""
-        host, tflops = self._hardware.host, self._hardware.bf16_tflops if event.half else self._hardware.fp32_tflops
+        host_s, tflops = self._hardware.host_s, self._hardware.bf16_tflops if event.half else self._hardware.fp32_tflops
         seconds = event.flops / (tflops * 1e12)
-        begun = max(played.end_s, played.host_s + host.seconds({"kernels": min(event.kernels, 1)}))
-        played.host_s += host.seconds(vars(event))
+        begun = max(played.end_s, played.host_s + host_s({"kernels": min(event.kernels, 1)}))
+        played.host_s += host_s(vars(event))
         if event.kernels or event.flops:
             end = max(begun + seconds, played.host_s)
             if end - played.end_s > seconds:
@@ -148,7 +148,7 @@ class _Player:
             self._recorded[members] = [one for one in members.ranks if one in self._traces]
             self._nodes[members] = np.array(members.ranks, dtype=np.int64) // self._hardware.joined_ranks
         collective = self._collectives[members, number]
-        played.host_s += self._hardware.host.seconds({"collectives": 1})
+        played.host_s += self._hardware.host_s({"collectives": 1})
         collective.issued[rank] = max(played.end_s, played.host_s), call
         if len(collective.issued) < len(self._recorded[members]):
             return collective
