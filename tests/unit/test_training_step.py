@@ -176,22 +176,13 @@ def test_the_shipped_configs_fit_and_compute_while_they_communicate(name: str, w
 def test_the_memory_of_a_gpu_adds_up_by_hand() -> None:
     """100,000 parameters of a rank, 75,000 of them Muon's, in bf16 with fp32 main weights and gradients."""
     model = replace(TINY, activation_bytes=1e6)
-    found = training_step.memory(model, MuonSettings(), 5000, HARDWARE["h100-sxm"])
-    assert found["adam"] == {
-        "weights": 6e5,
-        "gradients": 4e5,
-        "activations": 1e6,
-        "state": 8e5,
-        "step": 0,
-        "total": 2.8e6,
-    }
+    found, common = memory(model, 5000), {"gradients": 4e5, "activations": 1e6}
+    assert found["adam"] == {**common, "weights": 6e5, "state": 8e5, "step": 0, "total": 2.8e6}
     state = 4 * 75_000 + 8 * 25_000
     assert (found["muon"]["state"], found["muon"]["total"]) == (state, 2e6 + state + 5000)
     assert found["capacity"] == 80e9
-    assert not training_step.memory(replace(model, activation_bytes=80e9), MuonSettings(), 0, HARDWARE["h100-sxm"])[
-        "fits"
-    ]
-    in_optim = training_step.memory(replace(model, strategy="optim"), MuonSettings(), 0, HARDWARE["h100-sxm"])["adam"]
+    assert not memory(replace(model, activation_bytes=80e9))["fits"]
+    in_optim = memory(replace(model, strategy="optim"))["adam"]
     assert (in_optim["weights"], in_optim["gradients"]) == (2 * 1.6e6 + 4e5, 4 * 1.6e6)
     away = memory(model, muon_offload="cpu", muon_offload_state="all")["muon"]
     assert away == {**common, "weights": 2e5, "state": 0, "step": 0, "total": 1.6e6}
