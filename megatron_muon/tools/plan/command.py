@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,16 @@ def _read(args: argparse.Namespace) -> Planned:
 def read_config(config: Path, world_size: int, hardware: Hardware) -> Planned:
     """What is planned of an experiment file; leaves the CPU standing in for a GPU."""
     shipped.require(config)
-    with quiet_imports():
-        from megatron_muon import cpu
+    gc.disable()  # to look again and again through what imports make takes it half a second
+    try:
+        with quiet_imports():
+            from megatron_muon import cpu
 
-        cpu.install(force=True)
-        from megatron_muon.tools.plan.matrices import read_model
-    return read_model(config, world_size, device="cpu" if hardware.processor else "cuda")
+            cpu.install(force=True)
+            from megatron_muon.tools.plan.matrices import read_model
+        return read_model(config, world_size, device="cpu" if hardware.processor else "cuda")
+    finally:
+        gc.enable()
 
 
 def _override(config: MuonSettings, args: argparse.Namespace) -> MuonSettings:
