@@ -173,7 +173,7 @@ def read_config(config: Path, world_size: int, hardware: Hardware) -> Planned:
         gc.enable()
 
 
-def _override(config: MuonSettings, args: argparse.Namespace) -> MuonSettings:
+def _override(config: Any, args: argparse.Namespace) -> Any:
     for name, field in _FIELDS.items():
         if (value := getattr(args, name)) is not None:
             setattr(config, field, _PRECISIONS.get(value, value) if name == "ns_dtype" else value)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_muon.settings import MuonSettings
 from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Group, Hardware, Settings
 
 MFU = 0.45
@@ -111,11 +110,11 @@ class Model:
 
 
 class Planned(NamedTuple):
-    """What a plan is of: Muon's settings, the matrices of each kind of group, and the model where it is known."""
+    """What a plan is of."""
 
-    settings: MuonSettings
+    settings: Any  # MuonSettings, of a config MuonOptimizerConfig
     groups: list[Group]
-    model: Model | None
+    model: Model | None  # where it is known
 
 
 def holder_bytes(settings: Settings) -> int:
