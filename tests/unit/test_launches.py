@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_muon.tools.rehearse.launches import launches
+from megatron_muon.tools.rehearse.recorder import launches
 
 
 class _Counting(TorchDispatchMode):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_muon import shipped
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.layout import MAX_RANKS
+from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix
 from megatron_muon.core.memory import moment_bytes
 from megatron_muon.core.numbers import check_number
-from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.errors import UserError, install, quiet_imports
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.megatron.layout_file import read_captured
 from megatron_muon.settings import TEAM_SIZES, MuonSettings
@@ -152,9 +153,7 @@ def _read(args: argparse.Namespace) -> Planned:
     if not 1 <= args.world_size <= MAX_RANKS:
         raise UserError(f"--world-size must be at least 1 and at most {MAX_RANKS:,}, got {args.world_size}")
     if args.hf is not None:
-        from megatron_muon.tools.plan import transformers_model
-
-        return transformers_model.read_model(args.hf, args.world_size)
+        return read_transformers(args.hf, args.world_size)
     return read_config(args.config, args.world_size, HARDWARE[args.hardware])
 
 
@@ -171,6 +170,49 @@ def read_config(config: Path, world_size: int, hardware: Hardware) -> Planned:
         return read_model(config, world_size, device="cpu" if hardware.processor else "cuda")
     finally:
         gc.enable()
+
+
+def read_transformers(path: Path, world_size: int) -> Planned:
+    """The matrices of the model that a `transformers` folder or config.json describes, by `fully_shard` over all ranks.
+
+    The model is built on the meta device; nothing is downloaded. The settings are the defaults of `Muon`.
+
+    Raises:
+        UserError: transformers is not installed, or has no such model.
+    """
+    import numpy as np
+    import torch
+    from torch.distributed.tensor.placement_types import Shard
+
+    from megatron_muon.fsdp.arguments import iteration_of
+    from megatron_muon.fsdp.cuts import placed_shards
+    from megatron_muon.fsdp.selection import select
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    path = shipped.find(path)
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"--hf needs transformers ({error}); {install('hf')}") from None
+    if not path.exists():
+        raise UserError(f"--hf {path}: there is no such folder or file; give a model's folder or its config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        named = getattr(transformers, (config.architectures or [""])[0], None)
+        with torch.device("meta"):
+            automatic = transformers.AutoModelForCausalLM
+            model = named(config) if named else automatic.from_config(config, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
+    selection = select(model.named_parameters())
+    parameters = [p for group in selection.muon for p in group["params"]]
+    shapes = {p: (p.shape[0], p.shape[1]) for p in parameters}
+    cut = {shape: placed_shards(shape, np.arange(world_size), [Shard(0)]) for shape in set(shapes.values())}
+    layout = Layout(world_size, tuple(Matrix(selection.names[p], shape, cut[shape]) for p, shape in shapes.items()))
+    settings, iteration = MuonSettings(), iteration_of()
+    vars(settings).update(muon_coefficient_type=iteration.coefficient_type, muon_num_ns_steps=iteration.steps)
+    return Planned(settings, [Group("fully_shard", layout)], None)
 
 
 def _override(config: Any, args: argparse.Namespace) -> Any:

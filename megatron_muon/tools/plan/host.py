@@ -32,7 +32,7 @@ _LOOKED_AT = 8
 """Ranks of a plan among which the busiest host is looked for."""
 
 _LAUNCH_TENSORS, _LAUNCH_ELEMENTS = 64, 320 * 65_536
-"""Of two lists of tensors that one launch takes; see `rehearse.launches`."""
+"""Of two lists of tensors that one launch takes; see `rehearse.recorder.launches`."""
 
 _STEP = Counter(kernels=4, allocations=3)  # around the waves: which updates were skipped
 _CHUNK = Counter(kernels=4)  # of rows, beside lists and copies: momentum, look-ahead, zeros for what is skipped
