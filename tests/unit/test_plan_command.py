@@ -118,7 +118,7 @@ def test_the_page_leads_with_what_is_asked(tmp_path: Path, capsys: pytest.Captur
     assert not [text for text in more if text not in shown]
 
 
-def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_captured_layout(tmp_path: Path) -> None:
     layout = Layout(2, tuple(row_sharded(f"w{index}", (64, 32), [40, 24]) for index in range(8)))
     write_layout(tmp_path / "layout.json", layout)
     figures = planned(tmp_path, "--layout", tmp_path / "layout.json", "--hardware", "cpu-2core")
@@ -127,8 +127,6 @@ def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     # Each rank owns 4 matrices: it receives the other's rows of those, and its own update rows of the others.
     assert figures["exchange_bytes"]["max_per_rank"] == 4 * (24 + 40) * 32 * 2
     assert figures["exchange_bytes"]["allgather_per_rank"] == 8 * 40 * 32 * 2
-    assert figures["groups"][0]["name"] == "layout"
-    assert "layout, 2 ranks" in capsys.readouterr().out
 
 
 def test_a_captured_layout_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,20 +139,11 @@ def test_a_captured_layout_knows_its_nodes(tmp_path: Path, capsys: pytest.Captur
     assert planned(tmp_path, "--layout", path, "--team-size", 2, "--node-ranks", 16)["matrices_of_teams"] == {"2": 2}
 
 
-def test_nodes_are_those_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on trays of 4 GB300 has another plan than one on a node of 72."""
-    path = config(tmp_path, num_layers="1", ffn_hidden_size="65536", hidden_size="2048")
-    argv = ("--config", path, "--world-size", 8, "--hardware", "gb300")
-    usual, trays = planned(tmp_path, *argv), planned(tmp_path, *argv, "--node-ranks", 4)
-    assert (usual["node_ranks"], trays["node_ranks"]) == (72, 4)
-    assert usual["digest"] != trays["digest"]
-    assert "nodes of 4 ranks" in capsys.readouterr().out
-
-
 def test_groups_with_several_plans_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, num_experts="6", expert_model_parallel_size="3", moe_router_load_balancing_type="none")
     figures = planned(tmp_path, "--config", path, "--world-size", 12, "--node-ranks", 4, "--details")
     assert [group["plans"] for group in figures["groups"]] == [1, 3]
+    assert figures["node_ranks"] == 4
     assert "experts: 3 plans" in " ".join(capsys.readouterr().out.split())
 
 
