@@ -7,7 +7,7 @@ ranks, the parts of a step and all assumptions follow with `--details`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,24 +134,24 @@ def _part(of: dict[str, float], part: str) -> str:
     return f"{of[part]:,.2f} ms" if part in of else "-"
 
 
-def _notes(figures: Figures, hardware: Hardware) -> list[str]:
+def _notes(figures: Figures, hardware: Hardware) -> Iterator[str]:
     """What the figures do not say by themselves."""
-    lines = [f"{hardware.name}: {hardware.source}", "node sizes: the run's LOCAL_WORLD_SIZE, here --node-ranks"]
+    yield f"{hardware.name}: {hardware.source}; --node-ranks as the run's LOCAL_WORLD_SIZE"
     for group in figures["groups"]:
-        load, least = group["ns_load"].values()
-        if load > EVEN:
-            few = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
-            large = f"one matrix, or a team's part of it, is {least:.2f} times a rank's even share"
-            lines.append(f"{group['name']}, uneven: {large if load <= EVEN * least else few}")
+        if group["ns_load"]["max_over_mean"] > EVEN:
+            few, least = group["matrices"] / group["ranks"], group["ns_load"]["least_possible"]
+            yield (
+                f"{group['name']}, uneven: {few:.1f} matrices a rank; the largest, or a team's part of it, "
+                f"is {least:.2f} times a rank's even share"
+            )
         if group["plans"] > 1:
-            lines.append(f"{group['name']}: {group['plans']} plans by place in nodes; the slowest is shown")
-    return [
-        *lines,
-        "times leave out launches but Muon's, latency of FSDP's collectives, data and logs; --mfu has experts' "
-        "all-to-alls; FSDP's communication counts where it takes longer than forward and backward",
-        "memory has activations by Megatron's formula (with full recomputation one layer's and all inputs), without "
-        "experts; layers that FSDP has gathered, NCCL's buffers and fragmentation are not counted",
-    ]
+            yield f"{group['name']}: {group['plans']} plans by place in nodes; the slowest is shown"
+    if "memory" in figures:
+        yield (
+            "not counted: launches but Muon's, latency of FSDP's collectives, data and logs; experts' activations, "
+            "layers that FSDP has gathered, NCCL's buffers and fragmentation. --mfu has experts' all-to-alls; "
+            "activations are by Megatron's formula, with full recomputation one layer's and all inputs"
+        )
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
