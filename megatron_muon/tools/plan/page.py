@@ -102,6 +102,8 @@ def show(figures: Figures, source: str, hardware: Hardware, *, details: bool) ->
         has = "fits" if memory["fits"] else "DOES NOT FIT"
         print_table(("memory of a GPU", "with Adam", "with Muon"), rows)
         print_line(f"with Muon it {has}: a GPU has {size(memory['capacity'])}\n", "green" if memory["fits"] else "red")
+        if not memory["muon"]["activations"]:
+            print_line("warning: activations are not in it: Megatron has no formula for hybrid models", "yellow")
     if step is not None:
         parts = _PARTS if details else {"total": _PARTS["total"]}
         rows = [(label, *(_part(step[of], part) for of in ("adam_ms", "muon_ms"))) for part, label in parts.items()]

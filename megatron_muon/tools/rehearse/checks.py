@@ -67,7 +67,7 @@ def check(recorded: Recorded) -> list[Finding]:
     found = []
     for rank, trace in recorded.traces.items():
         for what, count in Counter(trace.synchronizations).items():
-            found.append(Finding("host", (rank,), f"the host waits for the device, {count} times: {what}"))
+            found.append(Finding("host", (rank,), f"the host waits for the device ({count}x): {what}"))
         if trace.failure and not trace.synchronizations:
             found.append(Finding("step", (rank,), f"the rank did not finish: {trace.failure}"))
     if any(trace.failure for trace in recorded.traces.values()):
