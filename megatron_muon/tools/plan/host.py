@@ -1,8 +1,7 @@
-"""What a rank's host enqueues in a step, by arithmetic: kernels, views, allocations and collectives.
+"""What a rank's host enqueues in a step of plain Muon on a GPU: kernels, views, allocations and collectives.
 
-The numbers follow `core.exchange`, `core.optimizer` and `core.newton_schulz` as they run on a GPU; `megatron-muon
-rehearse` counts the same by running them, and tests hold the two within 10 % for a small model and for llama3-8b. They
-are those of plain Muon: what variants enqueue besides is not counted.
+The numbers follow `core.exchange`, `core.optimizer` and `core.newton_schulz`; `megatron-muon rehearse` counts the same
+by running them, and tests hold the two within 10 % for a small model and for llama3-8b.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What a step of the owner scheme takes of a rank's memory beyond weights, gradients and state, by arithmetic.
 
-Adds up the buffers of all ranks' waves that are in use at the same time, by the lifetimes of `core.schedule`. The
-planner's own rule, by which it holds `--muon-exchange-buffer-mb`, is simpler and on the safe side (`core.memory`).
-`megatron-muon rehearse` has the places that buffers get; a test holds the two within 10 %.
+Adds up the buffers of all ranks' waves that are in use at the same time, by the lifetimes of `core.schedule`;
+`megatron-muon rehearse` has the places that buffers get, and a test holds the two within 10 %.
 """
 
 from __future__ import annotations

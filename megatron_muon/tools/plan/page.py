@@ -1,8 +1,4 @@
-"""A plan's figures in the form of its JSON file, and the page that shows them.
-
-The page leads with what a run asks: whether it fits a GPU, how long a step takes, and what Muon takes of it. Groups of
-ranks, the parts of a step and all assumptions follow with `--details`.
-"""
+"""A plan's figures in the form of its JSON file, and the page that shows them: memory, time and Muon's step first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A whole training step on paper, with Adam and with Muon: the memory of a GPU, the time, and what both assume.
 
-Forward and backward are the model's operations over a share of the peak rate; FSDP's gathers and reductions run beside
-them. Elementwise work is bytes over the rate of the device's memory. Muon's own step is the plan's.
+FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the memory's rate.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Plays a recorded step over a machine's rates: when each rank computes, what it waits for, and for whom.
 
-A rank has a host, which enqueues in order and takes the profile's time for each launch, view, allocation and call of a
-collective; a stream of products, and a stream for each process group's collectives. Nothing starts before the host has
-enqueued it, nor a collective before all of its recorded members have issued it and the one before it on the group is
-over. At the start of a step the streams are idle: Megatron reads the gradient norm on the host before it. Left out, as
-in the plan's estimate: elementwise work, and that collectives of several groups share links.
+A rank has a host, which enqueues in order, a stream of products, and a stream for each process group's collectives.
+Nothing starts before the host has enqueued it, nor a collective before all recorded members have issued it. At the
+start the streams are idle: Megatron reads the gradient norm on the host. Elementwise work is left out, as in the plan.
 """
 
 from __future__ import annotations

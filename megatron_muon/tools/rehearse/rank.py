@@ -1,8 +1,7 @@
 """The ranks of a rehearsal: their real optimizers, made from the planned layout, take two steps and are recorded.
 
-`MuonBuilder` makes the Muons and `factory.wrap` what megatron-core puts around them, as for training. What training has
-from a model is given here: parameters of the planned shards' shapes with gradients, and the layout. Left out is what
-is megatron-core's alone: gradient reduction and norm before the step, the scalar optimizer, gathering the weights.
+`MuonBuilder` and `factory.wrap` make the optimizers as for training, of parameters of the planned shards' shapes.
+Gradient reduction and norm, the scalar optimizer and gathering the weights are megatron-core's, and left out.
 """
 
 from __future__ import annotations
