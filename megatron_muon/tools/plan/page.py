@@ -92,6 +92,7 @@ def _figures(items: Sequence[GroupPlan], total: Callable[[Callable[[GroupPlan], 
 def show(figures: Figures, source: str, hardware: Hardware, *, details: bool) -> None:
     """Print memory, time and Muon's own step; with `details` each group's, every part and what is assumed."""
     step, memory = figures.get("training_step"), figures.get("memory")
+    rows: list[tuple[str, ...]]
     print_line(f"Plan of {source} at {figures['world_size']:,} ranks, {hardware.name}", "bold")
     if memory is not None:
         rows = [(label, *(size(memory[of][part]) for of in ("adam", "muon"))) for part, label in _MEMORY.items()]

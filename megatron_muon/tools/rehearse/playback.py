@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ class _Player:
                 )
         return self._played
 
-    def _run(self, rank: int, step: int) -> Generator[None]:
+    def _run(self, rank: int, step: int) -> Iterator[None]:
         """Play a rank; yields where it waits for a collective that others have not issued."""
         trace, played = self._traces[rank], self._played[rank]
         numbers: dict[int, int] = defaultdict(int)

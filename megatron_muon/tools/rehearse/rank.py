@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import override
@@ -101,7 +101,7 @@ def rehearse(
     traces = {first: rehearse_rank(first, rehearsal)}  # makes the plans, for which the others would wait
     processes = min(processes or len(os.sched_getaffinity(0)), -(-len(others) // BATCH))
     with contextlib.ExitStack() as stack:
-        found = (rehearse_rank(rank, rehearsal) for rank in others)
+        found: Iterable[RankTrace] = (rehearse_rank(rank, rehearsal) for rank in others)
         if processes > 1:
             context = multiprocessing.get_context("fork")
             pool = stack.enter_context(context.Pool(processes, initializer=_share, initargs=(rehearsal,)))
