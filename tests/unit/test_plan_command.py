@@ -107,7 +107,7 @@ def test_the_page_leads_with_what_is_asked(tmp_path: Path, capsys: pytest.Captur
     figures = planned(tmp_path, "--config", path, "--world-size", 8)
     assert [(group["name"], group["ranks"]) for group in figures["groups"]] == [("dense", 8), ("experts", 4)]
     shown = capsys.readouterr().out
-    headings = ["memory of a GPU", "with Muon it fits: a GPU has 74.5 GiB", "a step of 256 tokens", "Muon's step"]
+    headings = ["memory of a GPU", "with Muon it fits: a GPU has 74.5 GiB", "a step of 256 tokens", "step, overlapped"]
     assert sorted(headings, key=shown.index) == headings
     assert f"digest {figures['digest']}" in shown
     more = ("dense, 8 ranks", "experts, 4 ranks", "a rank in all", "received by all-gather", "forward and backward",

@@ -86,7 +86,7 @@ class Model:
 
     def held(self, name: str = "count") -> float:
         """Parameters of a rank's shards; of "muon", those in Muon's matrices."""
-        return sum(getattr(kind, name) / kind.parts / kind.ranks for kind in self.parameters)
+        return sum(float(getattr(kind, name)) / kind.parts / kind.ranks for kind in self.parameters)
 
     def collectives(self, micro_batches: int) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces all gradients.
