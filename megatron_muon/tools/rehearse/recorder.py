@@ -71,7 +71,7 @@ class Recorder(FakeTensorMode):
         if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
         step, self._step = self._step, None if func.is_view else self._step  # what it makes of a view is no other view
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         self._step = step
         if self._step is not None:
             self._enqueued(kernels=launches(func, args, kwargs), views=int(func.is_view))
