@@ -84,7 +84,7 @@ class Line:
 def host_ms(shapes: Shapes, iteration: Iteration, hardware: Hardware) -> float:
     """What a host takes to launch the iteration of these matrices, one after the other."""
     kinds = {shape: BlockKind(min(shape), max(shape), 1.0, 0, (), max(shape)) for shape in set(shapes)}
-    each = {shape: hardware.host.seconds(of_iteration(iteration, kind, 1)) * 1e3 for shape, kind in kinds.items()}
+    each = {shape: hardware.host_s(of_iteration(iteration, kind, 1)) * 1e3 for shape, kind in kinds.items()}
     return sum(each[shape] for shape in shapes)
 
 

@@ -68,7 +68,7 @@ def host_ms(config: Path, ranks: int) -> tuple[float, float]:
     planned = read_model(config, ranks)
     planned.settings.lr = planned.settings.lr or 0.0
     kinds = [plan_kind(group, settings_of(planned.settings, hardware), hardware, ranks) for group in planned.groups]
-    counted = sum(hardware.host.seconds(counts_of(kind.of(0).plan, 0)) for kind in kinds)
+    counted = sum(hardware.host_s(counts_of(kind.of(0).plan, 0)) for kind in kinds)
     groups: list[Group] = [replace(group, layout=narrow(group.layout)) for group in planned.groups]
     rehearsal = of_rank.Rehearsal(planned.settings, groups, ranks, hardware)
     for group, kind in zip(groups, kinds, strict=True):

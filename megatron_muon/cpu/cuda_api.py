@@ -9,6 +9,7 @@ as on any machine without a GPU.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,7 @@ def install(patches: Patches) -> None:
     patches.replace(torch.accelerator, "is_available", _always(False))
 
     # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one. The
-    # setting is read when a compiled function is called, so functions decorated earlier obey it as well.
-    import torch._dynamo.config as dynamo_config
-
-    patches.replace(dynamo_config, "disable", True)
+    # setting is read when a compiled function is called, so functions decorated earlier obey it as well. Where the
+    # compiler is not loaded there are none, and `megatron.install` lets no other be compiled: loading takes a second.
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        patches.replace(dynamo.config, "disable", True)

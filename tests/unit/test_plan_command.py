@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,6 @@ def message(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     return error
 
 
-def test_the_keys_that_others_read(tmp_path: Path) -> None:
-    figures = planned(tmp_path, "--config", QUICKSTART, "--world-size", 2)
-    assert figures["world_size"] == 2
-    assert figures["matrices"] == 16
-    assert 1.0 <= figures["ns_load"]["max_over_mean"] <= 1.05
-    assert 0 < figures["exchange_bytes"]["max_per_rank"] < figures["exchange_bytes"]["allgather_per_rank"] * 2
-    assert figures["extra_bytes_max"] > 0
-    assert figures["estimated_ms"]["step"] > 0
-    assert figures["hardware"] == "h100-sxm"
-
-
 @pytest.mark.parametrize(
     ("name", "world_size", "matrices", "parameters", "is_even"),
     [
@@ -89,6 +79,8 @@ def test_the_shipped_models_are_planned(
     assert parameters is None or figures["parameters"] == parameters
     assert (figures["ns_load"]["max_over_mean"] <= 1.05) is is_even
     assert figures["extra_bytes_max"] <= figures["buffer_bytes"]
+    assert figures["extra_bytes_max"] > 0
+    assert 0 < figures["estimated_ms"]["ns"] <= figures["estimated_ms"]["step"]
     for group in figures["groups"]:
         assert group["ns_load"]["max_over_mean"] >= group["ns_load"]["least_possible"] * (1 - 1e-9)
         assert group["exchange_bytes"]["max_per_rank"] < group["exchange_bytes"]["allgather_per_rank"]
@@ -108,16 +100,25 @@ def test_a_shipped_model_takes_no_more_than_it_may(tmp_path: Path, capsys: pytes
     assert planned(tmp_path, *run, "--buffer-mb", found[1])["extra_bytes_max"] <= float(found[1]) * 2**20
 
 
-def test_experts_and_dense_are_separate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path, num_experts="4", expert_model_parallel_size="2", moe_router_load_balancing_type="none")
+def test_the_page_leads_with_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Memory and time first; groups, parts and assumptions, which hid them, behind a flag."""
+    experts = {"num_experts": "4", "expert_model_parallel_size": "2", "moe_router_load_balancing_type": "none"}
+    path = config(tmp_path, **experts, global_batch_size="8")
     figures = planned(tmp_path, "--config", path, "--world-size", 8)
     assert [(group["name"], group["ranks"]) for group in figures["groups"]] == [("dense", 8), ("experts", 4)]
     shown = capsys.readouterr().out
-    for text in ("dense, 8 ranks", "experts, 4 ranks", "a rank in all", "owners' load", "by all-gather", "waves"):
-        assert text in shown
+    headings = ["memory of a GPU", "with Muon it fits: a GPU has 74.5 GiB", "a step of 256 tokens", "step, overlapped"]
+    assert sorted(headings, key=shown.index) == headings
+    assert f"digest {figures['digest']}" in shown
+    more = ("dense, 8 ranks", "experts, 4 ranks", "a rank in all", "received by all-gather", "forward and backward",
+            "model_flops", "NVIDIA H100 data sheet")  # fmt: skip
+    assert not [text for text in more if text in shown]
+    planned(tmp_path, "--config", path, "--world-size", 8, "--details")
+    shown = capsys.readouterr().out
+    assert not [text for text in more if text not in shown]
 
 
-def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_captured_layout(tmp_path: Path) -> None:
     layout = Layout(2, tuple(row_sharded(f"w{index}", (64, 32), [40, 24]) for index in range(8)))
     write_layout(tmp_path / "layout.json", layout)
     figures = planned(tmp_path, "--layout", tmp_path / "layout.json", "--hardware", "cpu-2core")
@@ -126,8 +127,6 @@ def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     # Each rank owns 4 matrices: it receives the other's rows of those, and its own update rows of the others.
     assert figures["exchange_bytes"]["max_per_rank"] == 4 * (24 + 40) * 32 * 2
     assert figures["exchange_bytes"]["allgather_per_rank"] == 8 * 40 * 32 * 2
-    assert figures["groups"][0]["name"] == "layout"
-    assert "layout, 2 ranks" in capsys.readouterr().out
 
 
 def test_a_captured_layout_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,33 +136,21 @@ def test_a_captured_layout_knows_its_nodes(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "layout.experts.json"
     said = message(capsys, "--layout", path, "--team-size", 2)
     assert "--team-size 2 is more than the ranks of a node" in said
-    figures = planned(tmp_path, "--layout", path, "--team-size", 2, "--node-ranks", 16)
-    assert (figures["matrices_of_teams"], figures["node_ranks"]) == ({"2": 2}, 16)
-
-
-def test_nodes_are_those_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run on trays of 4 GB300 has another plan than one on a node of 72."""
-    path = config(tmp_path, num_layers="1", ffn_hidden_size="65536", hidden_size="2048")
-    argv = ("--config", path, "--world-size", 8, "--hardware", "gb300")
-    usual, trays = planned(tmp_path, *argv), planned(tmp_path, *argv, "--node-ranks", 4)
-    assert (usual["node_ranks"], trays["node_ranks"]) == (72, 4)
-    assert usual["digest"] != trays["digest"]
-    assert "nodes of 4 ranks: the run's LOCAL_WORLD_SIZE" in capsys.readouterr().out
+    assert planned(tmp_path, "--layout", path, "--team-size", 2, "--node-ranks", 16)["matrices_of_teams"] == {"2": 2}
 
 
 def test_groups_with_several_plans_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, num_experts="6", expert_model_parallel_size="3", moe_router_load_balancing_type="none")
-    figures = planned(tmp_path, "--config", path, "--world-size", 12, "--node-ranks", 4)
+    figures = planned(tmp_path, "--config", path, "--world-size", 12, "--node-ranks", 4, "--details")
     assert [group["plans"] for group in figures["groups"]] == [1, 3]
+    assert figures["node_ranks"] == 4
     assert "experts: 3 plans" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
     ours = planned(tmp_path, "--config", QUICKSTART, "--world-size", 4)
-    from megatron_muon.tools.plan.matrices import read_model
-
-    ((dense,),) = [[group.layout for group in read_model(QUICKSTART, 4)[1]]]
-    write_layout(tmp_path / "layout.json", dense)
+    (dense,) = plan_command.read_config(QUICKSTART, 4, HARDWARE["h100-sxm"]).groups
+    write_layout(tmp_path / "layout.json", dense.layout)
     theirs = planned(tmp_path, "--layout", tmp_path / "layout.json")
     for key in ("matrices", "ns_load", "exchange_bytes", "extra_bytes_max", "waves", "estimated_ms"):
         assert ours[key] == theirs[key]
@@ -185,7 +172,7 @@ EXPERTS = {"num_experts": "4", "expert_model_parallel_size": "4", "moe_router_lo
 
 
 def test_team_sizes_that_a_plan_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for changes, ranks, size, largest in (({}, 2, 4, 2), ({}, 1, 2, 1), (EXPERTS, 4, 8, 4)):
+    for changes, ranks, size, largest in (({}, 1, 2, 1), (EXPERTS, 4, 8, 4)):
         said = message(capsys, "--config", config(tmp_path, **changes), "--world-size", ranks, "--team-size", size)
         assert f"--team-size {size} is more than the ranks of a node that share these matrices" in said
         assert said.endswith(f"; use auto, or {largest}\n")
@@ -218,11 +205,6 @@ def test_errors_name_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.Capt
         assert f"error: {of_run} {value} " in said
 
 
-def test_a_group_without_matrices_is_planned(tmp_path: Path) -> None:
-    path = config(tmp_path, muon_exclude="layers*")
-    assert planned(tmp_path, "--config", path, "--world-size", 2)["matrices"] == 0
-
-
 def test_normuon_is_planned_without_teams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its owners need whole updates, so training forms no teams."""
     wide = {"num_layers": "1", "ffn_hidden_size": "65536", "hidden_size": "2048", "optimizer": "adaptive_muon"}
@@ -234,15 +216,10 @@ def test_normuon_is_planned_without_teams(tmp_path: Path, capsys: pytest.Capture
     assert "NorMuon has no teams" in message(capsys, "--config", path, "--world-size", 8, "--team-size", 2)
 
 
-def test_bf16_halves_what_travels(tmp_path: Path) -> None:
-    path = config(tmp_path)
-    fp32 = planned(tmp_path, "--config", path, "--world-size", 2, "--exchange-dtype", "fp32")["exchange_bytes"]
-    bf16 = planned(tmp_path, "--config", path, "--world-size", 2)["exchange_bytes"]
-    assert fp32 == {key: 2 * value for key, value in bf16.items()}
-
-
 def test_blocks_and_exclusions_come_from_the_file(tmp_path: Path) -> None:
     plain = planned(tmp_path, "--config", config(tmp_path), "--world-size", 2)
+    empty = config(tmp_path, muon_exclude="layers*")
+    assert planned(tmp_path, "--config", empty, "--world-size", 2)["matrices"] == 0
     path = config(tmp_path, muon_exclude="[linear_proj, layers.1.mlp]", muon_split_gated_mlp="true")
     figures = planned(tmp_path, "--config", path, "--world-size", 2)
     assert (plain["matrices"], figures["matrices"]) == (8, 8 - 2 - 2)
@@ -275,6 +252,7 @@ def test_unset_paths_missing_data_and_sizes_of_batches_do_not_matter(
         ({"muon_ns": "best"}, "argument --muon-ns: invalid choice: 'best'"),
         ({"muon_exchange_buffer_mb": "x"}, "argument --muon-exchange-buffer-mb: invalid float value: 'x'"),
         ({"hybrid_layer_pattern": '"M-?-"', "num_layers": None}, "'?' is not a valid layer symbol"),
+        ({"muon_coefficient_type": "cans"}, "cans is not stable with --muon-fp32-matmul-prec medium"),
         ({"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"}, "transformer engine"),
     ],
 )
@@ -285,23 +263,26 @@ def test_configs_that_cannot_be_planned(
 
 
 def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_layout(tmp_path / "a.json", Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
-    write_layout(tmp_path / "empty.json", Layout(2, ()))
-    assert "give --config FILE.yaml or --hf MODEL" in message(capsys)
-    assert "give --config FILE.yaml or --hf MODEL" in message(
-        capsys, "--config", QUICKSTART, "--layout", tmp_path / "a.json"
-    )
-    assert "add --world-size" in message(capsys, "--config", QUICKSTART)
-    assert "a layout of 2 ranks, not 4" in message(capsys, "--layout", tmp_path / "a.json", "--world-size", 4)
-    assert "holds no matrices" in message(capsys, "--layout", tmp_path / "empty.json")
-    assert "--buffer-mb 0 is out of range" in message(capsys, "--layout", tmp_path / "a.json", "--buffer-mb", 0)
-    assert "cannot write" in message(capsys, "--layout", tmp_path / "a.json", "--json", tmp_path / "no" / "plan.json")
+    layout, empty = tmp_path / "a.json", tmp_path / "empty.json"
+    write_layout(layout, Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
+    write_layout(empty, Layout(2, ()))
+    quickstart = ("--config", QUICKSTART, "--world-size", 2)
+    for argv, text in (
+        ((), "give --config FILE.yaml or --hf MODEL"),
+        (("--config", QUICKSTART, "--layout", layout), "give --config FILE.yaml or --hf MODEL"),
+        (("--config", QUICKSTART), "add --world-size"),
+        (("--layout", layout, "--world-size", 4), "a layout of 2 ranks, not 4"),
+        (("--layout", empty), "holds no matrices"),
+        (("--layout", layout, "--buffer-mb", 0), "--buffer-mb 0 is out of range"),
+        (("--layout", layout, "--json", tmp_path / "no" / "plan.json"), "cannot write"),
+        (("--layout", layout, "--tokens", 100), "--tokens 100 needs --config FILE.yaml"),
+        ((*quickstart, "--tokens", 100, "--hardware", "cpu-2core"), "for GPUs alone"),
+        ((*quickstart, "--mfu", 1.5), "--mfu must be above 0 and at most 1, got 1.5"),
+    ):
+        assert text in message(capsys, *argv)
 
 
 def test_a_plan_of_a_layout_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     write_layout(tmp_path / "layout.json", Layout(2, (row_sharded("w", (64, 32), [40, 24]),)))
     code = (
         "import sys; from megatron_muon import cli; "
@@ -319,12 +300,8 @@ def test_a_plan_names_the_owners_that_training_would(
     """Plans counted Gram runs of three steps where bf16 trains with two: for llama3-8b 32 of 128 owners differed."""
     monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: True)  # without it a processor's plan is of fp32
     monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
-    parser = argparse.ArgumentParser()
-    plan_command.configure(parser)
-    argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
-    args = parser.parse_args(argv)
-    config, groups, *_ = plan_command._read(args)
-    settings = plan_command._settings(args, config, HARDWARE[hardware])
+    config, groups, _ = plan_command.read_config(CONFIGS / f"{name}.yaml", world_size, HARDWARE[hardware])
+    settings = plan_command.settings_of(config, HARDWARE[hardware])
     orthogonalizer = Orthogonalizer()
     other = Iteration(precision="high", products=products)
     for group in groups:
@@ -339,9 +316,3 @@ def test_a_plan_names_the_owners_that_training_would(
         if name == "llama3-8b" and products is DENSE:
             wrong = [sum(other.flops(*block) for block in matrix.blocks) for matrix in layout.matrices]
             assert make_plan(layout, wrong, memory=memory, rules=rules).owners != trained.owners
-
-
-def test_unstable_iterations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path, muon_coefficient_type="cans")
-    said = message(capsys, "--config", path, "--world-size", 2)
-    assert "cans is not stable with --muon-fp32-matmul-prec medium" in said

@@ -40,6 +40,14 @@ MOE = TINY | {
     "moe_shared_expert_intermediate_size": 6,
     "moe_router_load_balancing_type": "none",
 }
+LATENT_ATTENTION = {
+    "multi_latent_attention": "true",
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 3,
+}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 TP2 = {"tensor_model_parallel_size": 2}
 BLOCKWISE = {"muon_tp_mode": "blockwise"}
@@ -120,15 +128,6 @@ def test_experts_are_cut_as_by_hand(planned: Any) -> None:
     assert blocks(experts, "linear_fc1.weight1") == RowSplit(1, (4, 4))
 
 
-def test_experts_without_grouped_products_lie_one_by_one(planned: Any) -> None:
-    _, experts = planned(MOE | EP2 | {"moe_grouped_gemm": "false"}, 4)
-    assert list(shapes(experts)) == [
-        f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc{part}.weight"
-        for expert in range(2)
-        for part in (1, 2)
-    ]
-
-
 def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None:
     (everything,) = planned(TINY, 2)
     (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, linear_proj]"}, 2)
@@ -185,30 +184,18 @@ def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
 
 
 def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:
-    latent = {"multi_latent_attention": "true", "q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 2}
-    latent |= {"qk_pos_emb_head_dim": 2, "v_head_dim": 2, "position_embedding_type": "rope", "mtp_num_layers": 1}
     flags = {name: value for name, value in MOE.items() if "quer" not in name}
-    (dense,) = planned(flags | latent | {"moe_latent_size": 2}, 2)  # experts of no groups of their own are dense
+    latent = LATENT_ATTENTION | {"position_embedding_type": "rope", "mtp_num_layers": 1, "moe_latent_size": 2}
+    (dense,) = planned(flags | latent, 2)  # experts of no groups of their own are dense
     attention = "decoder.layers.0.self_attention."
-    assert shapes(dense)[f"{attention}linear_q_up_proj.weight"] == (16, 6)
-    assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == RowSplit(1, (4, 2))
-    assert blocks(dense, f"{attention}linear_kv_up_proj.weight") == RowSplit(4, (2, 2))
-    assert shapes(dense)["mtp.layers.0.eh_proj.weight"] == (8, 16)
-    assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in shapes(dense)
-    assert shapes(dense)["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
-    assert shapes(dense)["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
-
-
-def test_context_parallel_ranks_share_the_rows(planned: Any) -> None:
-    (dense,) = planned(TINY | {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}, 8)
-    assert dense.world_size == 8
-    assert {len(shard.holders) for matrix in dense.matrices for shard in matrix.shards} == {2}
-
-
-def test_more_ranks_than_rows(planned: Any) -> None:
-    (dense,) = planned(TINY, 4096)
-    assert len(dense.matrices) == 8
-    assert max(shard.rank for matrix in dense.matrices for shard in matrix.shards) < 40
+    assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == RowSplit(1, (5, 2))
+    assert blocks(dense, f"{attention}linear_kv_up_proj.weight") == RowSplit(4, (4, 3))
+    found = shapes(dense)
+    assert found[f"{attention}linear_q_up_proj.weight"] == (24, 6)
+    assert found["mtp.layers.0.eh_proj.weight"] == (8, 16)
+    assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in found
+    assert found["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
+    assert found["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
 
 
 @settings(max_examples=60)
@@ -260,16 +247,6 @@ HYBRID = {name: value for name, value in TINY.items() if name != "num_layers"} |
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 3,
 }
-LATENT = HYBRID | {
-    "hybrid_layer_pattern": '"M+"',
-    "multi_latent_attention": "true",
-    "q_lora_rank": 6,
-    "kv_lora_rank": 5,
-    "qk_head_dim": 4,
-    "qk_pos_emb_head_dim": 2,
-    "v_head_dim": 3,
-}
-del LATENT["group_query_attention"], LATENT["num_query_groups"]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -291,6 +268,7 @@ def test_a_hybrid_models_fused_projections_are_split_over_tensor_parallel_ranks(
 
 
 def test_latent_attention_of_a_hybrid_model(planned: Any) -> None:
-    (dense,) = planned(LATENT, 2)
-    assert matrix_of(dense, "linear_kv_down_proj.weight").split == RowSplit(1, (5, 2))
-    assert matrix_of(dense, "linear_kv_up_proj.weight").split == RowSplit(4, (4, 3))
+    flags = {name: value for name, value in HYBRID.items() if "quer" not in name}
+    (dense,) = planned(flags | LATENT_ATTENTION | {"hybrid_layer_pattern": '"M+"'}, 2)
+    assert blocks(dense, "linear_kv_down_proj.weight") == RowSplit(1, (5, 2))
+    assert blocks(dense, "linear_kv_up_proj.weight") == RowSplit(4, (4, 3))

@@ -33,35 +33,43 @@ CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 0.1}
 ADAMUON, NORMUON = (
     {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method} for method in ("adamuon", "normuon")
 )
+FP32, LARGE = {"muon_exchange_dtype": "fp32"}, {"muon_exchange_buffer_mb": 256.0}
+OFTEN = [
+    {},
+    {**FP32, "muon_nesterov": False},
+    {"muon_team_size": "2"},
+    ADAMUON,
+    {**NORMUON, "muon_exchange_buffer_mb": 144.0},
+    CAUTIOUS,
+    {"muon_hyperball": True, "weight_decay": 0.0},
+]
+SELDOM = [
+    {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
+    {"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0},
+    {"muon_num_ns_steps": 1},
+    {**ADAMUON, "muon_team_size": "2"},
+    {**ADAMUON, **CAUTIOUS},
+    {**NORMUON, **CAUTIOUS, "muon_exchange_buffer_mb": 144.0},
+    {**CAUTIOUS, "muon_team_size": "2"},
+    {**CAUTIOUS, **FP32},
+    {**ADAMUON, **FP32, **LARGE},
+    {**NORMUON, **FP32, **LARGE},
+]
+OLDER = [
+    {"muon_exchange_buffer_mb": 72.0},
+    {"muon_team_size": "2", "muon_ns": "standard"},
+    {"muon_ns": "gram", "muon_num_ns_steps": 2},
+]
 
 
 @pytest.mark.parametrize(
     ("settings", "hardware"),
     [
-        ({}, "h100-sxm"),
-        pytest.param({"muon_exchange_buffer_mb": 72.0}, "a100-sxm", marks=pytest.mark.wide),
-        ({"muon_exchange_dtype": "fp32", "muon_nesterov": False}, "h100-sxm"),
-        pytest.param({"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"}, "h100-sxm", marks=pytest.mark.wide),
-        pytest.param({"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0}, "h100-sxm", marks=pytest.mark.wide),
-        pytest.param({"muon_num_ns_steps": 1}, "h100-sxm", marks=pytest.mark.wide),
-        ({"muon_team_size": "2"}, "h100-sxm"),
-        pytest.param({"muon_team_size": "2", "muon_ns": "standard"}, "a100-sxm", marks=pytest.mark.wide),
-        pytest.param({"muon_ns": "gram", "muon_num_ns_steps": 2}, "a100-sxm", marks=pytest.mark.wide),
-        (ADAMUON, "h100-sxm"),
-        ({**NORMUON, "muon_exchange_buffer_mb": 144.0}, "h100-sxm"),
-        pytest.param({**ADAMUON, "muon_team_size": "2"}, "h100-sxm", marks=pytest.mark.wide),
-        pytest.param({**ADAMUON, **CAUTIOUS}, "h100-sxm", marks=pytest.mark.wide),
-        pytest.param({**NORMUON, **CAUTIOUS, "muon_exchange_buffer_mb": 144.0}, "h100-sxm", marks=pytest.mark.wide),
-        (CAUTIOUS, "h100-sxm"),
-        pytest.param({**CAUTIOUS, "muon_team_size": "2"}, "h100-sxm", marks=pytest.mark.wide),
-        pytest.param({**CAUTIOUS, "muon_exchange_dtype": "fp32"}, "h100-sxm", marks=pytest.mark.wide),
-        ({"muon_hyperball": True, "weight_decay": 0.0}, "h100-sxm"),
-        pytest.param({**ADAMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",
-                     marks=pytest.mark.wide),
-        pytest.param({**NORMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",
-                     marks=pytest.mark.wide),
+        *((settings, "h100-sxm") for settings in OFTEN),
+        *(pytest.param(settings, "h100-sxm", marks=pytest.mark.wide) for settings in SELDOM),
+        *(pytest.param(settings, "a100-sxm", marks=pytest.mark.wide) for settings in OLDER),
     ],
-)  # fmt: skip
+)
 def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str) -> None:
     cpu.uninstall()
     config = MuonOptimizerConfig(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_muon.core.traffic import MESSAGE_US
-from megatron_muon.tools.plan.estimate import HARDWARE, Host
+from megatron_muon.tools.plan.estimate import HARDWARE
 from megatron_muon.tools.rehearse import playback
 from megatron_muon.tools.rehearse.trace import Call, Event, Members, Products, RankTrace, Split, StepTrace, Wait
 
@@ -19,7 +19,7 @@ ROUND = dataclasses.replace(
     node_ranks=2,
     node_gb_per_s=10.0,
     network_gb_per_s=1.0,
-    host=Host(0.0, 0.0, 0.0, 0.0),
+    host_us=(0.0, 0.0, 0.0, 0.0),
 )
 """A second for 1e12 bf16 operations or 1e9 bytes between nodes; a tenth within a node of two ranks; none for a host."""
 GB = 10**9
@@ -87,7 +87,7 @@ def test_collectives_of_a_group_come_one_after_the_other_beside_products() -> No
 
 def test_a_device_waits_for_its_host() -> None:
     """Launches take a second each: products begin behind the first and end with the last, or later."""
-    slow = dataclasses.replace(ROUND, host=Host(launch_us=1e6, view_us=1e5, allocation_us=0.0, call_us=2e6))
+    slow = dataclasses.replace(ROUND, host_us=(1e6, 1e5, 0.0, 2e6))
     reduce = Call(0, "all_reduce", "float32", 5 * GB, -1, "gather")
     events = (
         Products("momentum", 0, half=False, kernels=2, views=10),

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon import cpu
-from megatron_muon.core import newton_schulz
 from megatron_muon.core.collectives import Works
 from megatron_muon.core.exchange import Exchange
 from megatron_muon.core.layout import Layout, from_rectangles, row_sharded
@@ -23,13 +22,14 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
 from megatron_muon.tools.plan.host import counts_of
-from megatron_muon.tools.rehearse import all_ranks, playback
+from megatron_muon.tools.rehearse import playback
 from megatron_muon.tools.rehearse.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.tools.rehearse.process_groups import RecordingGroup
-from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse, rehearse_rank
 from megatron_muon.tools.rehearse.trace import RankTrace
 
 H100 = HARDWARE["h100-sxm"]
@@ -53,6 +53,12 @@ REPLICATED = Layout(
     tuple(from_rectangles(f"w{k}", (200, 160), [(0, 120, 0, 160), (120, 80, 0, 160)] * 2) for k in range(6)),
 )
 """Two instances of two ranks each."""
+COUNTS = {
+    0: {"allocations": 32, "collectives": 4, "kernels": 172, "views": 32},
+    1: {"allocations": 32, "collectives": 4, "kernels": 183, "views": 32},
+    2: {"allocations": 32, "collectives": 4, "kernels": 178, "views": 32},
+    3: {"allocations": 22, "collectives": 4, "kernels": 126, "views": 22},
+}
 BUFFER_MB = 0.4
 """So small that the dense matrices travel in several waves."""
 
@@ -83,12 +89,12 @@ def found(findings: Sequence[Finding], name: str) -> list[Finding]:
     return [finding for finding in findings if finding.check == name]
 
 
-def in_first_wave(monkeypatch: pytest.MonkeyPatch, act: Callable[[ShardedMuon, Sequence[torch.Tensor]], None]) -> None:
+def in_first_wave(monkeypatch: pytest.MonkeyPatch, act: Callable[[Sequence[torch.Tensor]], Any]) -> None:
     """Every rank that is rehearsed from now on acts in `apply`."""
     apply = ShardedMuon.apply
 
     def changed(muon: ShardedMuon, chunk: Any) -> None:
-        act(muon, [chunk.updates])
+        act([chunk.updates])
         apply(muon, chunk)
 
     monkeypatch.setattr(ShardedMuon, "apply", changed)
@@ -107,16 +113,9 @@ def sound(real_devices: None) -> Recorded:
 
 def test_nothing_is_found_where_ranks_agree(sound: Recorded) -> None:
     assert check(sound) == []
-    (plan,) = (item.plan for item in sound.plans[0].plans)
-    assert len(plan.waves) > 1
-    for trace in sound.traces.values():
-        assert len(trace.steps) == 2
-        assert len(trace.steps[1].calls) == 2 * len(plan.waves)
-
-
-def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
-    both = rehearsal(Group("dense", DENSE), Group("experts", EXPERTS, stride=2))
-    record = recorded(both)
+    assert len(sound.plans[0].worst.plan.waves) > 1
+    assert all(len(trace.steps) == 2 for trace in sound.traces.values())
+    record = recorded(rehearsal(Group("dense", DENSE), Group("experts", EXPERTS, stride=2)))
     assert check(record) == []
     groups = {members.ranks for trace in record.traces.values() for members in trace.groups}
     assert groups == {(0, 1, 2, 3), (0, 2), (1, 3)}  # no plan has a team
@@ -138,42 +137,29 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
     assert [one for one in check(recorded(rehearsal(**settings))) if one.check != "memory"] == []
 
 
-def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
-    expected = planned_bytes(sound)
+def test_plan_and_record_agree_on_bytes_products_and_launches(sound: Recorded) -> None:
+    """Launches exactly as noted: a change that makes a step launch more has to be seen; the plan's within 10 %."""
+    expected, (kind,) = planned_bytes(sound), sound.plans
     for rank, trace in sound.traces.items():
+        plan, counted = kind.of(rank).plan, trace.steps[1].counts
         assert received_bytes(trace, 1) == expected[rank]
-        assert trace.steps[1].flops == sound.plans[0].of(rank).plan.loads[rank]
-
-
-def whole_nodes(hardware: Hardware) -> Hardware:
-    """A machine whose links take long beside its products, and have two ranks in a node."""
-    return dataclasses.replace(hardware, bf16_tflops=50.0, node_ranks=2, node_gb_per_s=40.0, network_gb_per_s=4.0)
+        assert trace.steps[1].flops == plan.loads[rank]
+        assert counted == COUNTS[rank]
+        by_plan = counts_of(plan, rank)
+        assert by_plan.keys() == counted.keys()
+        assert by_plan["collectives"] == counted["collectives"]
+        assert by_plan["kernels"] == pytest.approx(counted["kernels"], rel=0.1)
 
 
 @pytest.mark.parametrize("layout", [DENSE, REPLICATED], ids=["sharded", "replicas"])
 def test_plan_and_record_agree_on_time(layout: Layout) -> None:
     """Plans took rows to come from every replica; an update goes to all of them, but rows come from one."""
-    of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=whole_nodes(H100))
+    slow = {"bf16_tflops": 50.0, "node_ranks": 2, "node_gb_per_s": 40.0, "network_gb_per_s": 4.0}
+    of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=dataclasses.replace(H100, **slow))
     played = playback.play(recorded(of).traces, -1, of.hardware)
     plan = planned(of)[0].worst
     assert max(rank.end_s for rank in played.values()) * 1e3 == pytest.approx(plan.step_ms, rel=0.1)
     assert plan.step_ms > 1.1 * plan.ns_ms
-
-
-def test_what_a_step_enqueues_is_counted(sound: Recorded) -> None:
-    """Exactly: a change that makes a step launch more has to be seen, and said."""
-    counts = {rank: dict(trace.steps[1].counts) for rank, trace in sound.traces.items()}
-    assert counts == COUNTS
-
-
-def test_the_plan_counts_what_the_host_enqueues(sound: Recorded) -> None:
-    """Within 10 %, as time."""
-    (kind,) = sound.plans
-    for rank, trace in sound.traces.items():
-        planned, counted = counts_of(kind.of(0).plan, rank), trace.steps[1].counts
-        assert planned.keys() == counted.keys()
-        assert planned["collectives"] == counted["collectives"]
-        assert planned["kernels"] == pytest.approx(counted["kernels"], rel=0.1)
 
 
 @pytest.mark.wide
@@ -188,14 +174,6 @@ def test_the_plan_counts_a_shipped_model(ranks: int, tmp_path: Path) -> None:
     assert found["planned"]["host_ms"] == pytest.approx(found["rehearsed"]["host_ms"], rel=0.1)
 
 
-COUNTS = {
-    0: {"allocations": 32, "collectives": 4, "kernels": 172, "views": 32},
-    1: {"allocations": 32, "collectives": 4, "kernels": 183, "views": 32},
-    2: {"allocations": 32, "collectives": 4, "kernels": 178, "views": 32},
-    3: {"allocations": 22, "collectives": 4, "kernels": 126, "views": 22},
-}
-
-
 def test_a_rank_with_another_plan_is_found() -> None:
     usual = rehearsal()
     plan = make_plan(DENSE, [1.0 + index for index in range(len(DENSE.matrices))][::-1],
@@ -207,44 +185,54 @@ def test_a_rank_with_another_plan_is_found() -> None:
     assert found(findings, "blocks")
 
 
-def test_waves_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def swap_waves(make: Any, exchange: Exchange, *args: Any, **kwargs: Any) -> None:
+    make(exchange, *args, **kwargs)
+    exchange._waves[:2] = exchange._waves[1::-1]
+
+
+def reduce_first(run: Any, exchange: Exchange, *args: Any) -> None:
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=exchange.group)
+    run(exchange, *args)
+
+
+def orthogonalize_twice(orthogonalize: Any, exchange: Exchange, *args: Any) -> None:
+    orthogonalize(exchange, *args)
+    orthogonalize(exchange, *args)
+
+
+def forget(send: Any, exchange: Exchange, *args: Any) -> Works:
+    send(exchange, *args)
+    return Works()
+
+
+def fail(*_: Any) -> None:
+    raise ValueError("no such size\nand more")
+
+
+@pytest.mark.parametrize(
+    ("method", "instead", "name", "text"),
+    [
+        ("__init__", swap_waves, "bytes", "which expects"),
+        ("run", reduce_first, "order", "rank 0 starts all_to_all of bfloat16 in gather, rank 3 all_reduce of float32"),
+        ("_orthogonalize", orthogonalize_twice, "blocks", "part 1 of 1 by rank 3, part 1 of 1 by rank 3"),
+        ("_send", forget, "wait", "is never waited for: all_to_all of bfloat16 in gather"),
+        ("_orthogonalize", fail, "step", "ValueError: no such size (megatron_muon/"),
+    ],
+)
+def test_a_rank_that_does_something_else_is_found(
+    monkeypatch: pytest.MonkeyPatch, method: str, instead: Any, name: str, text: str
+) -> None:
     def odd() -> RankTrace:
-        make = Exchange.__init__
-
-        def swapped(exchange: Exchange, *args: Any, **kwargs: Any) -> None:
-            make(exchange, *args, **kwargs)
-            exchange._waves[:2] = exchange._waves[1::-1]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Exchange, "__init__", swapped)
-            return rehearse_rank(1, rehearsal())
-
-    findings = check(recorded(rehearsal(), odd=(1, odd)))
-    assert {finding.check for finding in findings} == {"bytes"}
-    assert all(1 in finding.ranks for finding in findings)
-    assert "rank 1 sends" in findings[0].text or "to rank 1" in findings[0].text
-
-
-def test_another_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def odd() -> RankTrace:
-        run = Exchange.run
-
-        def reduces_first(exchange: Exchange, rows: Any, probe: Any) -> None:
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=exchange.group)
-            run(exchange, rows, probe)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Exchange, "run", reduces_first)
+        with Patches() as patches:
+            patches.around(Exchange, method)(instead)
             return rehearse_rank(3, rehearsal())
 
-    finding, *_ = found(check(recorded(rehearsal(), odd=(3, odd))), "order")
-    assert finding.ranks == (0, 3)
-    assert (
-        "collective 0 of their group: rank 0 starts all_to_all of bfloat16 in gather, rank 3 all_reduce" in finding.text
-    )
+    finding, *_ = found(check(recorded(rehearsal(), odd=(3, odd))), name)
+    assert 3 in finding.ranks
+    assert text in finding.text
 
 
-def test_ranks_that_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_wait_for_each_other_are_found() -> None:
     """Each group has the same order on all of its ranks; one rank takes the groups in another order."""
     groups = Group("dense", DENSE), Group("experts", EXPERTS, stride=2)
     last_first = rehearsal(*groups[::-1])
@@ -255,61 +243,47 @@ def test_ranks_that_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatc
     assert 3 in stuck.value.ranks
 
 
-def test_a_host_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_first_wave(monkeypatch, lambda muon, updates: updates[0].sum().item())
-    findings = check(recorded(rehearsal(), [0, 1]))
-    assert [finding.ranks for finding in findings] == [(0,), (1,)]
-    assert all("_local_scalar_dense" in finding.text for finding in findings)
+KEPT: list[torch.Tensor] = []
 
 
 @pytest.mark.parametrize(
-    ("act", "text"),
+    ("act", "name", "text"),
     [
-        (lambda muon, updates: updates[0].cpu(), "a copy to host memory"),
-        (lambda muon, updates: torch.cuda.synchronize(), "torch.cuda.synchronize"),
-        (lambda muon, updates: torch.cuda.current_stream().synchronize(), "synchronize of a stream"),
-        (lambda muon, updates: torch.cuda.Event().synchronize(), "synchronize of a stream or an event"),
-        (lambda muon, updates: updates[0].add_(torch.ones(1).to("cuda")), "a copy from host memory"),
+        (lambda updates: updates[0].sum().item(), "host", "_local_scalar_dense"),
+        (lambda updates: updates[0].cpu(), "host", "a copy to host memory"),
+        (lambda updates: torch.cuda.synchronize(), "host", "torch.cuda.synchronize"),
+        (lambda updates: torch.cuda.current_stream().synchronize(), "host", "synchronize of a stream"),
+        (lambda updates: torch.cuda.Event().synchronize(), "host", "synchronize of a stream or an event"),
+        (lambda updates: updates[0].add_(torch.ones(1).to("cuda")), "host", "a copy from host memory"),
+        (lambda updates: KEPT.append(torch.zeros(1000, device="cuda")), "leak", "bytes more in use"),
+        (lambda updates: torch.zeros(2**22, device="cuda").mul_(2), "memory", "bytes, and may take 419,430"),
     ],
 )
-def test_other_waits_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch, act: Any, text: str) -> None:
+def test_waits_of_the_host_and_memory_are_found(
+    monkeypatch: pytest.MonkeyPatch, act: Any, name: str, text: str
+) -> None:
     in_first_wave(monkeypatch, act)
     finding, *_ = check(recorded(rehearsal(), [2]))
-    assert (finding.check, finding.ranks) == ("host", (2,))
+    assert (finding.check, finding.ranks) == (name, (2,))
     assert text in finding.text
+    KEPT.clear()
 
 
-def test_a_leaked_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[torch.Tensor] = []
-    in_first_wave(monkeypatch, lambda muon, updates: kept.append(torch.zeros(1000, device="cuda")))
-    (finding,) = check(recorded(rehearsal(), [0]))
-    assert (finding.check, finding.ranks) == ("leak", (0,))
-    assert "bytes more in use" in finding.text
-
-
-def test_memory_beyond_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
-    findings = check(recorded(rehearsal(), [0]))
-    assert [finding.check for finding in findings] == ["memory", "memory"]
-    assert "bytes, and may take 419,430" in findings[0].text
-    assert "bytes beyond weights, gradients and state" in findings[1].text
-
-
-@pytest.mark.parametrize("method", ["adamuon", "normuon"])
-def test_second_moments_are_held_to_the_buffer(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "has_memory"),
+    [
+        ({"optimizer": "adaptive_muon", "muon_exchange_buffer_mb": 1.0}, True),
+        ({"muon_offload": "cpu"}, False),
+        ({"muon_momentum_dtype": "int8"}, False),
+    ],
+)
+def test_variants_and_staged_momentum_are_held_to_the_buffer_too(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], has_memory: bool
+) -> None:
     """The check was off for adaptive Muon: a buffer 16 MiB too large went unseen."""
-    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
-    of = rehearsal(optimizer="adaptive_muon", adaptive_muon_moment2_method=method, muon_exchange_buffer_mb=1.0)
-    assert {finding.check for finding in check(recorded(of, [0]))} == {"memory"}
-
-
-@pytest.mark.parametrize("settings", [{"muon_offload": "cpu"}, {"muon_momentum_dtype": "int8"}])
-def test_staged_momentum_is_held_to_the_buffer_too(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
-    record = dataclasses.replace(recorded(rehearsal(**settings), [0]), has_memory=False)
-    (finding,) = check(record)
-    assert finding.check == "memory"
-    assert "may take 419,430" in finding.text
+    in_first_wave(monkeypatch, lambda updates: torch.zeros(2**22, device="cuda").mul_(2))
+    record = dataclasses.replace(recorded(rehearsal(**settings), [0]), has_memory=has_memory)
+    assert {finding.check for finding in check(record)} == {"memory"}
 
 
 def test_every_group_is_held_to_its_own_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,50 +298,9 @@ def test_every_group_is_held_to_its_own_buffer(monkeypatch: pytest.MonkeyPatch) 
     assert [finding.text.split(" takes")[0] for finding in findings] == ["the step of the dense matrices"]
 
 
-def test_a_collective_that_is_never_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = Exchange._send
-
-    def forgotten(exchange: Exchange, wave: Any, probe: Any) -> Any:
-        send(exchange, wave, probe)
-        return Works()
-
-    monkeypatch.setattr(Exchange, "_send", forgotten)
-    findings = check(recorded(rehearsal(), [0]))
-    assert {finding.check for finding in findings} == {"wait"}
-    assert "is never waited for: all_to_all of bfloat16 in gather" in findings[0].text
-
-
-def test_a_block_that_is_orthogonalised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    orthogonalize = Exchange._orthogonalize
-
-    def twice(exchange: Exchange, wave: Any, probe: Any) -> None:
-        orthogonalize(exchange, wave, probe)
-        orthogonalize(exchange, wave, probe)
-
-    def odd() -> RankTrace:
-        with monkeypatch.context() as patch:
-            patch.setattr(Exchange, "_orthogonalize", twice)
-            return rehearse_rank(0, rehearsal())
-
-    findings = found(check(recorded(rehearsal(), odd=(0, odd))), "blocks")
-    assert findings
-    assert all(finding.ranks == (0,) and "2 times, by ranks 0" in finding.text for finding in findings)
-
-
-def test_a_rank_that_fails_is_named_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise ValueError("no such size\nand more")
-
-    monkeypatch.setattr(newton_schulz, "gram", fails)
-    monkeypatch.setattr(newton_schulz, "standard", fails)
-    finding, *_ = check(recorded(rehearsal(), [1]))
-    assert (finding.check, finding.ranks) == ("step", (1,))
-    assert "ValueError: no such size (megatron_muon/core/orthogonalize.py:" in finding.text
-
-
 def test_processes_record_what_one_does(sound: Recorded) -> None:
     for processes in (1, 2):
-        traces = all_ranks.rehearse(rehearsal(), range(RANKS), processes=processes)
+        traces = rehearse(rehearsal(), range(RANKS), processes=processes)
         assert list(traces) == list(range(RANKS))
         for rank, trace in traces.items():
             assert trace.steps[1].extra_bytes == sound.traces[rank].steps[1].extra_bytes
@@ -423,3 +356,35 @@ def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_o
     assert {first[group] for group in in_step} == {"all_reduce"}
     assert {trace.groups[group].ranks for group in first} == {(0, 1), (0, 1, 2, 3)}
     assert set(first.values()) == {"all_reduce"}
+
+
+def in_teams(group: Group, world_size: int, hardware: Hardware, ranks: Sequence[int]) -> tuple[Rehearsal, Recorded]:
+    """The record of ranks that own matrices in teams of two."""
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
+    of = Rehearsal(config, [group], world_size, hardware)
+    return of, recorded(of, ranks)
+
+
+def experts(matrices: int, *, stride: int, together: int = 1) -> Group:
+    layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(matrices)))
+    return Group("experts", layout, stride=stride, together=together)
+
+
+def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
+    """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was handed to all."""
+    of, record = in_teams(experts(2, stride=3), 12, dataclasses.replace(H100, node_ranks=4), range(12))
+    (kind,) = record.plans
+    assert [kind.of(rank).plan.teams[0].ranks for rank in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert check(record) == []
+    assert len(of.plans) == len(kind.plans) == 3
+    plans = {rank: record.traces[rank].plans for rank in range(12)}
+    assert plans[1] == plans[4] != plans[0]
+
+
+def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> None:
+    """Ranks 0, 1, 16 and 17 are in two nodes; the plan took each of them for a node of its own."""
+    group = experts(6, stride=8, together=2)
+    assert group.members(0, 32) == [0, 1, 16, 17]
+    _, record = in_teams(group, 32, H100, [0, 1, 16, 17])
+    assert {team.ranks for team in record.plans[0].worst.plan.teams} == {(0, 1), (2, 3)}
+    assert check(record) == []

@@ -1,21 +1,20 @@
 """What a plan costs on a named machine: bytes, memory and the time of a step, by arithmetic.
 
-The step is played through wave by wave in the order of `core.schedule`: one collective at a time, each rank's
-products beside them; it takes no less than the busiest host does for what it enqueues. Left out: elementwise work,
-other traffic. An estimate ranks configurations; `python -m benchmarks.step` measures.
+The step is played wave by wave in the order of `core.schedule`: one collective at a time, each rank's products beside
+them, and no less than the busiest host takes to enqueue it. Elementwise work and other traffic are left out. An
+estimate ranks configurations; `python -m benchmarks.step` measures.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.assignment import TeamRules, Unmet
+from megatron_muon.core.assignment import TeamRules, Unmet, refuse_unmet
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.memory import Memory, MomentBytes
@@ -28,27 +27,11 @@ from megatron_muon.tools.plan.memory import extra_bytes
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
-"""Parts of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed on the
-careful side."""
+"""Shares of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed."""
 
 
-@dataclass(frozen=True)
-class Host:
-    """Microseconds that a rank's host takes. Read, not measured: a launch and a view with Python around them.
-
-    Memory comes from torch's cache; the call of a collective goes through torch.distributed to a queue.
-    """
-
-    launch_us: float = 5.0
-    view_us: float = 2.0
-    allocation_us: float = 1.0
-    call_us: float = 30.0
-
-    def seconds(self, counts: Mapping[str, int]) -> float:
-        """Of so many kernels, views, allocations and collectives."""
-        of_one = (self.launch_us, self.view_us, self.allocation_us, self.call_us)
-        names = ("kernels", "views", "allocations", "collectives")
-        return sum(counts.get(name, 0) * each for name, each in zip(names, of_one, strict=True)) * 1e-6
+HOST_US = (5.0, 2.0, 1.0, 30.0)
+"""Microseconds of a rank's host for a kernel, a view, memory from torch's cache, the call of a collective; assumed."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +46,26 @@ class Hardware:
     network_gb_per_s: float  # between nodes
     memory_gb_per_s: float  # of the device's own memory
     source: str
+    memory_gb: float = 0.0  # of a device, 1e9 bytes
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
-    rack_ranks: int = 0  # that the fast link joins, where these are more than a node's
-    host: Host = Host()
+    rack_ranks: int = 0  # joined by the fast link, where these are more than a node's
+    host_us: tuple[float, float, float, float] = HOST_US
 
     @property
     def joined_ranks(self) -> int:
-        """How many ranks the fast link joins."""
+        """Ranks that the fast link joins."""
         return max(self.node_ranks, self.rack_ranks)
 
     @property
     def links(self) -> Links:
-        """How fast its ranks exchange."""
+        """Rates and latency of an exchange."""
         return Links(self.node_gb_per_s, self.network_gb_per_s, MESSAGE_US)
+
+    def host_s(self, counts: Mapping[str, int]) -> float:
+        """Seconds that a host takes to enqueue kernels, views, allocations and collectives."""
+        names = ("kernels", "views", "allocations", "collectives")
+        return sum(counts.get(name, 0) * us for name, us in zip(names, self.host_us, strict=True)) * 1e-6
 
     def products(self, *, half: bool) -> Products:
         """How it forms symmetric products, in bf16 where `half`, else in fp32."""
@@ -86,67 +75,53 @@ class Hardware:
 
 
 def _gpu(
-    name: str,
-    bf16: float,
-    fp32: float,
-    ranks: int,
-    node: float,
-    network: float,
-    memory: float,
-    source: str,
-    *,
-    rack: int = 0,
+    chip: str, fp32: float, link: float, network: float, memory: float, memory_gb: float, *, rack: int = 0
 ) -> Hardware:
-    """A GPU whose data sheet has these rates, at the part of them that can be expected."""
-    source = (
-        f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links, {MEMORY_SHARE:.0%} of its "
-        f"memory's {memory:,} GB/s"
+    """A GPU by its data sheet (dense TFLOP/s, GB/s of each link in one direction and of memory, GB of memory)."""
+    form = f"NVL{rack}, a {rack}nd of the rack" if rack else "SXM"
+    return Hardware(
+        name=chip.lower() if rack else f"{chip.lower()}-sxm",
+        bf16_tflops=BF16_TFLOPS[chip] * PRODUCT_SHARE,
+        fp32_tflops=fp32 * PRODUCT_SHARE,
+        node_ranks=rack or 8,
+        node_gb_per_s=link * LINK_SHARE,
+        network_gb_per_s=network * LINK_SHARE,
+        memory_gb_per_s=memory * MEMORY_SHARE,
+        source=f"NVIDIA {chip} data sheet ({form}, dense), NVLink {2 * link:,} GB/s both ways, {8 * network} Gb/s "
+        f"between nodes for each GPU; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links, "
+        f"{MEMORY_SHARE:.0%} of its memory's {memory:,} GB/s",
+        memory_gb=memory_gb,
+        symmetric_kernel=chip != "A100",
+        rack_ranks=rack,
     )
-    rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, ranks, node * LINK_SHARE, network * LINK_SHARE
-    has_kernel = name != "a100-sxm"
-    return Hardware(name, *rates, memory * MEMORY_SHARE, source, symmetric_kernel=has_kernel, rack_ranks=rack)
 
 
-def _dgx(chip: str, fp32: float, node: int, network: int, memory: int) -> Hardware:
-    return _gpu(
-        f"{chip.lower()}-sxm", BF16_TFLOPS[chip], fp32, 8, node, network, memory,
-        f"NVIDIA {chip} data sheet (SXM, dense), NVLink {2 * node} GB/s both ways, one {8 * network} Gb/s adapter a "
-        f"GPU (DGX {chip})",
-    )  # fmt: skip
-
-
-_MACHINES = (
-    _dgx("H100", 67, 450, 50, 3350),
-    _dgx("H200", 67, 450, 50, 4800),
-    _dgx("A100", 19.5, 300, 25, 2039),
-    _gpu(
-        "gb300", BF16_TFLOPS["GB300"], 80, 72, 900, 100, 8000,
-        "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
-        rack=72,
-    ),
-    Hardware(
-        "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
-        "round figures for one core a rank with gloo on loopback; python -m benchmarks.step measures yours",
-        processor=True, host=Host(0.0, 0.0, 0.0, 0.0),
-    ),
-)  # fmt: skip
-HARDWARE = {machine.name: machine for machine in _MACHINES}
+HARDWARE = {
+    machine.name: machine
+    for machine in (
+        _gpu("H100", 67, 450, 50, 3350, 80),
+        _gpu("H200", 67, 450, 50, 4800, 141),
+        _gpu("A100", 19.5, 300, 25, 2039, 80),
+        _gpu("GB300", 80, 900, 100, 8000, 279, rack=72),
+        Hardware(
+            "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
+            "round figures for one core a rank with gloo on loopback; python -m benchmarks.step measures yours",
+            processor=True, host_us=(0.0, 0.0, 0.0, 0.0),
+        ),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes.
+    """What decides costs and bytes."""
 
-    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, what an
-    adaptive Muon's second moment and cautious decay take, and whether decay is cautious or norms are kept.
-    """
-
-    buffer_mb: float | None
-    exchange_dtype: str
+    buffer_mb: float | None  # --muon-exchange-buffer-mb
+    exchange_dtype: str  # what travels, "fp32" or "bf16"
     iteration: Iteration
     team_size: str = AUTO
     looks_ahead: bool = True
-    moment: MomentBytes = field(default_factory=MomentBytes)
+    moment: MomentBytes = field(default_factory=MomentBytes)  # of second moments and cautious decay
     cautious: bool = False
     hyperball: bool = False
 
@@ -154,11 +129,6 @@ class Settings:
     def memory(self) -> Memory:
         """What matrices take."""
         return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration, self.moment)
-
-    @property
-    def buffer_bytes(self) -> int | None:
-        """What a step may take; None is left to the planner."""
-        return None if self.buffer_mb is None else int(self.buffer_mb * 2**20)
 
 
 @dataclass(frozen=True)
@@ -171,29 +141,17 @@ class Group:
     together: int = 1  # consecutive global ranks in one group
     ranks: tuple[int, ...] = ()  # global ones of the only group that is known, where they are not counted from 0
 
-    def ranks_in(self, world_size: int) -> Ints:
-        """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
-        return self._places(world_size) % self.layout.world_size
+    def all_members(self, world_size: int) -> Ints:
+        """The global ranks of every group of this kind, `(groups, ranks of a group)`; Megatron orders tp-cp-ep-dp."""
+        size = self.layout.world_size
+        ranks = np.arange(world_size).reshape(-1, size // self.together, self.stride, self.together)
+        return ranks.swapaxes(1, 2).reshape(-1, size)
 
     def members(self, rank: int, world_size: int) -> list[int]:
-        """The global ranks of the group of this kind that `rank` is in, in the order of the group."""
-        number, beside = self._numbers(world_size)
-        (ranks,) = np.nonzero((beside == beside[rank]) & (number == number[rank]))
-        return [int(member) for member in ranks]
-
-    def all_members(self, world_size: int) -> Ints:
-        """The global ranks of every group of this kind, `(groups, ranks of a group)`, in the order of the groups."""
-        number, beside = self._numbers(world_size)
-        return np.lexsort((np.arange(world_size), beside, number)).reshape(-1, self.layout.world_size)
-
-    def _numbers(self, world_size: int) -> tuple[Ints, Ints]:
-        """For each rank of the world, where its group lies: among groups one after the other, and side by side."""
-        beside = np.arange(world_size) // self.together % self.stride
-        return self._places(world_size) // self.layout.world_size, beside
-
-    def _places(self, world_size: int) -> Ints:
-        ranks, together = np.arange(world_size), self.together
-        return ranks // (self.stride * together) * together + ranks % together
+        """The global ranks of the group that `rank` is in, in the order of the group."""
+        groups = self.all_members(world_size)
+        found: list[int] = groups[(groups == rank).any(axis=1)][0].tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -202,74 +160,76 @@ class GroupPlan:
 
     group: Group
     plan: Plan
-    seconds: float  # of planning
     largest: float  # work of the costliest matrix, on the rank of its team with most of it
     extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
-    host_ms: float  # what the busiest host takes to enqueue a step
+    host_ms: float  # of the busiest host, to enqueue a step
     step_ms: float  # with all overlapped
     unmet: Mapping[str, Unmet]  # settings that its ranks cannot have
 
-    @property
-    def extra_bytes(self) -> int:
-        """The most that a rank takes."""
-        return int(self.extra.max(initial=0))
+    @functools.cached_property
+    def digest(self) -> str:
+        """The plan's."""
+        return self.plan.digest()
 
 
 @dataclass(frozen=True)
 class KindPlan:
-    """The plans of all groups of a kind.
-
-    Groups whose ranks lie in nodes alike have the same plan; where strides do not divide a node, there are several.
-
-    Attributes:
-        group: what the groups have in common.
-        plans: one for each way in which ranks lie in nodes.
-        numbers: for each rank of the world, which of them its group has.
-    """
+    """The plans of all groups of a kind: one for each way in which a group's ranks lie in nodes."""
 
     group: Group
-    plans: tuple[GroupPlan, ...]
-    numbers: Ints
+    plans: tuple[GroupPlan, ...]  # different ones
+    members: Ints  # global ranks of each group, `(groups, ranks)`
+    numbers: Ints  # for each group, which of `plans` it has
 
     @property
     def worst(self) -> GroupPlan:
         """The slowest."""
         return max(self.plans, key=lambda item: item.step_ms)
 
-    @property
-    def unmet(self) -> Mapping[str, Unmet]:
-        """Settings that none of the groups can have."""
-        first, *others = (item.unmet for item in self.plans)
-        return {flag: why for flag, why in first.items() if all(flag in other for other in others)}
-
     def of(self, rank: int) -> GroupPlan:
         """The plan of a rank's group."""
-        return self.plans[int(self.numbers[rank])]
+        return self.plans[int(self.numbers[(self.members == rank).any(axis=1)][0])]
 
     def of_ranks(self, figure: Callable[[GroupPlan], Sequence[float] | Ints | Floats]) -> np.ndarray[Any, Any]:
         """A figure that plans have for each rank of a group, for each rank of the world."""
-        each = np.array([figure(item) for item in self.plans])
-        return each[self.numbers, self.group.ranks_in(len(self.numbers))]
+        each = np.array([figure(item) for item in self.plans])[self.numbers]
+        return each.ravel()[np.argsort(self.members, axis=None)]
+
+
+def plan_kinds(
+    groups: Sequence[Group], settings: Settings, hardware: Hardware, world_size: int, *, alone: bool = False
+) -> tuple[list[KindPlan], list[str]]:
+    """Plan all groups; the second result names the settings that some of them cannot have.
+
+    A group of one rank has nothing to share: where there is no other, its settings count only if `alone`.
+
+    Raises:
+        UserError: no group can have a setting.
+    """
+    kinds = [plan_kind(group, settings, hardware, world_size) for group in groups]
+    shared = [kind for kind in kinds if kind.group.layout.world_size > 1] or (kinds if alone else [])
+    unmet: dict[str, Mapping[str, Unmet]] = {}
+    for kind in shared:
+        first, *others = (item.unmet for item in kind.plans)
+        flags = {flag: why for flag, why in first.items() if all(flag in other for other in others)}
+        unmet[kind.group.name.removesuffix("s")] = flags
+    return kinds, refuse_unmet(unmet)
 
 
 def plan_kind(group: Group, settings: Settings, hardware: Hardware, world_size: int) -> KindPlan:
-    """Plan all groups of a kind in a world, one plan for each way in which ranks lie in nodes."""
+    """Plan all groups of a kind in a world."""
     members = group.all_members(world_size)
-    if group.ranks:
-        members = np.array(group.ranks)[members]
-    nodes = (node_pattern(each, hardware) for each in members)
-    numbers: dict[tuple[int, ...], int] = {}
-    of_groups = [numbers.setdefault(each, len(numbers)) for each in nodes]
-    of_ranks = np.empty(world_size, dtype=np.int64)
-    of_ranks[group.all_members(world_size)] = np.array(of_groups)[:, np.newaxis]
-    firsts = (members[of_groups.index(number)] for number in numbers.values())
-    return KindPlan(group, tuple(plan_group(group, settings, hardware, ranks) for ranks in firsts), of_ranks)
+    places = np.array(group.ranks)[members] if group.ranks else members
+    patterns = [node_pattern(each, hardware) for each in places]
+    different = list(dict.fromkeys(patterns))
+    plans = tuple(plan_group(group, settings, hardware, places[patterns.index(pattern)]) for pattern in different)
+    return KindPlan(group, plans, members, np.array([different.index(pattern) for pattern in patterns]))
 
 
 def node_pattern(members: Sequence[int] | Ints, hardware: Hardware) -> tuple[int, ...]:
-    """The node of each of these global ranks, in ascending order, counted from 0: what plans know of nodes."""
+    """The node of each of these global ranks, counted from 0: all that a plan knows of nodes."""
     _, nodes = np.unique(np.asarray(members) // hardware.node_ranks, return_inverse=True)
     return tuple(nodes.tolist())
 
@@ -277,21 +237,17 @@ def node_pattern(members: Sequence[int] | Ints, hardware: Hardware) -> tuple[int
 def plan_group(
     group: Group, settings: Settings, hardware: Hardware, members: Sequence[int] | Ints | None = None
 ) -> GroupPlan:
-    """Make a group's plan as training would, and estimate it.
-
-    `members` are its global ranks; without them it is the first of its kind.
-    """
-    layout, half = group.layout, settings.iteration.half
+    """Make a group's plan as training would, and estimate it; `members` are its global ranks, or the first group's."""
+    layout, iteration = group.layout, settings.iteration
     members = group.members(0, layout.world_size * group.stride) if members is None else members
     ranks = layout.world_size
-    cost = functools.cache(settings.iteration.flops)
+    cost = functools.cache(iteration.flops)
     costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
-    started = time.perf_counter()
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
-    asked = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size)
-    plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=asked.possible())
-    seconds = time.perf_counter() - started
-    rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
+    rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
+    limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
+    plan = make_plan(layout, costs, buffer_bytes=limit, memory=settings.memory, rules=rules.possible())
+    rate = (hardware.bf16_tflops if iteration.half else hardware.fp32_tflops) * 1e12
 
     def products_s(indices: Sequence[int]) -> Floats:
         """Seconds that each rank multiplies for the matrices with these indices."""
@@ -304,18 +260,17 @@ def plan_group(
     seconds_of = functools.partial(hardware.links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
     each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     arrive_s, leave_s = [rows for rows, _ in each], [updates for _, updates in each]
-    host_s = max((hardware.host.seconds(counts_of(plan, rank)) for rank in busy_hosts(plan)), default=0.0)
+    host_s = max((hardware.host_s(counts_of(plan, rank)) for rank in busy_hosts(plan)), default=0.0)
     return GroupPlan(
         group=group,
         plan=plan,
-        seconds=seconds,
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
         extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(arrive_s + leave_s) * 1e3,
         host_ms=host_s * 1e3,
         step_ms=max(_play(plan, products_s, arrive_s, leave_s, host_s), host_s) * 1e3,
-        unmet=asked.unmet(),
+        unmet=rules.unmet(),
     )
 
 

@@ -1,8 +1,7 @@
-"""What a rank's host enqueues in a step, by arithmetic: kernels, views, allocations and collectives.
+"""What a rank's host enqueues in a step of plain Muon on a GPU: kernels, views, allocations and collectives.
 
-The numbers follow `core.exchange`, `core.optimizer` and `core.newton_schulz` as they run on a GPU; `megatron-muon
-rehearse` counts the same by running them, and tests hold the two within 10 % for a small model and for llama3-8b. They
-are those of plain Muon: what variants enqueue besides is not counted.
+The numbers follow `core.exchange`, `core.optimizer` and `core.newton_schulz`; `megatron-muon rehearse` counts the same
+by running them, and tests hold the two within 10 % for a small model and for llama3-8b.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_muon.core.copies import Copy, merged
+from megatron_muon.core.copies import merged
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.memory import CHUNK, blocks_together
 from megatron_muon.core.plan import Plan
@@ -29,24 +28,18 @@ from megatron_muon.core.slices import BlockKind
 Counts = Counter[str]
 
 _LOOKED_AT = 8
-"""Ranks of a plan."""
+"""Ranks of a plan among which the busiest host is looked for."""
 
 _LAUNCH_TENSORS, _LAUNCH_ELEMENTS = 64, 320 * 65_536
-"""Of two lists of tensors that one launch takes; see `rehearsal.launches`."""
+"""Of two lists of tensors that one launch takes; see `rehearse.recorder.launches`."""
 
-_STEP = Counter(kernels=4, allocations=3)
-"""Around the waves: which updates were skipped."""
-_CHUNK = Counter(kernels=4)
-"""Of rows, beside lists and copies: momentum, look-ahead, first elements, zeros for what is skipped."""
-_STACK = Counter(kernels=10, views=4, allocations=9)
-"""Of blocks that are iterated together, around the iteration: magnitudes, factors, what is not finite."""
-_NORM = Counter(kernels=5, views=2, allocations=2)
-"""The division by the norm, in the first step."""
-_DIAGONAL = Counter(kernels=1, views=1)
-_FIRST_DIAGONAL = Counter(kernels=4, views=2, allocations=1)
-"""A multiple of the unit matrix; in the first step together with the norm."""
-_AGREEMENT = Counter(kernels=8, views=4, allocations=6)
-"""Of a team on which of its matrices are finite."""
+_STEP = Counter(kernels=4, allocations=3)  # around the waves: which updates were skipped
+_CHUNK = Counter(kernels=4)  # of rows, beside lists and copies: momentum, look-ahead, zeros for what is skipped
+_STACK = Counter(kernels=10, views=4, allocations=9)  # around an iteration: magnitudes, factors, what is not finite
+_NORM = Counter(kernels=5, views=2, allocations=2)  # the division by the norm, in the first step
+_DIAGONAL = Counter(kernels=1, views=1)  # a multiple of the unit matrix
+_FIRST_DIAGONAL = Counter(kernels=4, views=2, allocations=1)  # the same together with the norm
+_AGREEMENT = Counter(kernels=8, views=4, allocations=6)  # of a team on which of its matrices are finite
 
 
 def counts_of(plan: Plan, rank: int) -> Counts:
@@ -67,7 +60,7 @@ def counts_of(plan: Plan, rank: int) -> Counts:
 
 
 def busy_hosts(plan: Plan) -> list[int]:
-    """The ranks among which the host that enqueues most is looked for: those that orthogonalise most parts."""
+    """The ranks that orthogonalise most parts; the busiest host is looked for among these."""
     parts = Counter(rank for team in plan.teams for rank in team.ranks)
     return [rank for rank, _ in parts.most_common(_LOOKED_AT)]
 
@@ -78,10 +71,11 @@ def _of_route(route: Route, plan: Plan) -> Counts:
         within = range(rows[0].start, rows[0].start + numel)
         lists = max(math.ceil(len(rows) / _LAUNCH_TENSORS), math.ceil(numel / _LAUNCH_ELEMENTS))
         copies = [from_chunk(way.copies, within) for way in (route.send, route.own)]
+        copies.append(to_chunk(route.returned.copies, within))
         found += _CHUNK
-        found["kernels"] += 3 * lists + sum(map(_copies, [*copies, to_chunk(route.returned.copies, within)]))
+        found["kernels"] += 3 * lists + sum(len(merged(each)) for each in copies)
     ways = (route.receive.copies, route.own_to_stacks, route.back.copies, route.own_updates.copies)
-    found["kernels"] += sum(map(_copies, ways))
+    found["kernels"] += sum(len(merged(each)) for each in ways)
     for stack in route.stacks:
         kind, left = stack.kind, len(stack.slots)
         together = blocks_together(kind.smaller, kind.longer, len(kind.ranks) or 1, "cuda")
@@ -94,12 +88,8 @@ def _of_route(route: Route, plan: Plan) -> Counts:
     return found
 
 
-def _copies(copies: Sequence[Copy]) -> int:
-    return len(merged(copies))
-
-
 def of_iteration(iteration: Iteration, kind: BlockKind, count: int) -> Counts:
-    """What an iteration on so many blocks enqueues: its products, and what goes with them."""
+    """What an iteration on `count` blocks of a kind enqueues."""
     team = len(kind.ranks) or 1
     by_kernel = [
         iteration.products is KERNEL and KERNEL.shares(kind.smaller, cols)[0] < 1.0

@@ -1,11 +1,8 @@
 """The matrices of a config's model and who holds which of their rows, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
-parameters into buckets and place them there. `fsdp/cuts.py` cuts the buckets, as it does in a run.
-
-A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
-same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
-bucket, so no cut of a matrix moves.
+parameters into buckets, and `fsdp/cuts.py` cuts these, as in a run. megatron-core's local layers stand for Transformer
+Engine's: they have the same matrices in the same order, and norms come after the matrices in a bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import argparse
 import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +19,7 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.training import theoretical_memory_usage as formulas
 from megatron.training import training
 
 from megatron_muon.core.layout import Layout
@@ -37,21 +35,7 @@ from megatron_muon.megatron.model.selection import muon_matrices, restore_attrib
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
-from megatron_muon.tools.plan.training_step import Model, Parameters
-
-UNITS = "optim_grads_params"
-"""The strategy whose buckets follow transformer layers; "optim" and "optim_grads" cut by size."""
-
-
-class _Environment(dict[str, str]):
-    """An environment in which every variable exists; one that does not stands for itself."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> str:
-        return f"${{{name}}}"
-
+from megatron_muon.tools.plan.training_step import UNITS, Model, Parameters, Planned
 
 LOCAL = {
     "transformer_impl": "local",
@@ -64,16 +48,18 @@ LOCAL = {
 """Settings of megatron-core's local layers, which need no kernel."""
 
 
-class Planned(NamedTuple):
-    """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model."""
+class _Environment(dict[str, str]):
+    """An environment in which every variable exists; one that does not stands for itself."""
 
-    settings: MuonOptimizerConfig
-    groups: list[Group]
-    model: Model
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return f"${{{name}}}"
 
 
 def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
-    """What is planned of a config's model over so many ranks.
+    """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model.
 
     What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
     tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
@@ -82,6 +68,32 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
         UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
             shard.
     """
+    args, global_batch = _arguments(path, world_size, device)
+    names = {field.name for field in fields(MuonOptimizerConfig)}
+    settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    settings.muon_dump_layout = None
+    with validation.explained():
+        groups, parameters, vocabulary = _groups(args, settings)
+        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
+        model = Model(
+            parameters=parameters,
+            copies=args.num_distributed_optimizer_instances,
+            sequence_flops=float(training.num_floating_point_operations(counted, 1)),
+            sequence_length=args.seq_length,
+            vocabulary=vocabulary if args.vocab_size != 1 else None,
+            global_batch=global_batch,
+            micro_batch=args.micro_batch_size,
+            replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
+            strategy=args.data_parallel_sharding_strategy,
+            half=args.bf16,
+            reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
+            activation_bytes=_activation_bytes(counted),
+        )
+    return Planned(settings, groups, model)
+
+
+def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Namespace, int | None]:
+    """Validated arguments for a model of local layers, and the config's global batch, which need not fit."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ))
     check_flags(config, parser)
@@ -106,26 +118,26 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
     args.micro_batch_size = args.micro_batch_size or 1
     args.save, args._is_global_batch_size_explicitly_specified = None, False
     validation.complete(args)
-    names = {field.name for field in fields(MuonOptimizerConfig)}
-    settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
-    settings.muon_dump_layout = None
-    with validation.explained():
-        groups, parameters, vocabulary = _groups(args, settings)
-        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
-        model = Model(
-            parameters=parameters,
-            copies=args.num_distributed_optimizer_instances,
-            sequence_flops=float(training.num_floating_point_operations(counted, 1)),
-            sequence_length=args.seq_length,
-            vocabulary=vocabulary if args.vocab_size != 1 else None,
-            global_batch=global_batch,
-            micro_batch=args.micro_batch_size,
-            replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
-            strategy=args.data_parallel_sharding_strategy,
-            half=args.bf16,
-            reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
-        )
-        return Planned(settings, groups, model)
+    return args, global_batch
+
+
+def _activation_bytes(args: argparse.Namespace) -> float | None:
+    """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and no experts.
+
+    With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an element
+    (https://arxiv.org/abs/2205.05198, section 5).
+    """
+    if args.hybrid_layer_pattern is not None:
+        return None
+    of_rank = argparse.Namespace(**{**vars(args), "seq_length": args.seq_length // args.context_parallel_size})
+    inputs = 0.0
+    if args.recompute_granularity == "full":
+        cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        inputs = 2 * of_rank.seq_length * args.micro_batch_size * args.hidden_size * args.num_layers / cut
+        of_rank.num_layers = 1
+    selective = args.sequence_parallel and args.recompute_granularity == "selective"
+    formula = formulas.compute_activation_memory if selective else formulas.compute_activation_memory_without_sp
+    return float(formula(of_rank, None) + inputs) * (1 if args.bf16 else 2)
 
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:

@@ -1,17 +1,16 @@
-"""A whole training step on paper, with Adam and with Muon: what Muon adds to it, and everything that this assumes.
+"""A whole training step on paper, with Adam and with Muon: the memory of a GPU, the time, and what both assume.
 
-Forward and backward are the model's operations over a share of the peak rate; FSDP's gathers and reductions run beside
-them. Elementwise work is bytes over the rate of the device's memory. Muon's own step is the plan's.
+FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the memory's rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, Settings
+from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Group, Hardware, Settings
 
 MFU = 0.45
 """Part of the data sheet's rate that model FLOPs reach in forward and backward.
@@ -21,35 +20,30 @@ The more, the shorter the step that Muon adds to."""
 
 MAX_COMMUNICATION = 0.5
 """Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
-WARNING = "warning:"
-"""Start of a note that `plan` shows in colour."""
 
-NORM_BYTES, CLIP_BYTES = 4, 8
-"""Of a parameter: the norm reads the fp32 gradient, clipping reads and writes it."""
-ADAM_BYTES = 28
-"""Of a parameter, in one fused pass: reads gradient, weight and two moments, writes all but the gradient, in fp32."""
-MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
-"""Of a parameter, in `core.optimizer`: momentum and look-ahead, each reads two tensors and writes one; decay reads and
-writes the weight, and so does the update. What travels is read or written beside."""
-CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
-"""What these take beyond that, in passes that do not find anything in a cache (`core.rules`)."""
+UNITS = "optim_grads_params"
+"""The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
+
+# Bytes that move for each parameter, in fp32 and in passes that find nothing in a cache.
+NORM_BYTES, CLIP_BYTES = 4, 8  # reads the gradient; reads and writes it
+ADAM_BYTES = 28  # one fused pass: reads gradient, weight and two moments, writes all but the gradient
+MOMENTUM_BYTES, LOOK_AHEAD_BYTES = 12, 12  # each reads two tensors and writes one
+APPLY_BYTES = 16  # decay and update each read and write the weight
+CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28  # beyond that (`core.rules`)
+
+# Bytes that lie in memory for each parameter.
+MAIN_BYTES, MOMENTS_BYTES = 4, 8  # the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
+STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # momentum, by --muon-momentum-dtype
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Trained parameters of a kind, dense or experts.
+    """Trained parameters of a kind, dense or experts."""
 
-    Attributes:
-        count: of one copy of the model, over all ranks.
-        muon: of them, those in Muon's matrices.
-        parts: tensor and expert parallel ranks, which cut them first.
-        ranks: that FSDP cuts each part over.
-    """
-
-    count: int
-    muon: int
-    parts: int
-    ranks: int
+    count: int  # of one copy of the model, over all ranks
+    muon: int  # of them, those in Muon's matrices
+    parts: int  # tensor and expert parallel ranks, which cut them first
+    ranks: int  # that FSDP cuts each part over
 
     def gather_s(self, hardware: Hardware, element_bytes: int) -> float:
         """Seconds in which all ranks gather their parts, or reduce them: within nodes and between them at once.
@@ -65,33 +59,20 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Model:
-    """What a training step of a model takes beside Muon's own.
+    """What a training step of a model takes beside Muon's own."""
 
-    Attributes:
-        parameters: dense ones, and experts where there are any.
-        copies: of the optimizer's state: HSDP's instances.
-        sequence_flops: operations of a sequence, forward and backward.
-        sequence_length: tokens of a sequence.
-        vocabulary: padded rows of embedding and output layer; None where neither flag nor tokenizer tells them.
-        global_batch: sequences of a step; None where the config names none.
-        micro_batch: sequences of a data-parallel rank at a time.
-        replicas: data-parallel ranks.
-        strategy: `--data-parallel-sharding-strategy`.
-        half: whether it trains in bf16, and not in fp32.
-        reduced_bytes: of an element of the gradients when they are reduced.
-    """
-
-    parameters: tuple[Parameters, ...]
-    copies: int
-    sequence_flops: float
-    sequence_length: int
-    vocabulary: int | None
-    global_batch: int | None
-    micro_batch: int
-    replicas: int
-    strategy: str
-    half: bool
-    reduced_bytes: int
+    parameters: tuple[Parameters, ...]  # dense ones, and experts where there are any
+    copies: int  # of the optimizer's state: HSDP's instances
+    sequence_flops: float  # of a sequence, forward and backward
+    sequence_length: int  # tokens
+    vocabulary: int | None  # padded rows of embedding and output layer; None where neither flag nor tokenizer tells
+    global_batch: int | None  # sequences of a step; None where the config names none
+    micro_batch: int  # sequences of a data-parallel rank at a time
+    replicas: int  # data-parallel ranks
+    strategy: str  # --data-parallel-sharding-strategy
+    half: bool  # trains in bf16, and not in fp32
+    reduced_bytes: int  # of an element of the gradients when they are reduced
+    activation_bytes: float | None = None  # of a micro-batch on a rank; None where Megatron has no formula
 
     @property
     def tokens(self) -> int | None:
@@ -103,12 +84,16 @@ class Model:
         """Of an element of the weights that are gathered."""
         return 2 if self.half else 4
 
+    def held(self, name: str = "count") -> float:
+        """Parameters of a rank's shards; of "muon", those in Muon's matrices."""
+        return sum(float(getattr(kind, name)) / kind.parts / kind.ranks for kind in self.parameters)
+
     def collectives(self, micro_batches: int) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces all gradients.
 
         Sharded weights are gathered for forward and for backward, sharded gradients are reduced in every micro-batch.
         """
-        gathers = 2 * micro_batches if self.strategy == "optim_grads_params" else 1
+        gathers = 2 * micro_batches if self.strategy == UNITS else 1
         return gathers, 1 if self.strategy == "optim" else micro_batches
 
     def communication_s(self, hardware: Hardware, micro_batches: int) -> float:
@@ -123,10 +108,18 @@ class Model:
         return seconds
 
 
+class Planned(NamedTuple):
+    """What a plan is of."""
+
+    settings: Any  # MuonSettings, of a config MuonOptimizerConfig
+    groups: list[Group]
+    model: Model | None  # where it is known
+
+
 def holder_bytes(settings: Settings) -> int:
     """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
     ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
-    packed = 2 * settings.memory.element_bytes  # and taken from a parcel
+    packed = 2 * settings.memory.element_bytes  # to what travels, and back
     variants = CAUTIOUS_BYTES * settings.cautious + HYPERBALL_BYTES * settings.hyperball
     return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + variants + packed
 
@@ -137,8 +130,38 @@ def owner_bytes(settings: Settings) -> int:
     It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
     its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
-    half = 2 if settings.iteration.half else 4
-    return 9 * settings.memory.element_bytes + 3 * half
+    return 9 * settings.memory.element_bytes + 3 * (2 if settings.iteration.half else 4)
+
+
+def memory(model: Model, settings: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
+    """Bytes of a GPU's memory by purpose, with Adam and with Muon, where Muon's step takes `step_bytes` beside.
+
+    Weights and gradients lie as Megatron-FSDP shards them; `settings` are Muon's of the run.
+    """
+    held, muon = model.held(), model.held("muon")
+    whole = sum(kind.count / kind.parts for kind in model.parameters)
+    kept = 1 - settings.muon_offload_fraction * (settings.muon_offload != "none")  # on the device
+    kept_too = kept if settings.muon_offload_state == "all" else 1.0
+    adaptive = getattr(settings, "optimizer", "") == "adaptive_muon" and settings.adaptive_muon_moment2_method
+    momentum = STORED_BYTES[settings.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
+    weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
+    common = {
+        "gradients": model.reduced_bytes * (whole if model.strategy == "optim" else held),
+        "activations": model.activation_bytes or 0.0,
+    }
+    of = {
+        "adam": {"weights": weights + MAIN_BYTES * held, **common, "state": MOMENTS_BYTES * held, "step": 0},
+        "muon": {
+            "weights": weights + MAIN_BYTES * kept_too * held,
+            **common,
+            "state": momentum * muon + MOMENTS_BYTES * kept_too * (held - muon),
+            "step": step_bytes,
+        },
+    }
+    for each in of.values():
+        each["total"] = sum(each.values())
+    capacity = hardware.memory_gb * 1e9
+    return {**of, "capacity": capacity, "fits": of["muon"]["total"] <= capacity}
 
 
 def simulate(
@@ -162,9 +185,7 @@ def simulate(
     of_a_rank = tokens / model.replicas / model.sequence_length  # sequences
     micro_batches = max(math.ceil(of_a_rank / model.micro_batch), 1)
     communication_ms = model.communication_s(hardware, micro_batches) * 1e3
-    held, muon = (
-        sum(getattr(kind, name) / kind.parts / kind.ranks for kind in model.parameters) for name in ("count", "muon")
-    )
+    held, muon = model.held(), model.held("muon")
     both_bytes = NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes
 
     def passes_ms(parameters: float, moved: float) -> float:
@@ -181,14 +202,15 @@ def simulate(
     ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "muon_elementwise": elementwise}
     ours["muon_step"] = muon_step_ms
     gathers, reductions = model.collectives(micro_batches)
-    figures = {
+    share = adam["exposed_communication"] / sum(adam.values())
+    return {
         "tokens": tokens,
         "adam_ms": {**adam, "total": sum(adam.values())},
         "muon_ms": {**ours, "total": sum(ours.values())},
         "muon_over_adam": sum(ours.values()) / sum(adam.values()),
-        "communication_share": adam["exposed_communication"] / sum(adam.values()),
+        "communication_share": share,
         "assumptions": {
-            "model_flops": flops,
+            "model_flops": flops,  # by Megatron's count: causal attention, no recomputation
             "mfu": mfu,
             "peak_tflops": peak_tflops,
             "sequence_length": model.sequence_length,
@@ -206,72 +228,25 @@ def simulate(
             "parameters_per_rank": held,
             "muon_parameters_per_rank": muon,
             "muon_parameters_owned": owned,
-            "both_bytes": both_bytes,
+            "both_bytes": both_bytes,  # of a parameter: norm, clipping, weights installed
             "adam_bytes": ADAM_BYTES,
             "muon_holder_bytes": holder_bytes(settings),
             "muon_owner_bytes": owner_bytes(settings),
         },
+        "notes": list(_warnings(model, share, of_a_rank)),
     }
-    return {**figures, "notes": assumptions(figures)}
 
 
-def assumptions(figures: dict[str, Any]) -> list[str]:
-    """What the figures of `simulate` rest on, in sentences."""
-    a = figures["assumptions"]
-    dtypes = {2: "bf16", 4: "fp32"}
-    lines = []
-    if (share := figures["communication_share"]) > MAX_COMMUNICATION:
-        lines.append(
-            f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
-            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), a "
-            "larger batch, more expert-parallel ranks (their all-to-alls are not counted), or HSDP "
-            "(--num-distributed-optimizer-instances with --overlap-grad-reduce; Muon then sends its updates to each)"
+def _warnings(model: Model, communication: float, sequences: float) -> Iterator[str]:
+    if communication > MAX_COMMUNICATION:
+        yield (
+            f"{communication:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
+            "reason; try larger micro-batches, a larger batch, more expert-parallel ranks, or HSDP"
         )
-    lines += [
-        f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
-        f"recomputation), at {a['mfu']:.0%} of {a['peak_tflops']:,.0f} TFLOP/s a rank (--mfu)",
-        f"FSDP: weights gathered {a['weight_gathers']}x in {dtypes[a['weight_bytes']]}, gradients reduced "
-        f"{a['gradient_reductions']}x in {dtypes[a['gradient_bytes']]}, {a['communication_ms']:,.1f} ms at "
-        f"{a['node_gb_per_s']:g} GB/s within nodes and {a['network_gb_per_s']:g} between; only what takes longer than "
-        "forward and backward counts",
-        f"elementwise: {a['memory_gb_per_s']:,.0f} GB/s of memory; bytes a parameter: norm, clipping and installed "
-        f"weights {a['both_bytes']}, Adam fused {a['adam_bytes']}, Muon {a['muon_holder_bytes']} where it is held and "
-        f"{a['muon_owner_bytes']} where it is owned; {a['parameters_per_rank'] / 1e6:,.2f} M parameters a rank, "
-        f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned "
-        "(the plan's imbalance)",
-        "not counted, with either optimizer: launches but Muon's, latency of collectives, data and logs; experts' "
-        "all-to-alls are part of the share of the peak",
-    ]
-    if a["vocabulary"] is None:
-        lines.append("the size of the vocabulary is not known and counts as none; add --vocab-size to the config")
-    if (share := a["sequences_per_data_parallel_rank"]) < 1:
-        lines.append(
-            f"a data-parallel rank has {share:.2g} of a sequence of {a['sequence_length']:,} tokens: such a step needs "
-            f"{math.ceil(1 / share)} context-parallel ranks for a sequence, or shorter ones"
+    if sequences < 1:
+        yield (
+            f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens: such a step "
+            f"needs {math.ceil(1 / sequences)} context-parallel ranks for a sequence, or shorter ones"
         )
-    return lines
-
-
-_PARTS = {
-    "forward_backward": "forward and backward",
-    "exposed_communication": "FSDP's communication beyond them",
-    "norm_clip_install": "norm, clipping, weights installed",
-    "adam": "Adam, elementwise",
-    "muon_elementwise": "Muon, elementwise",
-    "muon_step": "Muon, Newton-Schulz and exchange",
-    "total": "training step",
-}
-
-
-def rows(figures: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Part, milliseconds with Adam and milliseconds with Muon."""
-
-    def shown(of: dict[str, float], part: str) -> str:
-        return f"{of[part]:,.2f} ms" if part in of else "-"
-
-    table = [
-        (label, shown(figures["adam_ms"], part), shown(figures["muon_ms"], part)) for part, label in _PARTS.items()
-    ]
-    adam, ours = (figures[of]["exposed_communication"] / figures[of]["total"] for of in ("adam_ms", "muon_ms"))
-    waiting = ("share waiting for communication", f"{adam:.0%}", f"{ours:.0%}")
-    return [*table, waiting, ("Muon / Adam", "1", f"{figures['muon_over_adam']:.4f}")]
+    if model.vocabulary is None:
+        yield "the size of the vocabulary is not known and counts as none; add --vocab-size to the config"

@@ -43,8 +43,8 @@ class _Started(dist.Work):
 class RecordingGroup(dist.ProcessGroup):
     """A process group whose collectives are recorded.
 
-    What the host tells other ranks while optimizers are made is answered as if all had said the same; buffers of the
-    device are fake, and left alone.
+    Values of the host, exchanged while optimizers are made, are answered as if all ranks had sent the same; tensors of
+    the device are fake, and left alone.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
@@ -62,21 +62,11 @@ class RecordingGroup(dist.ProcessGroup):
 
     @override
     def allreduce(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
-        (tensor,) = tensors
-        return self._start("all_reduce", tensor, tensor.nbytes)
+        return self._start("all_reduce", tensors[0], tensors[0].nbytes)
 
     @override
     def broadcast(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
-        (tensor,) = tensors
-        return self._start("broadcast", tensor, tensor.nbytes, root=opts.rootRank)
-
-    @override
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Started:
-        (tensor,) = inputs
-        if not isinstance(tensor, FakeTensor):
-            for output in outputs[0]:
-                output.copy_(tensor)
-        return self._start("all_gather", tensor, tensor.nbytes)
+        return self._start("broadcast", tensors[0], tensors[0].nbytes, root=opts.rootRank)
 
     @override
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
@@ -90,12 +80,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     @override
     def alltoall_base(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        opts: Any = None,
+        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
     ) -> _Started:
         sent, received = self._split(tensor, input_sizes), self._split(output, output_sizes)
         return self._start("all_to_all", tensor, sent=sent, received=received)

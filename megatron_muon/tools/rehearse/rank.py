@@ -1,17 +1,19 @@
-"""One rank of a rehearsal: its real optimizers, made from the planned layout, take two steps and are recorded.
+"""The ranks of a rehearsal: their real optimizers, made from the planned layout, take two steps and are recorded.
 
-`make_muon` makes the Muons and `factory.wrap` what megatron-core puts around them, as for training. What training has
-from a model is given here: parameters of the planned shards' shapes with gradients, and the layout. Left out is what
-is megatron-core's alone: gradient reduction and norm before the step, the scalar optimizer, gathering the weights.
+`make_muon` and `factory.wrap` make the optimizers as for training, of parameters of the planned shards' shapes.
+Gradient reduction and norm, the scalar optimizer and gathering the weights are megatron-core's, and left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import multiprocessing
+import os
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -28,12 +30,13 @@ from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.tools.plan.estimate import Group, Hardware, node_pattern
 from megatron_muon.tools.rehearse import machine, process_groups
-from megatron_muon.tools.rehearse.recorder import HOST_WAITS, Recorder, place
+from megatron_muon.tools.rehearse.recorder import HOST_WAITS, Phases, Recorder, place
 from megatron_muon.tools.rehearse.trace import RankTrace
 
 STEPS = 2
-"""The first one has what happens once, the second one is what all others are like."""
-
+"""The first one has what happens once, the second one is like all others."""
+BATCH = 8
+"""Ranks that a process is given at a time."""
 
 PlanKey = tuple[str, tuple[int, ...]]
 """The name of a kind of groups, and how their ranks lie in nodes."""
@@ -41,14 +44,9 @@ PlanKey = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Rehearsal:
-    """What ranks have in common.
+    """What ranks have in common; `groups` are planned, dense matrices first.
 
-    Attributes:
-        settings: of the optimizers.
-        groups: what is planned, dense matrices first.
-        world_size: ranks of the run.
-        hardware: where it is to run.
-        plans: by `plan_key`; the first rank makes one that is missing as in training, and the others take it.
+    A plan that is missing in `plans` is made by the first rank as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
@@ -58,21 +56,51 @@ class Rehearsal:
     plans: dict[PlanKey, Plan] = field(default_factory=dict)
 
     def plan_key(self, group: Group, members: Sequence[int]) -> PlanKey:
-        """What the plan of a group with these global ranks goes by."""
+        """The key in `plans` of a group with these global ranks."""
         return group.name, node_pattern(members, self.hardware)
 
 
-class _Chunk(SimpleNamespace):
-    """A model chunk, for what a chain asks of it around a step."""
+def _chunk() -> SimpleNamespace:
+    """A model chunk, as far as a chain of optimizers asks for it around a step."""
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    chunk.module, chunk.install_optimized_model_weights, chunk.start_param_sync = chunk, lambda: None, lambda: None
+    return chunk
 
-    def __init__(self) -> None:
-        super().__init__(ddp_config=SimpleNamespace(use_megatron_fsdp=True), module=self)
 
-    def install_optimized_model_weights(self) -> None:
-        """Megatron-FSDP's."""
+def rehearse(
+    rehearsal: Rehearsal, ranks: Sequence[int], *, processes: int | None = None, done: Callable[[int], object] = id
+) -> dict[int, RankTrace]:
+    """The traces of some ranks of the world, by so many forked processes, by default one for each usable core.
 
-    def start_param_sync(self) -> None:
-        """Megatron-FSDP's."""
+    Forked processes need not import, read or plan anything again. `done` is called with the number of finished ranks.
+    """
+    first, *others = ranks
+    traces = {first: rehearse_rank(first, rehearsal)}  # makes the plans, for which the others would wait
+    processes = min(processes or len(os.sched_getaffinity(0)), -(-len(others) // BATCH))
+    with contextlib.ExitStack() as stack:
+        found: Iterable[RankTrace] = (rehearse_rank(rank, rehearsal) for rank in others)
+        if processes > 1:
+            context = multiprocessing.get_context("fork")
+            pool = stack.enter_context(context.Pool(processes, initializer=_share, initargs=(rehearsal,)))
+            found = pool.imap_unordered(_rehearse_shared, others, chunksize=BATCH)
+        for trace in found:
+            traces[trace.rank] = trace
+            done(len(traces))
+    return dict(sorted(traces.items()))
+
+
+_shared: Rehearsal
+
+
+def _share(rehearsal: Rehearsal) -> None:
+    """In a forked process: take what the parent has, and keep the collector from writing to its pages."""
+    global _shared
+    _shared = rehearsal
+    gc.freeze()
+
+
+def _rehearse_shared(rank: int) -> RankTrace:
+    return rehearse_rank(rank, _shared)
 
 
 def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
@@ -86,23 +114,18 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     ):
         try:
             _run(rank, rehearsal, recorder, trace)
-        except HOST_WAITS as error:
-            what = f"{str(error).split('.')[1]}, a value that the host asks for,"
-            trace.synchronizations.append(f"{what} at {place(_stack(error))}")
-            trace.failure = f"stopped where the host waits for the device, at {place(_stack(error))}"
         except Exception as error:
-            reason = str(error).strip().splitlines() or [""]
-            trace.failure = f"{type(error).__name__}: {reason[0]} ({place(_stack(error))})"
+            where = place(traceback.extract_tb(error.__traceback__))
+            if isinstance(error, HOST_WAITS):
+                what = f"{str(error).split('.')[1]}, a value that the host asks for,"
+                trace.synchronizations.append(f"{what} at {where}")
+            trace.failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]} ({where})"
     return trace
-
-
-def _stack(error: BaseException) -> traceback.StackSummary:
-    return traceback.extract_tb(error.__traceback__)
 
 
 def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) -> None:
     config, device = rehearsal.settings, machine.DEVICE
-    chunk, members, offload = _Chunk(), [], offload_run(config)
+    chunk, members, offload = _chunk(), [], offload_run(config)
     scratch: torch.Tensor | None = None
     for group in rehearsal.groups:
         ranks = group.members(rank, rehearsal.world_size)
@@ -133,7 +156,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for group, member in zip(rehearsal.groups, members, strict=True):
         muon = member.optimizer
-        muon.probe = recorder.probe([matrix.name for matrix in group.layout.matrices])
+        muon.probe = Phases(recorder, [matrix.name for matrix in group.layout.matrices])
         muon.update_matrices = recorder.group(group.name, muon.exchange.arena.nbytes)(muon.update_matrices)
     trace.state_bytes = _state_bytes(chain)
     try:
@@ -146,7 +169,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
 
 
 def _state_bytes(chain: MuonChainedOptimizer) -> dict[str, int]:
-    """Bytes of momentum by place, as `megatron.state` reports them."""
+    """Bytes of momentum by place."""
     found: Counter[str] = Counter()
     for muon in (member.optimizer for member in chain.chained_optimizers):
         found.update(muon.store.bytes if isinstance(muon.store, RecordStore) else {})

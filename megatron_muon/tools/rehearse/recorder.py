@@ -1,9 +1,7 @@
 """Records what a rank enqueues on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
-A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors on the device are
-fake, those of the host are what they are. Memory of the device is counted by storage, from the operation that makes it
-until nothing refers to it any more. Operations that make the host wait for the device are noted with the line that
-asked for them.
+A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of the host are real.
+Memory of the device is counted by storage, from the operation that makes it until nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, override
+from typing import Any, override
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -24,52 +22,35 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
 )
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.tools.rehearse.launches import launches
 from megatron_muon.tools.rehearse.trace import Call, Members, Part, Products, StepTrace, Wait
 
 PACKAGE = Path(__file__).resolve().parents[2]
-_HERE = str(Path(__file__).parent)
 _OTHER = "other"
-
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
-_ON_ONE_DEVICE = {_aten.new_empty.default, _aten.empty_like.default, _aten.zeros_like.default}
+
+_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""Tensors of each list that one launch takes, by how many lists it has."""
+_CHUNK, _CHUNKS = 65_536, 320
+"""Elements of a block of threads, and blocks of a launch."""
+
+_NONE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "record_stream", "set_"}
+_TWO = {"baddbmm", "addmm"}
+"""With an output that is not their base they copy first."""
 
 HOST_WAITS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What the fake mode raises where the host asks for a value: there is none."""
-
-
-class _Kind(NamedTuple):
-    """What a recorder does with an operation."""
-
-    is_product: bool
-    makes_memory: bool
-    is_copy: bool
-    is_quick: bool
-    """Its shapes follow from torch's meta kernels alone: views, operations on lists, and such."""
-
-
-@functools.cache
-def _kind(func: Any) -> _Kind:
-    makes_memory = any(value.alias_info is None for value in func._schema.returns)
-    is_quick = func.is_view or func in _ON_ONE_DEVICE or func.overloadpacket.__name__.startswith("_foreach_")
-    return _Kind(func.overloadpacket in _PRODUCTS, makes_memory, func in _COPIES, is_quick)
+"""Raised by the fake mode where the host asks for a value: there is none."""
 
 
 class Recorder(FakeTensorMode):
-    """The record of one rank.
-
-    Args:
-        device: whose memory and products count.
-    """
+    """The record of one rank; memory and products of `device` count."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)  # copies between host and device
@@ -81,52 +62,33 @@ class Recorder(FakeTensorMode):
         self._live_bytes = 0
         self._step: StepTrace | None = None
         self._calls = 0
-        self._phases = [_OTHER]
-        self._matrices = _OTHER
-        self._is_beside = False
+        self._phase = self._matrices = _OTHER
+        self.is_beside_host = False  # in what another thread would do: that it waits holds up no host
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
-        if kind.is_quick and "device" not in kwargs and self._are_here(args):
-            result = self._run_quickly(func, args, kwargs)
-        elif self._is_of_host(args, kwargs):
+        if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
-        else:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+        step, self._step = self._step, None if func.is_view else self._step  # what it makes of a view is no other view
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        self._step = step
         if self._step is not None:
             self._enqueued(kernels=launches(func, args, kwargs), views=int(func.is_view))
-        if kind.is_product:
+        if func.overloadpacket in _PRODUCTS:
             self._enqueued(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
-        if kind.makes_memory:
+        if _makes_memory(func):
             for tensor in (result,) if isinstance(result, FakeTensor) else tree_leaves(result):
                 if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
                     self._count(tensor)
-        if kind.is_copy:
+        if func in _COPIES:
             self._look_for_wait(args, kwargs, result)
         return result
-
-    def _are_here(self, args: Sequence[Any]) -> bool:
-        first = args[0] if args else None
-        tensors = first if isinstance(first, (list, tuple)) else (first,)
-        return all(isinstance(one, FakeTensor) and one.fake_device == self._device for one in tensors)
 
     def _is_of_host(self, args: Any, kwargs: Any) -> bool:
         if (args and isinstance(args[0], FakeTensor)) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
-
-    def _run_quickly(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the fake mode does, without its cache and cases: on a view it spends half a millisecond."""
-        with in_kernel_invocation_manager(self):
-            result = func(*args, **kwargs)
-        if isinstance(result, (list, tuple)):
-            return [self._fake(one) for one in result]
-        return self._fake(result)
-
-    def _fake(self, made: Any) -> Any:
-        return made if made is None or isinstance(made, FakeTensor) else FakeTensor(self, made, self._device)
 
     def kernel(self, flops: int, result: torch.Tensor) -> None:
         """A product of so many operations has been launched that torch knows nothing of."""
@@ -140,71 +102,43 @@ class Recorder(FakeTensorMode):
             return
         events, half = self._step.events, result is not None and result.dtype.itemsize < 4
         last = events[-1] if events else None
-        if (
-            isinstance(last, Products)
-            and last.phase == self._phases[-1]
-            and (not last.flops or result is None or last.half == half)
-        ):
-            half = last.half if result is None else half
-            events[-1] = Products(
-                last.phase,
-                last.flops + flops,
-                half,
-                last.kernels + kernels,
-                last.views + views,
-                last.allocations + made,
-            )
-        else:
-            events.append(Products(self._phases[-1], flops, half, kernels, views, made))
+        mixed = isinstance(last, Products) and last.flops and result is not None and last.half != half
+        if not isinstance(last, Products) or last.phase != self._phase or mixed:
+            last = Products(self._phase, 0, half)
+            events.append(last)
+        last.flops += flops
+        last.half = half if result is not None else last.half
+        last.kernels += kernels
+        last.views += views
+        last.allocations += made
 
     def call(self, group: int, op: str, dtype: torch.dtype, nbytes: int = 0, **details: Any) -> int | None:
         """A collective has been started; its number in the step."""
         if self._step is None:
             return None
         name = str(dtype).removeprefix("torch.")
-        self._step.events.append(Call(group, op, name, nbytes, **{"root": -1, **details}, phase=self._phases[-1]))
+        self._step.events.append(Call(group, op, name, nbytes, **{"root": -1, **details}, phase=self._phase))
         self._calls += 1
         return self._calls - 1
 
     def wait(self, call: int | None) -> None:
         """The products that come next wait for a collective."""
         if self._step is not None and call is not None:
-            self._step.events.append(Wait(call, self._phases[-1]))
+            self._step.events.append(Wait(call, self._phase))
 
     def host_waits(self, what: str) -> None:
         """The host waits for the device."""
-        if self._step is not None and not self._is_beside:
+        if self._step is not None and not self.is_beside_host:
             self.synchronizations.append(f"{what} at {place(traceback.extract_stack(sys._getframe(1)))}")
-
-    def orthogonalized(self, part: Part) -> None:
-        """A part of a matrix has been orthogonalised."""
-        if self._step is not None:
-            self._step.orthogonalized[part] += 1
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
         self._step = step = StepTrace(begin_bytes=self._live_bytes, peak_bytes=self._live_bytes)
         self._calls = 0
-        try:
-            yield
-        finally:
-            step.end_bytes = self._live_bytes
-            self.steps.append(step)
-            self._step = None
-
-    @contextlib.contextmanager
-    def beside_host(self) -> Iterator[None]:
-        """Around what another thread would do: that it waits holds up no host."""
-        self._is_beside = True
-        try:
-            yield
-        finally:
-            self._is_beside = False
-
-    def probe(self, names: Sequence[str]) -> Probe:
-        """Tells this recorder of the phases of a step, and which parts of the matrices of these names it does."""
-        return _Phases(self, names)
+        yield
+        step.end_bytes, self._step = self._live_bytes, None
+        self.steps.append(step)
 
     @contextlib.contextmanager
     def group(self, name: str, kept_bytes: int) -> Iterator[None]:
@@ -213,42 +147,40 @@ class Recorder(FakeTensorMode):
         if self._step is not None:
             self._step.kept[name] = kept_bytes
             self._step.peaks.setdefault(name, self._live_bytes)
-        try:
-            yield
-        finally:
-            self._matrices = _OTHER
+        yield
+        self._matrices = _OTHER
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a phase; of phases within each other the innermost counts."""
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._phases.pop()
+        outer, self._phase = self._phase, name
+        yield
+        self._phase = outer
+
+    def orthogonalized(self, part: Part) -> None:
+        """A part of a matrix has been orthogonalised."""
+        if self._step is not None:
+            self._step.orthogonalized[part] += 1
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, size = storage._cdata, storage.nbytes()
         if key in self._live:
             return
-        size = storage.nbytes()
         self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
         self._live_bytes += size
         self._enqueued(made=1)
-        if self._step is not None and self._live_bytes > self._step.peak_bytes:
-            self._step.peak_bytes, self._step.peak_phase = self._live_bytes, self._phases[-1]
-        if self._step is not None and self._live_bytes > self._step.peaks.get(self._matrices, -1):
-            self._step.peaks[self._matrices] = self._live_bytes
+        if (step := self._step) is None:
+            return
+        if self._live_bytes > step.peak_bytes:
+            step.peak_bytes, step.peak_phase = self._live_bytes, self._phase
+        step.peaks[self._matrices] = max(self._live_bytes, step.peaks.get(self._matrices, -1))
 
     def _forget(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key)[1]
 
     def _look_for_wait(self, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A copy between device and host makes the host wait, unless it says otherwise.
-
-        What is brought to the device once, in the first step, is no loss.
-        """
+        """A blocking copy between device and host makes the host wait; what the first step brings to the device may."""
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
         non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if non_blocking or source.device.type == result.device.type:
@@ -259,27 +191,74 @@ class Recorder(FakeTensorMode):
             self.host_waits("a copy from host memory")
 
 
-class _Phases(Probe):
-    """Tells a recorder of the phases of a step."""
+@functools.cache
+def _makes_memory(func: Any) -> bool:
+    return any(value.alias_info is None for value in func._schema.returns)
+
+
+class Phases(Probe):
+    """Tells a recorder the phases of a step, and which parts of the matrices of these names it orthogonalises."""
 
     def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
-        self._recorder = recorder
-        self._names = names
+        self._recorder, self._names = recorder, names
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
         for slot in slots:
-            part = Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks))
-            self._recorder.orthogonalized(part)
+            self._recorder.orthogonalized(Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)))
 
     @override
     def phase(self, name: str, wave: int | None = None) -> AbstractContextManager[None]:
         return self._recorder.phase(name)
 
 
+def launches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Kernels that CUDA launches for an operation, `func` as a dispatch mode sees it.
+
+    A view is none, a `_foreach_` call one for each list that CUDA's fast path makes of it, or one a tensor on the slow
+    path. Source: ATen's ForeachUtils.h, ForeachBinaryOpList.cu and MultiTensorApply.cuh of torch 2.13. Launches inside
+    cuBLAS and NCCL are not known.
+    """
+    name = func.overloadpacket.__name__
+    if func.is_view or name in _NONE or func.namespace == "prim":
+        return 0
+    if name.startswith("_foreach_"):
+        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
+        return _of_lists(lists) if _are_fast(lists, may_cast=name == "_foreach_copy_") else len(lists[0])
+    return 2 if name in _TWO and kwargs.get("out") is not None and kwargs["out"] is not args[0] else 1
+
+
+def _of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
+    count, tensors, chunks = 0, 0, 0
+    for tensor in lists[0]:
+        tensors += 1
+        for _ in range(-(-tensor.numel() // _CHUNK)):
+            chunks += 1
+            if chunks == _CHUNKS:
+                count, tensors, chunks = count + 1, 1, 0
+        if tensors == _TENSORS[len(lists)]:
+            count, tensors, chunks = count + 1, 0, 0
+    return count + (chunks > 0)
+
+
+def _are_fast(lists: Sequence[Sequence[torch.Tensor]], *, may_cast: bool) -> bool:
+    """Whether the fast path takes them: a dtype in each list, sizes and strides alike, dense without overlap."""
+    dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
+    if any(len(found) > 1 for found in dtypes) or (not may_cast and any(found != dtypes[0] for found in dtypes)):
+        return False
+    for first, *others in zip(*lists, strict=True):
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+        if extent != max(first.numel(), 1):
+            return False
+        if any(other.shape != first.shape or other.stride() != first.stride() for other in others):
+            return False
+    return True
+
+
 def place(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of this package on a stack, but for those that record."""
-    ours = [frame for frame in stack if frame.filename.startswith(str(PACKAGE))]
-    frame = next((frame for frame in reversed(ours) if not frame.filename.startswith(_HERE)), stack[-1])
+    here = str(Path(__file__).parent)
+    ours = [frame for frame in stack if frame.filename.startswith(str(PACKAGE)) and here not in frame.filename]
+    frame = ours[-1] if ours else stack[-1]
     file = Path(frame.filename)
     return f"{file.relative_to(PACKAGE.parent) if file.is_relative_to(PACKAGE) else file}:{frame.lineno}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+from megatron_muon.core.traffic import Ints
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+COUNTED = ("kernels", "views", "allocations")
+"""Counts of `Products`; kernels are as CUDA launches them."""
 
 
 class Members(NamedTuple):
@@ -28,16 +29,13 @@ class Split(NamedTuple):
     sizes: Ints
 
 
-class Products(NamedTuple):
-    """What the host has enqueued in one phase of the step, one after the other, and what it made meanwhile.
-
-    Kernels are counted as CUDA launches them; of those that are no products only the launch is known.
-    """
+@dataclass
+class Products:
+    """What the host enqueues in one phase of the step, and what it makes meanwhile."""
 
     phase: str
     flops: int
-    half: bool
-    """Of bf16 operands, not of fp32."""
+    half: bool  # of bf16 operands, not of fp32
     kernels: int = 0
     views: int = 0
     allocations: int = 0
@@ -50,13 +48,11 @@ class Call(NamedTuple):
     scattered, the same on every rank. An all-to-all has `sent` and `received` instead.
     """
 
-    group: int
-    """Index in the trace's groups."""
+    group: int  # index in the trace's groups
     op: str
     dtype: str
     nbytes: int
-    root: int
-    """The rank in the group that broadcasts, else -1."""
+    root: int  # the rank in the group that broadcasts, else -1
     phase: str
     sent: Split | None = None
     received: Split | None = None
@@ -68,17 +64,13 @@ class Call(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The stream of products waits for a collective."""
+    """The stream of products waits for a collective, by its number among the step's."""
 
     call: int
-    """The number of the collective among the step's."""
     phase: str
 
 
 Event = Products | Call | Wait
-
-COUNTED = ("kernels", "views", "allocations")
-"""What `Products` counts."""
 
 
 class Part(NamedTuple):
@@ -92,26 +84,16 @@ class Part(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """One step.
+    """One step, and the memory of tensors on the device in it."""
 
-    Attributes:
-        events: in the order of the host.
-        orthogonalized: how often this rank has orthogonalised which part of a matrix.
-        begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
-        peak_bytes: the most in the step.
-        peak_phase: where that was.
-        peaks: the most while each group of matrices steps, by the group's name.
-        kept: bytes of its buffers, which lie in memory between steps and are in none of these figures, likewise.
-    """
-
-    events: list[Event] = field(default_factory=list)
-    orthogonalized: Counter[Part] = field(default_factory=Counter)
+    events: list[Event] = field(default_factory=list)  # in the order of the host
+    orthogonalized: Counter[Part] = field(default_factory=Counter)  # how often this rank has done which part
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
-    peaks: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)  # while each group of matrices steps, by the group's name
+    kept: dict[str, int] = field(default_factory=dict)  # of its buffers between steps, which are in no other figure
 
     @property
     def calls(self) -> list[Call]:
@@ -120,7 +102,7 @@ class StepTrace:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What the host has enqueued: "kernels", "collectives", and the "views" and "allocations" that it made."""
+        """Kernels, views, allocations and collectives that the host has enqueued."""
         found = {name: sum(getattr(event, name, 0) for event in self.events) for name in COUNTED}
         return found | {"collectives": len(self.calls)}
 
@@ -141,16 +123,9 @@ class StepTrace:
 
 @dataclass
 class RankTrace:
-    """One rank.
+    """One rank: its process groups, the digests of its plans, its steps, optimizer state by place.
 
-    Attributes:
-        rank: in the world.
-        groups: process groups that this rank has used.
-        plans: digests of its plans.
-        steps: one after the other.
-        state_bytes: optimizer state by place.
-        failure: why the rank did not finish, one line, or nothing.
-        synchronizations: where the host waited for the device in a step.
+    `failure` says in a line why it did not finish, `synchronizations` where the host waited for the device in a step.
     """
 
     rank: int
