@@ -137,17 +137,15 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
 
     from megatron_muon.megatron.provenance import origin
     from megatron_muon.tools.sweep.results import CSV, JSON, Results, Row
-    from megatron_muon.tools.sweep.trials import DONE, Display, Sweep
+    from megatron_muon.tools.sweep.trials import Sweep
     from megatron_muon.tools.train.run_summary import in_words
 
     head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
     rows = {plan.task: Row.of(plan.task) for plan in plans}
-    to_do = [plan for plan in plans if plan.state != DONE]
-    done = len(plans) - len(to_do)
-    print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
+    sweep = Sweep(plans, args.jobs)
+    to_do = len(sweep.to_do)
+    print(f"{len(plans)} runs in {out}: {len(plans) - to_do} done before, {to_do} to do", flush=True)
     failed: dict[Task, str] = {}
-    display = Display(len(plans), done, args.jobs)
-    sweep = Sweep(to_do, args.jobs, display)
 
     def ended(plan: Plan, outcome: Outcome) -> None:
         if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
@@ -155,7 +153,7 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
         rows[plan.task] = Row.of(plan.task)
         Results(points, list(rows.values())).write(out, head)
 
-    with display.screen:
+    with sweep.screen:
         sweep.run(ended)
     results = Results(points, list(rows.values()))
     results.write(out, head)

@@ -114,75 +114,22 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
-class Display:
-    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it.
+class Sweep:
+    """Runs those of `plans` that are not done, in their order, at most `jobs` at once, and shows each on `screen`.
 
-    When the first run knows its speed, a line says how long all take, `jobs` at once.
+    When the first run knows its speed, a line says how long all take. `signal` is the first that was received.
     """
 
-    def __init__(self, total: int, done: int, jobs: int = 1) -> None:
-        self.screen = Screen()
-        self._total, self._done, self._start = total, done, time.monotonic()
-        self._rounds: int | None = -(-(total - done) // jobs)
-        self._under_way: dict[Plan, Status] = {}
-        self._printed: dict[Plan, float] = {}
-
-    def started(self, plan: Plan) -> None:
-        """A run begins."""
-        self._printed[plan] = time.monotonic()
-        self._under_way[plan] = Status(self.screen, "starting", name=plan.task.name)
-        if not self.screen.live:
-            self.screen.print(f"{plan.task.name}: {'resumed' if plan.state == RESUMED else 'started'}")
-
-    def event(self, plan: Plan, event: Mapping[str, Any]) -> None:
-        """An event of a run, see `megatron.TOLD`."""
-        self._under_way[plan].take(event)
-        if (left := event.get("seconds_left")) is not None and self._rounds is not None:
-            seconds, self._rounds = self._rounds * (time.monotonic() - self._start + left), None
-            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
-        since = time.monotonic() - self._printed[plan]
-        if not self.screen.live and event["event"] == "step" and since >= _LINE_EVERY_S:
-            self._printed[plan] = time.monotonic()
-            self.screen.print(f"{plan.task.name}: {wording.step_line(event)}")
-
-    def ended(self, plan: Plan, outcome: Outcome) -> None:
-        """A run has ended."""
-        self._under_way.pop(plan).end()
-        self._done += 1
-        words = in_words(outcome.summary, why=True)
-        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
-
-
-@dataclass(frozen=True, eq=False)
-class _Listener:
-    """Shows a run of the sweep on its display, and reports when its data set is indexed."""
-
-    plan: Plan
-    display: Display
-    indexed: Callable[[], None]
-
-    def line(self, line: str) -> None:
-        """Shows nothing: the run's log has it."""
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
-            self.indexed()
-        self.display.event(self.plan, event)
-
-    def tick(self, got: int | None) -> None:
-        """Signals reach the sweep."""
-
-
-class Sweep:
-    """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it received."""
-
-    def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
+    def __init__(self, plans: Sequence[Plan], jobs: int) -> None:
         self.signal: int | None = None
-        self._plans, self._jobs, self._display = plans, jobs, display
+        self.screen = Screen()
+        self.stop = threading.Event()
+        self.to_do = [plan for plan in plans if plan.state != DONE]
+        self._total, self._left, self._jobs, self._start = len(plans), len(self.to_do), jobs, time.monotonic()
+        self._said_how_long = False
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(jobs):
             self._slots.put(slot)
-        self._stop = threading.Event()
         self._indexing = threading.Lock()
         self._indexed: set[tuple[Any, ...]] = set()
 
@@ -190,16 +137,27 @@ class Sweep:
         """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started."""
         with processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
             try:
-                runs = {pool.submit(self._one, plan): plan for plan in self._plans}
-                for future in as_completed(runs):
-                    if (outcome := future.result()) is not None:
-                        self._display.ended(runs[future], outcome)
-                        ended(runs[future], outcome)
+                for future in as_completed([pool.submit(self._one, plan) for plan in self.to_do]):
+                    if (found := future.result()) is not None:
+                        ended(*found)
             except BaseException:
-                self._stop.set()
+                self.stop.set()
                 raise
 
-    def _one(self, plan: Plan) -> Outcome | None:
+    def first_speed(self, seconds_left: float) -> None:
+        """Says once how long all runs take, by what one of the first has left."""
+        if not self._said_how_long:
+            self._said_how_long = True
+            seconds = -(-len(self.to_do) // self._jobs) * (time.monotonic() - self._start + seconds_left)
+            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
+
+    def ended(self, plan: Plan, outcome: Outcome) -> None:
+        """Shows how a run ended."""
+        self._left -= 1
+        words, done = in_words(outcome.summary, why=True), self._total - self._left
+        self.screen.print(f"[{done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
+
+    def _one(self, plan: Plan) -> tuple[Plan, Outcome] | None:
         """A run in its thread; None where the sweep was stopped before.
 
         Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
@@ -211,32 +169,61 @@ class Sweep:
                 until_indexed.enter_context(self._indexing)
             if data in self._indexed:  # while this one waited
                 until_indexed.close()
-            if self._stop.is_set():
+            if self.stop.is_set():
                 return None
 
             def indexed() -> None:
                 self._indexed.add(data)
                 until_indexed.close()
 
-            self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
-            slot = self._slots.get()
+            slot, listener = self._slots.get(), Listener(plan, self, indexed)
             env = _share(plan.resolved, slot, self._jobs) | _group(plan.task)
             try:
-                listener = _Listener(plan, self._display, indexed)
-                return execute(prepare(request, plan.resolved), listener=listener, stop=self._stop, env=env)
+                outcome = execute(prepare(request, plan.resolved), listener=listener, stop=self.stop, env=env)
             finally:
+                listener.status.end()
                 self._slots.put(slot)
+        self.ended(plan, outcome)
+        return plan, outcome
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """The first signal ends all runs as Ctrl-C does, the second kills them."""
         if self.signal is None:
             self.signal = number
-            self._stop.set()
+            self.stop.set()
             return
         for process in processes.descendants(os.getpid()):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+class Listener:
+    """Shows one run of a sweep: a live line on a terminal, else its start and a line each minute."""
+
+    def __init__(self, plan: Plan, sweep: Sweep, indexed: Callable[[], object]) -> None:
+        self.status = Status(sweep.screen, "starting", name=plan.task.name)
+        self._name, self._sweep, self._indexed, self._printed = plan.task.name, sweep, indexed, time.monotonic()
+        if not sweep.screen.live:
+            sweep.screen.print(f"{self._name}: {'resumed' if plan.state == RESUMED else 'started'}")
+
+    def line(self, line: str) -> None:
+        """Shows nothing: the run's log has it."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """An event of the run, see `megatron.TOLD`."""
+        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
+            self._indexed()
+        self.status.take(event)
+        if (left := event.get("seconds_left")) is not None:
+            self._sweep.first_speed(left)
+        now = time.monotonic()
+        if not self._sweep.screen.live and event["event"] == "step" and now - self._printed >= _LINE_EVERY_S:
+            self._printed = now
+            self._sweep.screen.print(f"{self._name}: {wording.step_line(event)}")
+
+    def tick(self, got: int | None) -> None:
+        """Signals reach the sweep."""
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:
