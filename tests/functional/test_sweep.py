@@ -28,7 +28,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     with Running(tmp_path, *line) as running:
         running.wait_for(lambda: "[1/4]" in running.output and running.trains)
         assert running.end(signal.SIGINT) == 130, running.output[-4000:]
-    assert "stopped; the same command goes on" in running.output
+    assert "stopped; the same command resumes it" in running.output
     folders = {(point, seed): tmp_path / "s" / point / f"seed={seed}" for seed in (1, 2) for point in POINTS}
     before = {key: folder / "summary.json" for key, folder in folders.items() if (folder / "summary.json").exists()}
     read = {key: json.loads(file.read_text()) for key, file in before.items()}

@@ -9,32 +9,40 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from megatron_muon.tools.report.arms import Arm, CurvePoint, Spread, best_of, ranked
+from megatron_muon.tools.report.arms import Arm, CurvePoint, Spread, best_of, display_name, ranked
+from megatron_muon.tools.report.markdown import code, plain, table
 from megatron_muon.tools.train.records import LossPoint, Record
 
-BASELINE = "adam"
+_BASELINE = "adam"
 """The optimizer that others are compared with."""
 
 _DATA = ("data_path", "train_data_path", "valid_data_path", "data_args_path", "per_split_data_args_path", "mock_data")
 MEASURE = (*_DATA, "split", "seq_length")
-"""Where these differ, losses differ in what they measure."""
+"""Losses are comparable only where these agree."""
 
 _BATCH = "tokens a step"
 _MODEL = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
 _BUDGET = (_BATCH, *_MODEL)
-"""Where these differ, steps differ in what they cost."""
+"""Steps cost the same only where these agree."""
 
 _ABSENT = "-"
-_NUMBER = re.compile(r"[\d.]+(e[+-]?\d+)?")
 _OTHER_LOAD_PART = 0.5
 """Loads that differ by this fraction of the cores make times incomparable."""
 
 _MOST_CURVES = 6
+
+HOW_STEPS_ARE_COUNTED = """\
+Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The other's validation
+losses are averaged over its seeds at each validation; where that curve first reaches the target, the step is taken from
+the straight line between this validation and the one before. Where that is the first validation, the step is a bound,
+"at or before". The ratio is that step divided by the baseline's last. Seconds are read off the same line, between
+the mean seconds of the seeds at both ends: time in the training loop, validation included, start-up not. A single
+seed's own crossing is found the same way."""
 
 
 class Crossing(NamedTuple):
@@ -54,7 +62,7 @@ class Comparison:
         differing: what makes a step cost something else, by name, with each one's value; nothing is concluded then.
         baseline_first_there: the step at which the baseline itself first reached the target.
         steps: where the mean curve of the arm reached the target; None where it did not.
-        steps_by_seed: of each seed by itself that came there.
+        steps_by_seed: where each seed's own curve reached it.
     """
 
     arm: Arm
@@ -82,7 +90,7 @@ def best_arms(arms: Sequence[Arm]) -> list[Arm]:
     """The best arm of each optimizer, the baseline first; none where losses do not measure the same."""
     if not_comparable(arms):
         return []
-    return sorted(best_of(arms, lambda arm: arm.optimizer), key=lambda arm: (arm.optimizer != BASELINE, arm.optimizer))
+    return sorted(best_of(arms, lambda arm: arm.optimizer), key=lambda arm: (arm.optimizer != _BASELINE, arm.optimizer))
 
 
 def shown_arms(arms: Sequence[Arm]) -> list[Arm]:
@@ -99,7 +107,7 @@ def rates_tried(arms: Sequence[Arm], optimizer: str) -> list[float]:
 
 def compare(best: Sequence[Arm]) -> list[Comparison]:
     """Every other optimizer's best arm beside the baseline's; none without a baseline or validation."""
-    baseline = next((arm for arm in best if arm.optimizer == BASELINE), None)
+    baseline = next((arm for arm in best if arm.optimizer == _BASELINE), None)
     if baseline is None or not (curve := baseline.validation()):
         return []
     return [_compare(arm, baseline, curve) for arm in best if arm is not baseline and arm.validation()]
@@ -148,24 +156,98 @@ def load_of(runs: Iterable[Record]) -> list[float]:
     return [load for run in runs if (load := run.run.get("machine", {}).get("load_average_before")) is not None]
 
 
+def headline(arms: Sequence[Arm], best: Sequence[Arm], compared: Sequence[Comparison]) -> list[str]:
+    """Paragraphs: one for each comparison, or a table of what the runs differ in where losses are not comparable."""
+    if found := not_comparable(arms):
+        return _not_compared("These runs are not compared: they were not trained on the same", arms, found)
+    parts = []
+    for one in compared:
+        if one.differing:
+            words = f"{_name(one.arm)} and {_name(one.baseline)} are not compared: their steps are not of the same size"
+            parts += _not_compared(words, [one.arm, one.baseline], one.differing)
+        else:
+            parts.append(_conclusion(one))
+    return parts + (_limits(arms, best) if len(best) > 1 else [])
+
+
+def at_most(bound: bool | None) -> str:
+    """Words before a number that may be a bound."""
+    return "at most " if bound else ""
+
+
+def _name(arm: Arm) -> str:
+    return plain(display_name(arm.optimizer))
+
+
+def _conclusion(one: Comparison) -> str:
+    name, base = _name(one.arm), _name(one.baseline)
+    goal = f"{base}'s final validation loss of {one.target:.4f}"
+    if one.steps is None or one.steps_ratio is None:
+        return f"**{name} did not reach {goal} in {one.arm.runs[0].iterations:,} steps.**"
+    if one.steps_are_a_bound and one.steps_ratio >= 1:
+        return (
+            f"**{name} had reached {goal} by its first validation, at step {one.steps:,.0f} of {base}'s "
+            f"{one.baseline_steps:,}: this says nothing; validate more often.**"
+        )
+    bound = at_most(one.steps_are_a_bound)
+    at, first = ("at or before step ", ", its first validation") if bound else ("", "")
+    words = f"**{name} reaches {goal} in {bound}{one.steps_ratio:.2f} of the steps**: "
+    words += f"{at}{one.steps:,.0f} instead of {one.baseline_steps:,}{first}"
+    if one.seconds_ratio is not None:
+        words += f", in {bound}{one.seconds_ratio:.2f} of the time"
+        words += f" (which says little: {one.other_circumstances})" if one.other_circumstances else ""
+    if one.baseline_first_there < one.baseline_steps:
+        words += f". {base} itself first reached it at step {one.baseline_first_there:,.0f}"
+    if (own := one.steps_by_seed) and len(one.arm.sound) > 1:
+        low, high = own.low / one.baseline_steps, own.high / one.baseline_steps
+        is_bound = any(run.validation[0].loss <= one.target for run in one.arm.sound if run.validation)
+        words += f". Each seed by itself: {at_most(is_bound)}{low:.2f} to {high:.2f} of the steps "
+        words += f"({own.count} of {len(one.arm.sound)} seeds)"
+    return words + "."
+
+
+def _limits(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
+    """How fair the comparison is: rates that were not searched, lengths and seeds that differ."""
+    found = []
+    for arm in best:
+        rates = rates_tried(arms, arm.optimizer)
+        if len(rates) < 2:
+            found.append(f"{_name(arm)} has one learning rate here; others may do better")
+        elif arm.rate in (rates[0], rates[-1]):
+            edge, further = ("least", "smaller") if arm.rate == rates[0] else ("most", "larger")
+            found.append(f"{_name(arm)}'s learning rate is the {edge} of those tried; a {further} one may do better")
+    lengths = [str(arm.runs[0].args.get("train_iters")) for arm in best]
+    seeds = [", ".join(str(run.seed) for run in arm.sound) for arm in best]
+    for words, values in (
+        ("Learning rates decay over different numbers of steps", lengths),
+        ("The seeds differ, and with them the samples of training and validation", seeds),
+    ):
+        if len(set(values)) > 1:
+            shown = "; ".join(f"{_name(arm)} {value}" for arm, value in zip(best, values, strict=True))
+            found.append(f"{words} ({shown})")
+    return [f"{'. '.join(found)}."] if found else []
+
+
+def _not_compared(words: str, arms: Sequence[Arm], found: Mapping[str, Sequence[str]]) -> list[str]:
+    rows = [[code(arm.name), *(code(values[place]) for values in found.values())] for place, arm in enumerate(arms)]
+    return [f"**{words}.** Give `report` runs that agree in these:", table(["", *found], rows)]
+
+
 def _other_circumstances(runs: Sequence[Record], others: Sequence[Record]) -> str | None:
     """In words why times of two sides cannot be compared, as far as run.json tells; None where nothing is known."""
     if _places(runs) != _places(others):
         return "they ran on other machines or numbers of processes"
     if not (loads := load_of(runs)) or not (other_loads := load_of(others)):
         return None
-    mean, other_mean, cores = statistics.fmean(loads), statistics.fmean(other_loads), _cores(runs)
+    mean, other_mean = statistics.fmean(loads), statistics.fmean(other_loads)
+    cores = next(int(run.run["machine"]["cores"]) for run in runs if run.run.get("machine"))
     if abs(mean - other_mean) < _OTHER_LOAD_PART * cores:
         return None
     return f"the machine's load before them was {mean:.1f} and {other_mean:.1f} on {cores} cores"
 
 
-def _cores(runs: Iterable[Record]) -> int:
-    return next(int(run.run["machine"]["cores"]) for run in runs if run.run.get("machine"))
-
-
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
-    """Where runs ran."""
+    """The machines and numbers of processes of runs."""
     return {
         (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "nodes", "ranks")))
         for run in runs
@@ -178,7 +260,7 @@ def _differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[st
     return {
         key: each
         for key, each in values.items()
-        if len(set(each)) > 1 and (key not in _DATA or len({_resolved(run, key) for run in runs}) > 1)
+        if len(set(each)) > 1 and (key not in _DATA or len({_from_root(run, key) for run in runs}) > 1)
     }
 
 
@@ -190,11 +272,13 @@ def _value(run: Record, key: str) -> str:
     text = run.args.get(key) or run.settings.get(key) or _ABSENT
     if text in ("None", "False"):  # Megatron writes str(value)
         return _ABSENT
-    return " ".join(text.translate(str.maketrans("", "", "[]'\",")).split()) if key in _DATA else text
+    return " ".join(re.sub(r"[\[\]'\",]", "", text).split()) if key in _DATA else text
 
 
-def _resolved(run: Record, key: str) -> str:
-    """A data path from the root: relative ones start from the folder that the run was started in."""
-    words = _value(run, key).split(" ")
+def _from_root(run: Record, key: str) -> str:
+    """Data paths from the root: relative ones start from the folder that the run was started in; weights stay."""
     folder = run.run.get("directory", "")
-    return " ".join(word if _NUMBER.fullmatch(word) else os.path.normpath(PurePath(folder, word)) for word in words)
+    words = _value(run, key).split(" ")
+    return " ".join(
+        w if re.fullmatch(r"[\d.]+(e[+-]?\d+)?", w) else os.path.normpath(PurePath(folder, w)) for w in words
+    )

@@ -7,8 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from megatron_muon.tools.train.wording import printable
 
-FOLD, FOLD_END = "<details><summary>Every run</summary>", "</details>"
-"""The only HTML of a page: around the table of runs."""
+FOLDS = OTHER_LOSSES, EVERY_RUN, FOLD_END = (
+    "<details><summary>Loss against tokens and seconds</summary>",
+    "<details><summary>Every run</summary>",
+    "</details>",
+)
+"""The only HTML of a page."""
 
 
 def code(text: str) -> str:
@@ -22,11 +26,6 @@ def code(text: str) -> str:
 def plain(text: str) -> str:
     """Text that is no code: marks of Markdown and HTML are escaped."""
     return re.sub(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", printable(text))
-
-
-def indented(text: str) -> str:
-    """A block of code; a line break within, as in a quoted argument, stays within."""
-    return "\n".join(f"    {printable(line)}" for line in text.splitlines())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:

@@ -12,17 +12,18 @@ import msgspec
 from megatron_muon.tools.report import plots
 from megatron_muon.tools.report.arms import Arm, Spread, display_name
 from megatron_muon.tools.report.comparison import (
-    Comparison,
+    HOW_STEPS_ARE_COUNTED,
+    at_most,
     best_arms,
     compare,
+    headline,
     load_of,
     not_comparable,
     rates_tried,
     reach,
     shown_arms,
 )
-from megatron_muon.tools.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headline
-from megatron_muon.tools.report.markdown import FOLD, FOLD_END, code, indented, plain, table
+from megatron_muon.tools.report.markdown import EVERY_RUN, FOLD_END, OTHER_LOSSES, code, plain, table
 from megatron_muon.tools.train.events import WARMUP_STEPS
 from megatron_muon.tools.train.records import LAST_STEPS, Record
 from megatron_muon.tools.train.wording import printable
@@ -30,10 +31,10 @@ from megatron_muon.tools.train.wording import printable
 PAGE, HTML, FIGURES = "report.md", "report.html", "report.json"
 
 LOSSES = {f"loss-{axis}.png": axis for axis in plots.AXES}
-RATES, STEP_TIMES, MEMORY = "final-loss-by-rate.png", "step-time.png", "memory.png"
+RATES = "final-loss-by-rate.png"
 
-_MOST_LETTERS = 32
-"""Of a setting's value in a picture."""
+MAX_VALUE_LENGTH = 32
+"""Longest value of a setting in a picture; of a longer one the end is shown, which tells paths apart."""
 
 _SMOOTHED_PART = 50
 """Training losses are averaged over a window of this part of the logged steps."""
@@ -42,7 +43,6 @@ _ABOUT_CURVES = (
     "Lines are means over the seeds, bands span the lowest to the highest. {smoothed}Higher losses of the first "
     "twentieth of the run are cut off. Seconds are those in the training loop, with validation and without start-up."
 )
-_NO_CURVES = "No logged loss is a finite number."
 _ABOUT_RATES = (
     "Mean over the seeds, bars from the lowest to the highest; the line goes through the best setting of each rate. "
     "The final loss is the last {final}. For Muon the rate is `--muon-lr` where it is given, else `--lr`."
@@ -53,14 +53,11 @@ _ABOUT_TIMES = (
     "`--timing-log-level 1 --log-timers-to-tensorboard`; all that is not a phase of Muon, including "
     "AdamW's whole step, is the rest."
 )
-_ABOUT_MEMORY = "Optimizer state of all ranks, on device, host and disk together."
-_ABOUT_MEMORY_OF_CPUS = " Peak memory on a CPU is a process's resident set, Python and libraries included."
-
 _Cell = Callable[[Arm], str | None]
 
 
 class Report:
-    """What is said of arms; `empty` are runs without a step."""
+    """What a report says of arms; `empty` are runs without a step."""
 
     def __init__(self, arms: Sequence[Arm], empty: Sequence[Record]) -> None:
         self.arms, self.empty = arms, empty
@@ -68,7 +65,7 @@ class Report:
         self.best, self.shown = best_arms(arms), shown_arms(arms)
         self.compared = compare(self.best)
         self.concluded = [one for one in self.compared if not one.differing]
-        self.final = "validation loss" if arms[0].compared_by == "validation_last" else "training loss"
+        self.final = "validation loss" if any(run.validation for run in self.runs) else "training loss"
         logged = max((len(run.train) for arm in self.shown for run in arm.runs), default=1)
         self.window = max(1, logged // _SMOOTHED_PART)  # logged steps that training losses are averaged over
         self.labels = _labels(self.shown)
@@ -81,22 +78,15 @@ class Report:
         ]
         drawn = {name: plots.draw_losses(out / name, curves, axis, self.concluded) for name, axis in LOSSES.items()}
         drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms, final=self.final)
-        times = {"milliseconds of a training step (median)": {name: arm.step_parts() for name, arm in named.items()}}
-        drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0)
-        states = {name: arm.runs[0].state_bytes for name, arm in named.items()}
-        peaks = {name: {"peak": arm.peak_bytes} if arm.peak_bytes else {} for name, arm in named.items()}
-        memory = {"optimizer state, all ranks (MB)": states, "peak memory of the fullest rank (MB)": peaks}
-        drawn[MEMORY] = plots.draw_bars(out / MEMORY, memory, width=6.0, unit=1e6)
         return [name for name, is_drawn in drawn.items() if is_drawn]
 
     def page(self, pictures: Collection[str], *, places: Sequence[Path], command: str) -> str:
-        """The whole page; `pictures` are what `draw` returned, the others what was typed."""
-        optimizers = dict.fromkeys(arm.optimizer for arm in self.shown)
+        """The whole page; `pictures` are what `draw` returned, `places` and `command` what the user typed."""
         folders = ", ".join(code(str(place)) for place in places)
-        parts = [f"# {' and '.join(plain(display_name(optimizer)) for optimizer in optimizers)}"]
-        parts += [f"{count(len(self.runs), 'run')} of {count(len(self.arms), 'setting')}, from {folders}."]
+        runs = count(len(self.runs), "run")
+        parts = [f"# {' and '.join(dict.fromkeys(_name(arm) for arm in self.shown))}"]
+        parts += [f"{runs} of {count(len(self.arms), 'setting')}, from {folders}."]
         if unfinished := sum(map(_unfinished, self.arms)):
-            runs = count(len(self.runs), "run")
             parts += [f"**Not finished: {unfinished} of {runs}.** Nothing is concluded from unfinished runs."]
         parts += headline(self.arms, self.best, self.compared)
         if len(self.best) > 1:
@@ -105,19 +95,18 @@ class Report:
             parts += ["Mean ± sample standard deviation of the seeds."]
             parts += [HOW_STEPS_ARE_COUNTED] if self.compared else []
         smoothed = f"Training losses are means of the last {self.window} logged steps. " if self.window > 1 else ""
-        losses = {name: axis for name, axis in LOSSES.items() if name in pictures}
-        parts += ["## Loss", _ABOUT_CURVES.format(smoothed=smoothed) if losses else _NO_CURVES]
-        parts += [f"![loss against {plots.AXES[axis][0]}]({name})" for name, axis in losses.items()]
+        first, *others = [
+            f"![loss against {plots.AXES[LOSSES[name]][0]}]({name})" for name in LOSSES if name in pictures
+        ] or [""]
+        about = _ABOUT_CURVES.format(smoothed=smoothed) if first else "No logged loss is a finite number."
+        parts += ["## Loss", about, first, *([OTHER_LOSSES, *others, FOLD_END] if others else [])]
         if RATES in pictures:
             parts += ["## Final loss against learning rate", _ABOUT_RATES.format(final=self.final)]
             parts += [f"![final loss against learning rate]({RATES})"]
         parts += ["## All settings", self._all_arms()]
-        if STEP_TIMES in pictures:
-            parts += ["## Time of a step", _ABOUT_TIMES, f"![parts of a step's time]({STEP_TIMES})", self._times()]
-        if MEMORY in pictures:
-            on_cpu = any(run.run.get("device") == "cpu" for run in self.runs)
-            parts += ["## Memory", _ABOUT_MEMORY + (_ABOUT_MEMORY_OF_CPUS if on_cpu else ""), f"![memory]({MEMORY})"]
-        return "\n\n".join([*parts, "## How it was made", *self._origin(command)]) + "\n"
+        if times := self._times():
+            parts += ["## Time of a step", _ABOUT_TIMES, times]
+        return "\n\n".join(filter(None, [*parts, "## How it was made", *self._origin(command)])) + "\n"
 
     def figures(self) -> Any:
         """What the page says, as numbers for JSON."""
@@ -141,11 +130,11 @@ class Report:
             }
             for arm in self.arms
         ]
-        comparisons = []
-        for one in self.compared:
-            figures = {name: figure for name, figure in vars(one).items() if name not in ("arm", "baseline")}
-            optimizers = {"optimizer": one.arm.optimizer, "baseline": one.baseline.optimizer}
-            comparisons.append(optimizers | figures)
+        comparisons = [
+            vars(one) | {"optimizer": one.arm.optimizer, "baseline": one.baseline.optimizer} for one in self.compared
+        ]
+        for one in comparisons:
+            del one["arm"]
         found = {"compared_by": self.final, "not_comparable": not_comparable(self.arms)}
         return msgspec.to_builtins({**found, "settings": settings, "comparisons": comparisons}, str_keys=True)
 
@@ -153,46 +142,58 @@ class Report:
         def lowest(arm: Arm) -> Spread | None:
             return Spread.of(run.validation_best.loss if run.validation_best else None for run in arm.sound)
 
-        def load(arm: Arm) -> str | None:
-            found = Spread.of(load_of(arm.sound))
-            return _range(found, ".1f") or _shown(found and found.low, ".1f")
+        rows: dict[str, _Cell] = {
+            "settings": lambda arm: code(arm.name),
+            "learning rate": lambda arm: _shown(arm.rate, "g"),
+            "seeds": lambda arm: str(len(arm.runs)),
+            "steps": lambda arm: f"{arm.sound[0].iterations:,}",
+            "tokens": lambda arm: _shown(arm.sound[0].tokens or None, ","),
+            "final validation loss": _mean("validation_last", ".4f"),
+            "lowest and highest of the seeds": lambda arm: _range(arm.spread("validation_last"), ".4f"),
+            "best validation loss on the way": lambda arm: _shown(lowest(arm), ".4f"),
+            f"training loss, last {LAST_STEPS} logged steps": _mean("loss_last", ".4f"),
+            **self._rows_of_comparison(),
+            "seconds of training": _mean("train_seconds", ",.0f"),
+            "milliseconds of a step": _mean("step_ms", ",.1f"),
+            "of these, the optimizer": _mean("optimizer_ms", ",.1f"),
+            "load of the machine before a run": lambda arm: _range(Spread.of(load_of(arm.sound)), ".1f", one=True),
+            "tokens per second": _mean("tokens_per_second", ",.0f"),
+            "optimizer state of all ranks, wherever it lies, bytes": lambda arm: _shown(
+                arm.runs[0].all_state_bytes, ","
+            ),
+            "peak memory of a rank (on a CPU the process's resident set), MB": lambda arm: _shown(
+                arm.peak_bytes and arm.peak_bytes / 1e6, ",.0f"
+            ),
+        }
+        cells = [[label, *(cell(arm) or "-" for arm in self.best)] for label, cell in rows.items()]
+        head = ["", *map(_name, self.best)]
+        return table(head, [row for row in cells if set(row[1:]) != {"-"}], numbers=range(1, len(head)))
 
-        rows: list[tuple[str, _Cell]] = [
-            ("settings", lambda arm: code(arm.name)),
-            ("learning rate", lambda arm: _shown(arm.rate, "g")),
-            ("seeds", lambda arm: str(len(arm.runs))),
-            ("steps", lambda arm: f"{arm.sound[0].iterations:,}"),
-            ("tokens", lambda arm: _shown(arm.sound[0].tokens or None, ",")),
-            ("final validation loss", _mean("validation_last", ".4f")),
-            ("least and most of the seeds", lambda arm: _range(arm.spread("validation_last"), ".4f")),
-            ("best validation loss on the way", lambda arm: _shown(lowest(arm), ".4f")),
-            (f"training loss, last {LAST_STEPS} logged steps", _mean("loss_last", ".4f")),
-        ]
-        if self.concluded:
-            target, baseline_arm = self.concluded[0].target, self.concluded[0].baseline
-            baseline = plain(display_name(baseline_arm.optimizer))
-            found = {one.arm: one for one in self.concluded}
-            rows += [
-                (
-                    f"steps to {baseline}'s final validation loss",
-                    lambda arm: _steps(arm, target) if arm in (baseline_arm, *found) else None,
-                ),
-                ("of its steps", lambda arm: _ratio(found.get(arm), "steps_ratio")),
-                ("of its time", lambda arm: _ratio(found.get(arm), "seconds_ratio")),
-            ]
-        rows += [
-            ("seconds of training", _mean("train_seconds", ",.0f")),
-            ("milliseconds of a step", _mean("step_ms", ",.1f")),
-            ("of these, the optimizer", _mean("optimizer_ms", ",.1f")),
-            ("load of the machine before a run", load),
-            ("tokens per second", _mean("tokens_per_second", ",.0f")),
-            ("optimizer state, all ranks, bytes", lambda arm: _shown(arm.runs[0].all_state_bytes, ",")),
-            ("peak memory of a rank, MB", lambda arm: _shown(arm.peak_bytes and arm.peak_bytes / 1e6, ",.0f")),
-        ]
-        cells = [[label, *(cell(arm) or "-" for arm in self.best)] for label, cell in rows]
-        known = [row for row in cells if any(cell != "-" for cell in row[1:])]
-        head = ["", *(plain(display_name(arm.optimizer)) for arm in self.best)]
-        return table(head, known, numbers=range(1, len(head)))
+    def _rows_of_comparison(self) -> dict[str, _Cell]:
+        """Steps to the baseline's final loss, and the ratios of those that reach it."""
+        if not self.concluded:
+            return {}
+        target, baseline = self.concluded[0].target, self.concluded[0].baseline
+        found = {one.arm: one for one in self.concluded}
+
+        def steps(arm: Arm) -> str | None:
+            if arm not in (baseline, *found):
+                return None
+            there = reach(arm.validation(), target)
+            return f"{'at or before ' if there.at_first else ''}{there.steps:,.0f}" if there else "not reached"
+
+        def ratio(name: str) -> _Cell:
+            def cell(arm: Arm) -> str | None:
+                value = getattr(found.get(arm), name, None)
+                return f"{at_most(found[arm].steps_are_a_bound)}{value:.3f}" if value else None
+
+            return cell
+
+        return {
+            f"steps to {_name(baseline)}'s final validation loss": steps,
+            "of its steps": ratio("steps_ratio"),
+            "of its time": ratio("seconds_ratio"),
+        }
 
     def _all_arms(self) -> str:
         def remark(arm: Arm) -> str:
@@ -202,21 +203,24 @@ class Report:
                 words.append(f"step {max(run.iterations for run in arm.runs):,}")
             return ", ".join([*words, *(["best"] if arm in self.best else [])])
 
-        columns: list[tuple[str, _Cell]] = [
-            ("settings", lambda arm: f"**{code(arm.name)}**" if arm in self.best else code(arm.name)),
-            ("runs", lambda arm: f"{arm.finished}/{len(arm.runs)}"),
-            (f"final {self.final}", lambda arm: _shown(arm.final, ".4f")),
-            ("training loss", lambda arm: _shown(Spread.of(run.loss_last for run in arm.drawn), ".4f")),
-            ("ms per step", lambda arm: _shown(Spread.of(run.step_ms for run in arm.drawn), ",.1f")),
-            ("state MB", lambda arm: _shown(arm.runs[0].all_state_bytes and arm.runs[0].all_state_bytes / 1e6, ",.2f")),
-        ]
-        rows = [[*(cell(arm) or "-" for _, cell in columns), remark(arm)] for arm in self.arms]
-        return table([*(head for head, _ in columns), ""], rows, numbers=range(1, 6))
+        columns: dict[str, _Cell] = {
+            "settings": lambda arm: f"**{code(arm.name)}**" if arm in self.best else code(arm.name),
+            "runs": lambda arm: f"{arm.finished}/{len(arm.runs)}",
+            f"final {self.final}": lambda arm: _shown(arm.final, ".4f"),
+            "training loss": lambda arm: _shown(Spread.of(run.loss_last for run in arm.drawn), ".4f"),
+            "ms per step": lambda arm: _shown(Spread.of(run.step_ms for run in arm.drawn), ",.1f"),
+            "state MB": lambda arm: _shown(arm.runs[0].all_state_bytes and arm.runs[0].all_state_bytes / 1e6, ",.2f"),
+            "": remark,
+        }
+        rows = [[cell(arm) or ("-" if name else "") for name, cell in columns.items()] for arm in self.arms]
+        return table(list(columns), rows, numbers=range(1, 6))
 
     def _times(self) -> str:
         parts = [arm.step_parts() for arm in self.shown]
         kinds = dict.fromkeys(kind for part in (max(parts, key=len), *parts) for kind in part)
-        head = ["milliseconds", *(map(plain, self.labels))]
+        if not kinds:
+            return ""
+        head = ["milliseconds", *map(plain, self.labels)]
         rows = [[kind, *(_shown(part.get(kind), ",.2f") or "-" for part in parts)] for kind in kinds]
         return table(head, rows, numbers=range(1, len(head)))
 
@@ -237,13 +241,17 @@ class Report:
             words = run.outcome + (", diverged" if run.diverged else "")
             rows.append([code(str(run.folder)), plain(words), plain(started), code(torchrun) if torchrun else "-"])
         every = table(["folder", "outcome", "started (UTC)", "torchrun"], rows)
-        parts = ["Commands:", "\n".join(map(indented, commands)), "\n".join(lines)]
-        return [*parts, FOLD, every, FOLD_END]
+        typed = "\n".join(f"    {printable(line)}" for each in commands for line in each.splitlines())
+        return ["Commands:", typed, "\n".join(lines), EVERY_RUN, every, FOLD_END]
 
 
 def count(number: int, noun: str) -> str:
-    """Things and how many there are."""
+    """A number and its noun, such as `3 runs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _name(arm: Arm) -> str:
+    return plain(display_name(arm.optimizer))
 
 
 def _unfinished(arm: Arm) -> int:
@@ -252,19 +260,10 @@ def _unfinished(arm: Arm) -> int:
 
 
 def _labels(arms: Sequence[Arm]) -> list[str]:
-    """What pictures call arms: optimizer and rate where these tell them apart, else settings that do."""
+    """Names of arms in pictures: optimizer and rate where these tell them apart, else settings, else a number too."""
     names = [f"{display_name(arm.optimizer)}, lr {arm.rate:g}" if arm.rate is not None else arm.name for arm in arms]
     if len(set(names)) < len(arms):
-        settings = [dict(arm.settings) for arm in arms]
-        telling: list[str] = []
-
-        def groups(keys: Sequence[str]) -> int:
-            return len({tuple(map(each.get, keys)) for each in settings})
-
-        for key in dict.fromkeys(key for each in settings for key in each):
-            if groups([*telling, key]) > groups(telling):
-                telling.append(key)
-        names = [", ".join(f"{key}={_end(each[key])}" for key in telling if key in each) for each in settings]
+        names = [", ".join(f"{key}={_end(value)}" for key, value in arm.settings) or arm.name for arm in arms]
     if len(set(names)) < len(arms):
         names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
     states = ["" if arm.sound else " (diverged)" if arm.diverged else " (not finished)" for arm in arms]
@@ -272,8 +271,7 @@ def _labels(arms: Sequence[Arm]) -> list[str]:
 
 
 def _end(text: str) -> str:
-    """A setting's value for pictures: of a long one the end, which tells paths apart."""
-    return text if len(text) <= _MOST_LETTERS else f"…{text[1 - _MOST_LETTERS :]}"
+    return text if len(text) <= MAX_VALUE_LENGTH else f"…{text[1 - MAX_VALUE_LENGTH :]}"
 
 
 def _shown(value: Spread | float | None, form: str) -> str | None:
@@ -285,22 +283,15 @@ def _mean(figure: str, form: str) -> _Cell:
     return lambda arm: _shown(arm.spread(figure), form)
 
 
-def _range(spread: Spread | None, form: str) -> str | None:
-    return f"{spread.low:{form}} to {spread.high:{form}}" if spread and spread.count > 1 else None
-
-
-def _steps(arm: Arm, target: float) -> str:
-    found = reach(arm.validation(), target)
-    return f"{'at or before ' if found.at_first else ''}{found.steps:,.0f}" if found else "not reached"
-
-
-def _ratio(one: Comparison | None, name: str) -> str | None:
-    ratio = getattr(one, name, None)
-    return f"{at_most(one.steps_are_a_bound)}{ratio:.3f}" if one and ratio else None
+def _range(spread: Spread | None, form: str, *, one: bool = False) -> str | None:
+    """Lowest to highest; with `one` also of a single seed."""
+    if spread is None or (spread.count == 1 and not one):
+        return None
+    return f"{spread.low:{form}} to {spread.high:{form}}" if spread.count > 1 else f"{spread.low:{form}}"
 
 
 def _origin_of(run: Mapping[str, Any]) -> dict[str, str | None]:
-    """What a run's run.json says of where it ran."""
+    """Where a run ran, from its run.json."""
     versions = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
     machine = "{processor}, {cores} cores, {system}, trained on "
     return {

@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the sweep, or shows what it would run."""
     from megatron_muon.tools.sweep import trials
     from megatron_muon.tools.train.resolve import Request, check_gpus
+    from megatron_muon.tools.train.train import prepare
 
     points = parse_grids(args.grid)
     sets = tuple(assignment(text) for text in args.sets)
@@ -111,12 +112,17 @@ def run(args: argparse.Namespace) -> int:
         command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
     with sigterm_unwinds(), progress(f"checking the settings of {len(tasks)} runs", "runs"):
-        plans = trials.settle(tasks, every)
+        plans = trials.resolve(tasks, every)
     if args.list_flags:
         print("\n".join(shlex.join(plan.flags()) for plan in plans))
         return 0
     if args.dry_run:
-        _show_plans(plans)
+        for plan in plans:
+            changed = "".join(f" ({change})" for change in plan.changes()[:1])
+            print(f"{plan.task.name}: {plan.state}{changed}, {plan.task.folder}")
+            print(f"  {prepare(replace(plan.request, overwrite=True), plan.resolved).shown_command}")
+            print(f"  with {shlex.join(plan.flags())}")
+        print("dry run: nothing was started or written")
         return 0
     if plans[0].resolved.device == "cuda":
         check_gpus(plans[0].resolved.ranks, plans[0].resolved.gpus, jobs=args.jobs)
@@ -132,31 +138,26 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
 
     from megatron_muon.megatron.provenance import origin
     from megatron_muon.tools.sweep.results import CSV, JSON, Results, Row
-    from megatron_muon.tools.sweep.trials import DONE, Display, Sweep
+    from megatron_muon.tools.sweep.trials import Sweep
     from megatron_muon.tools.train.run_summary import in_words
 
     head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
     rows = {plan.task: Row.of(plan.task) for plan in plans}
-    to_do = [plan for plan in plans if plan.state != DONE]
-    done = len(plans) - len(to_do)
-    print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
+    sweep = Sweep(plans, args.jobs)
+    to_do = len(sweep.to_do)
+    print(f"{len(plans)} runs in {out}: {len(plans) - to_do} done before, {to_do} to do", flush=True)
     failed: dict[Task, str] = {}
-    display = Display(len(plans), done, args.jobs)
-    with display.screen:
-        sweep = Sweep(to_do, args.jobs, display)
 
-        def ended(plan: Plan, outcome: Outcome) -> None:
-            display.ended(plan, outcome)
-            if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
-                failed[plan.task] = in_words(outcome.summary, why=True)
-            rows[plan.task] = Row.of(plan.task)
-            Results(points, list(rows.values())).write(out, head)
+    def ended(plan: Plan, outcome: Outcome) -> None:
+        if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
+            failed[plan.task] = in_words(outcome.summary, why=True)
+        rows[plan.task] = Row.of(plan.task)
+        Results(points, list(rows.values())).write(out, head)
 
-        try:
-            sweep.run(ended)
-        finally:
-            results = Results(points, list(rows.values()))
-            results.write(out, head)
+    with sweep.screen:
+        sweep.run(ended)
+    results = Results(points, list(rows.values()))
+    results.write(out, head)
     console = Console(highlight=False, soft_wrap=True, no_color=not is_terminal())
     console.width = max(console.width, _TABLE_WIDTH)
     console.print()
@@ -168,25 +169,13 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
         print(f"note: {note}")
     print(f"\nresults: {out / CSV}, {out / JSON}")
     if sweep.signal is not None:
-        print("stopped; the same command goes on")
+        print("stopped; the same command resumes it")
         return 128 + sweep.signal
     for task, words in failed.items():
         print(f"failed: {task.name}: {words}; see {task.folder / run_folder.LOG}", file=sys.stderr)
     if failed:
         print(f"{len(failed)} of {len(plans)} runs failed; the same command tries them again", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _show_plans(plans: Sequence[Plan]) -> None:
-    """All runs with state, folder and command."""
-    from megatron_muon.tools.train.train import prepare
-
-    for plan in plans:
-        changed = "".join(f" ({change})" for change in plan.changes()[:1])
-        print(f"{plan.task.name}: {plan.state}{changed}, {plan.task.folder}")
-        print(f"  {prepare(replace(plan.request, overwrite=True), plan.resolved).shown_command}")
-        print(f"  with {shlex.join(plan.flags())}")
-    print("dry run: nothing was started or written")
 
 
 def _check_flags(settings: Sequence[tuple[str, str]], typed: Sequence[str], in_grid: Sequence[tuple[str, str]]) -> None:

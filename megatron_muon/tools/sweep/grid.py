@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_muon.errors import UserError
 
 _KEY = re.compile(r"-*([A-Za-z_][A-Za-z0-9_-]*)=(.*)\Z", re.DOTALL)
-_LONGEST_NAME = 150
+_MAX_FOLDER_LENGTH = 150
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Point:
 
     @property
     def name(self) -> str:
-        """What tells it from others, for people: optimizer=muon,lr=0.008."""
-        shown = [f"{key}={value}" for key, value in self.settings if key not in self.hidden]
-        return ",".join(shown) or ",".join(f"{key}={value}" for key, value in self.settings)
+        """Its settings for people: optimizer=muon,lr=0.008."""
+        shown = [setting for setting in self.settings if setting[0] not in self.hidden]
+        return ",".join(f"{key}={value}" for key, value in shown or self.settings)
 
     @property
     def folder(self) -> str:
         """Its name as a folder: without slashes or blanks, and not too long."""
         quoted = urllib.parse.quote(self.name, safe="+,=.@:").replace("%2F", "-")
-        if len(quoted) > _LONGEST_NAME or "%" in quoted:
+        if len(quoted) > _MAX_FOLDER_LENGTH or "%" in quoted:
             digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
-            quoted = f"{quoted.replace('%', '_')[:_LONGEST_NAME]}-{digest}"
+            quoted = f"{quoted.replace('%', '_')[:_MAX_FOLDER_LENGTH]}-{digest}"
         return quoted
 
 
@@ -66,22 +66,31 @@ class Task:
 
 
 def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice."""
-    parsed = [_parse(words) for words in grids]
-    _check_alternatives(parsed)
+    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
+
+    Raises:
+        UserError: a word is not of that form, or a second `--grid` was meant as a factor of the first.
+    """
     points: dict[frozenset[tuple[str, str]], Point] = {}
-    for grid in parsed:
+    folders: dict[str, Point] = {}
+    first: dict[str, list[str]] = {}
+    for grid in map(_parse, grids):
+        if first and not first.keys() & grid.keys():
+            both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
+            raise UserError(
+                f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "
+                f"alternatives, each tried for itself; for every combination write one: --grid {both}"
+            )
+        first = {**grid, **first}
         hidden = frozenset(key for key, values in grid.items() if values == ["null"])
         for values in itertools.product(*grid.values()):
-            settings = tuple(zip(grid, values, strict=True))
-            points.setdefault(frozenset(settings), Point(settings, hidden))
-    folders: dict[str, Point] = {}
-    for point in points.values():
-        if (other := folders.setdefault(point.folder, point)) is not point:
-            raise UserError(
-                f"--grid: the points {dict(other.settings)} and {dict(point.settings)} would share the folder "
-                f"{point.folder}; leave one of them out"
-            )
+            point = Point(tuple(zip(grid, values, strict=True)), hidden)
+            point = points.setdefault(frozenset(point.settings), point)
+            if (other := folders.setdefault(point.folder, point)) is not point:
+                raise UserError(
+                    f"--grid: the points {dict(other.settings)} and {dict(point.settings)} would share the folder "
+                    f"{point.folder}; leave one of them out"
+                )
     return tuple(points.values())
 
 
@@ -97,37 +106,18 @@ def _parse(words: Sequence[str]) -> dict[str, list[str]]:
     grid: dict[str, list[str]] = {}
     for word in words:
         key = ""
-        for piece in next(csv.reader([word], skipinitialspace=True), []):
-            if match := _KEY.match(piece):
-                key, piece = match[1].replace("-", "_").lower(), match[2]
-                if given := grid.get(key):
-                    raise UserError(
-                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(given)},..."
-                    )
+        for value in next(csv.reader([word], skipinitialspace=True), []):
+            if match := _KEY.match(value):
+                key, value = match[1].replace("-", "_").lower(), match[2]
+                if key in grid:
+                    raise UserError(f"--grid {' '.join(words)}: {key} is given twice; write {key}=VALUE,VALUE once")
                 if key == "seed":
                     raise UserError(f"--grid {word}: seeds come from --seeds N, which takes 1 to N")
                 grid[key] = []
-            if not key:
+            if not key or not value or value in grid[key]:
+                fault = "a value is empty or stands there twice" if key else "no key"
                 raise UserError(
-                    f"--grid {word}: write KEY=VALUE,VALUE, such as --grid optimizer=adam,muon lr=1e-3,2e-3"
+                    f"--grid {word}: {fault}; write KEY=VALUE,VALUE, such as optimizer=adam,muon lr=1e-3,2e-3"
                 )
-            if not piece:
-                raise UserError(f"--grid {word}: {key} has an empty value; write {key}=VALUE,VALUE without gaps")
-            if piece in grid[key]:
-                raise UserError(f"--grid {word}: a value stands there twice; leave one of them out")
-            grid[key].append(piece)
+            grid[key].append(value)
     return grid
-
-
-def _check_alternatives(grids: Sequence[dict[str, list[str]]]) -> None:
-    """Refuses a second `--grid` that was meant as a factor of the first."""
-    first = grids[0]
-    seen = set(first)
-    for grid in grids[1:]:
-        if not seen & grid.keys():
-            both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
-            raise UserError(
-                f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "
-                f"alternatives, each tried for itself; for every combination write one: --grid {both}"
-            )
-        seen |= grid.keys()

@@ -1,4 +1,4 @@
-"""What a sweep came to: a row for each run, a row for each point over its seeds, results.csv and results.json.
+"""The results of a sweep: a row for each run, a row for each point over its seeds, results.csv and results.json.
 
 The final loss that points are compared by is the last validation loss, or the training loss where there is no
 validation. A point counts for the best when all of its seeds have finished and none has diverged.
@@ -44,13 +44,22 @@ FIGURES: dict[str, Callable[[Record], Any]] = {
 }
 """Columns of results.csv after the point, its settings and the seed; before `folder`. docs/experiments.md has them."""
 
+_COLUMNS = {
+    "validation_loss": ("validation loss", ".4f", 1.0),
+    "validation_best": ("best on the way", ".4f", 1.0),
+    "loss_last": ("training loss", ".4f", 1.0),
+    "step_ms": ("step ms", ",.1f", 1.0),
+    "state_bytes": ("state MB", ",.2f", 1e6),
+}
+"""Figures of the printed table: their heading, format and unit."""
+
 
 class Row(SimpleNamespace):
     """A row of results.csv; a run's events are large, and not kept."""
 
     @classmethod
     def of(cls, task: Task) -> Row:
-        """The row of a run as its folder tells it."""
+        """The row of a run, read from its folder."""
         head = {"point": task.point.name, **dict(task.point.settings), "seed": task.seed}
         figures = dict.fromkeys(FIGURES) | {"outcome": "not started"}
         with contextlib.suppress(UserError):
@@ -66,27 +75,27 @@ class Results:
         self.rows = rows
         self.final = "validation_loss" if any(row.validation_loss is not None for row in rows) else "loss_last"
         self.points = [
-            Seeds(point.name, point.settings, tuple(row for row in rows if row.point == point.name), self.final)
+            Seeds(point.name, point.settings, [row for row in rows if row.point == point.name], self.final)
             for point in points
         ]
-        self.best = best_of(self.points, _kind)
+        self.best = best_of(self.points, lambda point: tuple(map(dict(point.settings).get, ("optimizer", *MEASURE))))
 
     def notes(self) -> list[str]:
-        """What the best points leave open: a number that is the least or the most of those tried beside it."""
+        """Where a setting of a best point is the lowest or highest number of those tried beside it."""
         notes = []
         for best in (point for point in self.points if point in self.best):
             settings = dict(best.settings)
             for key, value in settings.items():
-                if key in MEASURE:  # which is best on other data is another question
-                    continue
                 others = (dict(point.settings) for point in self.points)
                 beside = [other[key] for other in others if key in other and {**other, key: value} == settings]
                 try:
-                    tried = [float(text) for text in beside]
+                    tried = sorted(map(float, beside))
                 except ValueError:
                     continue
-                for edge, word, further in ((min(tried), "least", "smaller"), (max(tried), "most", "larger")):
-                    if len(tried) > 1 and float(value) == edge:
+                if key in MEASURE or len(tried) < 2:  # the best on other data answers another question
+                    continue
+                for edge, word, further in ((tried[0], "least", "smaller"), (tried[-1], "most", "larger")):
+                    if float(value) == edge:
                         notes.append(f"{best.name}: {key}={value} is the {word} that was tried; try {further} ones too")
         return notes
 
@@ -108,43 +117,31 @@ class Results:
         run_folder.write_json(out / JSON, {**head, **found})
 
     def table(self) -> Table:
-        """The points: means and spread over the seeds."""
+        """A line for each point, the best in bold."""
         from rich.table import Table
         from rich.text import Text
 
-        shown: dict[str, Callable[[Seeds[Row]], str]] = {
-            "point": lambda point: point.name,
-            "runs": lambda point: f"{point.finished}/{len(point.runs)}",
-            "validation loss": lambda point: _cell(point, "validation_loss"),
-            "best on the way": lambda point: _cell(point, "validation_best"),
-            "training loss": lambda point: _cell(point, "loss_last"),
-            "step ms": lambda point: _cell(point, "step_ms", ",.1f"),
-            "state MB": lambda point: f"{state.mean / 1e6:,.2f}" if (state := point.spread("state_bytes")) else "-",
-            "": self._remark,
-        }
-        if self.final == "loss_last":
-            del shown["validation loss"], shown["best on the way"]
-        page = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-        for name in shown:
-            page.add_column(name, justify="left" if name in ("point", "") else "right", no_wrap=True)
+        columns = {name: shown for name, shown in _COLUMNS.items() if any(point.spread(name) for point in self.points)}
+        page = Table(box=None, padding=(0, 2, 0, 0))
+        page.add_column("point", no_wrap=True)
+        for heading in ("runs", *(heading for heading, _, _ in columns.values())):
+            page.add_column(heading, justify="right", no_wrap=True)
+        page.add_column("", no_wrap=True)
         for point in self.points:
-            page.add_row(*(Text(cell(point)) for cell in shown.values()), style="bold" if point in self.best else None)
+            cells = [point.name, f"{point.finished}/{len(point.runs)}"]
+            for name, (_, form, unit) in columns.items():
+                spread = point.spread(name)
+                cells.append(
+                    "-" if spread is None else f"{spread.mean / unit:{form}}" if unit > 1 else f"{spread:{form}}"
+                )
+            cells.append(self._remark(point))
+            page.add_row(*map(Text, cells), style="bold" if point in self.best else None)
         return page
 
     def _remark(self, point: Seeds[Row]) -> str:
-        """Words at the end of a point's line."""
+        """The end of a point's line."""
         if point.diverged:
-            return f"diverged{f' ({point.diverged} of {len(point.runs)})' if len(point.runs) > 1 else ''}"
+            return f"diverged ({point.diverged} of {len(point.runs)})"
         if point.finished < len(point.runs):
             return "not finished"
         return "<- best" if point in self.best else ""
-
-
-def _kind(point: Seeds[Row]) -> tuple[str | None, ...]:
-    """What points must agree in for one to be the best of them."""
-    return tuple(dict(point.settings).get(key) for key in ("optimizer", *MEASURE))
-
-
-def _cell(point: Seeds[Row], name: str, form: str = ".4f") -> str:
-    spread = point.spread(name)
-    return f"{spread:{form}}" if spread else "-"

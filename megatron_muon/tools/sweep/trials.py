@@ -1,6 +1,6 @@
-"""Runs a sweep: settles every run before the first starts, skips what is done, goes on where it was stopped.
+"""Runs a sweep: resolves every run before the first starts, skips what is done, resumes what was stopped.
 
-Every run is one of `runs.train`, in its own folder; `grid` says which there are, `results` what came of them. Several
+Every run is one of `tools.train.train`, in its own folder; `grid` says which there are, `results` sums them up. Several
 may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -35,20 +35,16 @@ from megatron_muon.tools.train.run_summary import in_words
 from megatron_muon.tools.train.screen import Screen, Status
 from megatron_muon.tools.train.train import Outcome, execute, prepare
 
-if TYPE_CHECKING:
-    pass
-
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
 
 _OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
-_SHOWN_CHANGES = 3
 _LINE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A settled run of a sweep."""
+    """A run of a sweep with its settings resolved."""
 
     task: Task
     request: Request
@@ -69,12 +65,9 @@ class Plan:
         """Where its settings have changed, those that differ, as `--lr was 0.1, now 0.2`."""
         if self.state != CHANGED:
             return []
-        root = self.resolved.folder.root
-        if not run_folder.read_json(root / run_folder.RUN):
-            return ["started by something else than a sweep"]
         try:
-            before = load_config(root / run_folder.CONFIG)
-        except UserError:
+            before = load_config(self.resolved.folder.root / run_folder.CONFIG)
+        except (UserError, OSError):
             return ["its config.yaml cannot be read"]
         old: dict[str, Any] = {**before.env, **dict(before.flags)}
         new: dict[str, Any] = {**self.resolved.env, **dict(self.resolved.flag_values)}
@@ -92,8 +85,8 @@ class Plan:
         return [*(token for name in sorted(in_file - here) for token in (UNSET_FLAG, name)), *added]
 
 
-def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
-    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike."""
+def resolve(tasks: Sequence[Task], every: Request) -> list[Plan]:
+    """Resolves all runs, so that a mistake is found before hours of training; `every` is what all have in common."""
     requests = [
         replace(every, sets=(*every.sets, *task.point.settings, ("seed", str(task.seed))), out=str(task.folder))
         for task in tasks
@@ -108,13 +101,11 @@ def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
 
 def refuse_changed(plans: Sequence[Plan]) -> None:
     """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
-    changed = [plan for plan in plans if plan.state == CHANGED]
-    if changed:
-        changes = changed[0].changes()
-        some = "; ".join(changes[:_SHOWN_CHANGES]) + ("; ..." if len(changes) > _SHOWN_CHANGES else "")
+    if changed := [plan for plan in plans if plan.state == CHANGED]:
         raise UserError(
             f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0].task.folder} "
-            f"({some}); give another folder with --out DIR, or train these anew with --overwrite (deletes them)"
+            f"({'; '.join(changed[0].changes()[:3])}); give another folder with --out DIR, or train these anew with "
+            f"--overwrite (deletes them)"
         )
 
 
@@ -123,83 +114,22 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
-class Display:
-    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it.
+class Sweep:
+    """Runs those of `plans` that are not done, in their order, at most `jobs` at once, and shows each on `screen`.
 
-    When the first of them knows its speed, a line says how long all take, `jobs` at once.
+    When the first run knows its speed, a line says how long all take. `signal` is the first that was received.
     """
 
-    def __init__(self, total: int, done: int, jobs: int = 1) -> None:
-        self.screen = Screen()
-        self._total, self._done, self._start = total, done, time.monotonic()
-        self._all: Status | None = None
-        self._rounds: int | None = -(-(total - done) // jobs)
-        self._under_way: dict[Plan, Status] = {}
-        self._printed: dict[Plan, float] = {}
-
-    def started(self, plan: Plan) -> None:
-        """A run begins."""
-        self._printed[plan] = time.monotonic()
-        self._all = self._all or Status(self.screen, self._progress())
-        self._under_way[plan] = Status(self.screen, "starting", name=plan.task.name)
-        if not self.screen.live:
-            self.screen.print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
-
-    def event(self, plan: Plan, event: Mapping[str, Any]) -> None:
-        """An event of a run, see `megatron.TOLD`."""
-        self._under_way[plan].take(event)
-        if (left := event.get("seconds_left")) is not None and self._rounds is not None:
-            seconds, self._rounds = self._rounds * (time.monotonic() - self._start + left), None
-            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
-        since = time.monotonic() - self._printed[plan]
-        if not self.screen.live and event["event"] == "step" and since >= _LINE_EVERY_S:
-            self._printed[plan] = time.monotonic()
-            room = max(40, wording.WIDTH - len(plan.task.name) - 2)
-            self.screen.print(f"{plan.task.name}: {wording.step_line(event, room)}")
-
-    def ended(self, plan: Plan, outcome: Outcome) -> None:
-        """A run has ended."""
-        self._under_way.pop(plan).end()
-        self._done += 1
-        if self._all is not None:
-            self._all.enter(self._progress())
-        words = in_words(outcome.summary, why=True)
-        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
-
-    def _progress(self) -> str:
-        return f"{self._done}/{self._total} runs"
-
-
-@dataclass(frozen=True, eq=False)
-class _Heard:
-    """Shows a run of the sweep on its display, and notes when its data set is indexed."""
-
-    plan: Plan
-    display: Display
-    indexed: Callable[[], None]
-
-    def line(self, line: str) -> None:
-        """Shows nothing: the run's log has it."""
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
-            self.indexed()
-        self.display.event(self.plan, event)
-
-    def tick(self, got: int | None) -> None:
-        """Signals reach the sweep."""
-
-
-class Sweep:
-    """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
-
-    def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
+    def __init__(self, plans: Sequence[Plan], jobs: int) -> None:
         self.signal: int | None = None
-        self._plans, self._jobs, self._display = plans, jobs, display
+        self.screen = Screen()
+        self.stop = threading.Event()
+        self.to_do = [plan for plan in plans if plan.state != DONE]
+        self._total, self._left, self._jobs, self._start = len(plans), len(self.to_do), jobs, time.monotonic()
+        self._said_how_long = False
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(jobs):
             self._slots.put(slot)
-        self._stop = threading.Event()
         self._indexing = threading.Lock()
         self._indexed: set[tuple[Any, ...]] = set()
 
@@ -207,15 +137,27 @@ class Sweep:
         """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started."""
         with processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
             try:
-                runs = {pool.submit(self._one, plan): plan for plan in self._plans}
-                for future in as_completed(runs):
-                    if (outcome := future.result()) is not None:
-                        ended(runs[future], outcome)
+                for future in as_completed([pool.submit(self._one, plan) for plan in self.to_do]):
+                    if (found := future.result()) is not None:
+                        ended(*found)
             except BaseException:
-                self._stop.set()
+                self.stop.set()
                 raise
 
-    def _one(self, plan: Plan) -> Outcome | None:
+    def first_speed(self, seconds_left: float) -> None:
+        """Says once how long all runs take, by what one of the first has left."""
+        if not self._said_how_long:
+            self._said_how_long = True
+            seconds = -(-len(self.to_do) // self._jobs) * (time.monotonic() - self._start + seconds_left)
+            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
+
+    def ended(self, plan: Plan, outcome: Outcome) -> None:
+        """Shows how a run ended."""
+        self._left -= 1
+        words, done = in_words(outcome.summary, why=True), self._total - self._left
+        self.screen.print(f"[{done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
+
+    def _one(self, plan: Plan) -> tuple[Plan, Outcome] | None:
         """A run in its thread; None where the sweep was stopped before.
 
         Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
@@ -227,32 +169,61 @@ class Sweep:
                 until_indexed.enter_context(self._indexing)
             if data in self._indexed:  # while this one waited
                 until_indexed.close()
-            if self._stop.is_set():
+            if self.stop.is_set():
                 return None
 
             def indexed() -> None:
                 self._indexed.add(data)
                 until_indexed.close()
 
-            self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
-            slot = self._slots.get()
-            env = {**_group(plan.task), **_share(plan.resolved, slot, self._jobs)}
+            slot, listener = self._slots.get(), Listener(plan, self, indexed)
+            env = _share(plan.resolved, slot, self._jobs) | _group(plan.task)
             try:
-                heard = _Heard(plan, self._display, indexed)
-                return execute(prepare(request, plan.resolved), listener=heard, stop=self._stop, env=env)
+                outcome = execute(prepare(request, plan.resolved), listener=listener, stop=self.stop, env=env)
             finally:
+                listener.status.end()
                 self._slots.put(slot)
+        self.ended(plan, outcome)
+        return plan, outcome
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """The first signal ends all runs as Ctrl-C does, the second kills them."""
         if self.signal is None:
             self.signal = number
-            self._stop.set()
+            self.stop.set()
             return
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+class Listener:
+    """Shows one run of a sweep: a live line on a terminal, else its start and a line each minute."""
+
+    def __init__(self, plan: Plan, sweep: Sweep, indexed: Callable[[], object]) -> None:
+        self.status = Status(sweep.screen, "starting", name=plan.task.name)
+        self._name, self._sweep, self._indexed, self._printed = plan.task.name, sweep, indexed, time.monotonic()
+        if not sweep.screen.live:
+            sweep.screen.print(f"{self._name}: {'resumed' if plan.state == RESUMED else 'started'}")
+
+    def line(self, line: str) -> None:
+        """Shows nothing: the run's log has it."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """An event of the run, see `megatron.TOLD`."""
+        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
+            self._indexed()
+        self.status.take(event)
+        if (left := event.get("seconds_left")) is not None:
+            self._sweep.first_speed(left)
+        now = time.monotonic()
+        if not self._sweep.screen.live and event["event"] == "step" and now - self._printed >= _LINE_EVERY_S:
+            self._printed = now
+            self._sweep.screen.print(f"{self._name}: {wording.step_line(event)}")
+
+    def tick(self, got: int | None) -> None:
+        """Signals reach the sweep."""
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:
@@ -263,7 +234,7 @@ def _data_of(task: Task) -> tuple[Any, ...]:
 
 
 def _group(task: Task) -> dict[str, str]:
-    """What Weights & Biases calls the runs of a sweep together, unless the environment says it: the sweep's folder."""
+    """The Weights & Biases group of a sweep's runs, unless the environment names one: the sweep's folder."""
     return {} if "WANDB_RUN_GROUP" in os.environ else {"WANDB_RUN_GROUP": task.folder.resolve().parents[1].name}
 
 
