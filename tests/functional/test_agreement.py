@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_muon
-from tests.functional.test_layouts import LAYOUTS
 from tests.support import frameworks, model
 from tests.support.case import Case
+from tests.support.cases import CLIP, HSDP, LAYOUTS, TP
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
@@ -59,31 +59,50 @@ def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
     assert of_names == "exclude is () on rank 0 and ['narrow'] on rank 2" + of_settings
 
 
-def of_megatron(rank: int, world_size: int, *, settings: dict[str, tuple[Any, Any]]) -> list[str]:
-    """In a worker: what Muon under Megatron-FSDP says where the last rank has another setting."""
+def refused(rank: int, world_size: int, *, cases: list[tuple[Case, Case]]) -> list[str]:
+    """In a worker: what Muon under Megatron-FSDP says to the cases; the last rank has the second of each."""
     from megatron_muon.errors import UserError
 
     said = []
-    for name, values in settings.items():
+    for pair in cases:
         with pytest.raises(UserError) as caught:
-            model.Trainer(Case(optimizer={name: values[rank == world_size - 1]}))
+            model.Trainer(pair[rank == world_size - 1])
         said.append(str(caught.value))
     return said
 
 
 def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
     """As where nodes read different files: ranks then took other rates without a word, or waited for ever."""
-    settings = {
+    settings: dict[str, tuple[Any, Any]] = {
         "lr": (0.02, 0.01),
         "muon_num_ns_steps": (5, 4),
         "muon_exclude": ([], ["router"]),
         "muon_offload": ("none", "cpu"),
         "muon_metrics_interval": (0, 2),
     }
-    first, *others = ranks(3, of_megatron, settings=settings)
+    cases = [(Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()]
+    first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
     rest = "give every rank the same settings"
     assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {rest}" for name, (a, b) in settings.items()]
+
+
+REFUSED = [
+    (TP.but(query_groups=1, strategy="no_shard"), "--num-query-groups 1 is less than --tensor-model-parallel-size"),
+    (TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}), "no rank's part of the QKV matrix"),
+    (HSDP.but(strategy="no_shard"), "--num-distributed-optimizer-instances 2 has nothing to shard"),
+    (
+        Case(layers=1, attention=CLIP, frozen=("linear_qkv",)),
+        "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which is frozen",
+    ),
+    *((Case(strategy=s, layers=1, trainable=()), "no trainable parameter") for s in ("no_shard", "optim_grads_params")),
+]
+
+
+def test_what_a_layout_cannot_do_is_refused(ranks: Pool) -> None:
+    for said in ranks(2, refused, cases=[(case, case) for case, _ in REFUSED]):
+        for found, (_, message) in zip(said, REFUSED, strict=True):
+            assert message in found
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:

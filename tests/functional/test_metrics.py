@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_muon.tools.train.events import read_events
-from tests.functional.test_layouts import MOE, TP
 from tests.support import cli
 from tests.support.case import Case
+from tests.support.cases import MOE, TP
 from tests.support.model import Trainer
 from tests.support.pool import Pool
 from tests.support.training import Trainings

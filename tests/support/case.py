@@ -119,6 +119,11 @@ class Case:
             **self.optimizer,
         }
 
+    @property
+    def clips(self) -> bool:
+        """Whether QK-clip is at work."""
+        return bool(self.attention.get("qk_clip"))
+
     def trains(self, name: str) -> bool:
         """Whether the parameter of this name has a gradient."""
         if self.trainable is not None:
