@@ -59,18 +59,17 @@ STEPS_FOR = {"muon_ns_steps_for": ["linear_fc*=3", "linear_fc2=8", "layers.0.*qk
 CLIP = {"qk_clip": True, "qk_clip_threshold": 1.0, "qk_clip_alpha": 0.3}
 
 SETTINGS = {
-    "decay in gradient": Case(layers=1, optimizer={"decoupled_weight_decay": False}),
-    "no nesterov": Case(layers=1, optimizer={"muon_nesterov": False}),
-    "no nesterov, decay in gradient": Case(
-        layers=1, optimizer={"muon_nesterov": False, "decoupled_weight_decay": False}
-    ),
-    "muon's own rate": Case(layers=1, optimizer={"muon_lr": 0.04, "muon_min_lr": 0.02}),
-    "fused qkv": Case(layers=1, optimizer={"muon_split_qkv": False}),
-    "lion": Case(layers=1, optimizer={"muon_scalar_optimizer": "lion"}),
-    "unit rms norm": Case(
-        layers=1, optimizer={"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 1.0}
-    ),
-}  # fmt: skip
+    label: Case(layers=1, optimizer=settings)
+    for label, settings in {
+        "decay in gradient": {"decoupled_weight_decay": False},
+        "no nesterov": {"muon_nesterov": False},
+        "no nesterov, decay in gradient": {"muon_nesterov": False, "decoupled_weight_decay": False},
+        "muon's own rate": {"muon_lr": 0.04, "muon_min_lr": 0.02},
+        "fused qkv": {"muon_split_qkv": False},
+        "lion": {"muon_scalar_optimizer": "lion"},
+        "unit rms norm": {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 1.0},
+    }.items()
+}
 
 BY_NAME = Case(
     layers=1,
@@ -81,11 +80,14 @@ BY_NAME = Case(
 """Newton-Schulz steps of their own for some matrices."""
 
 VARIANTS: dict[str, Case] = {
-    "cautious": Case(layers=1, ffn=47, optimizer=CAUTIOUS),
-    "hyperball": Case(layers=1, ffn=47, optimizer=HYPERBALL),
-    "steps by name": BY_NAME,
-    "adamuon": Case(layers=1, ffn=47, optimizer=ADAMUON),
-    "normuon": Case(layers=1, ffn=47, optimizer=NORMUON),
+    label: BY_NAME if settings == STEPS_FOR else Case(layers=1, ffn=47, optimizer=settings)
+    for label, settings in {
+        "cautious": CAUTIOUS,
+        "hyperball": HYPERBALL,
+        "steps by name": STEPS_FOR,
+        "adamuon": ADAMUON,
+        "normuon": NORMUON,
+    }.items()
 }
 
 ADAPTIVE_MODELS = {
