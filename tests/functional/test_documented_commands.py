@@ -254,22 +254,6 @@ def test_a_wrong_command_is_found(text: str, reader: Reader) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ends"),
-    [
-        ("torchrun ... pretrain_gpt.py --config FILE", f"configs/quickstart.yaml {typed.SHORT}"),
-        ("megatron-muon train --config a.yaml", f"a.yaml --  {typed.SHORT}"),
-        ("megatron-muon train --config a.yaml --dry-run", "--dry-run"),
-        ("megatron-muon sweep --grid lr=1,2 --seeds 3", f"lr=1 --seeds 3 --seeds 1 --  {typed.SHORT}"),
-        ("megatron-muon summary runs/mine", "runs/mine"),
-        ("python -m benchmarks.step --repeat 9", "--num-layers 1 --warmup 1 --repeat 1"),
-        ("python -m benchmarks.train --steps 9 -- --bf16", f"--steps 2 --warmup 1 --rounds 1 -- --bf16 {typed.SMALL}"),
-    ],
-)
-def test_only_long_commands_are_shortened(text: str, ends: str) -> None:
-    assert typed.shortened(text).endswith(ends)
-
-
-@pytest.mark.parametrize(
     ("text", "says"),
     [("true", ""), ("false", "status 1"), ("rm data/stdlib.bin", "changed ['data/stdlib.bin']")],
 )

@@ -238,8 +238,8 @@ def of_layout(number: int, case: Case) -> Group:
         cases,
         steps=5,
         same=(("optim_grads_params", "allgather"),),
-        often=name in ("hsdp tp2", "ep2 hsdp"),
-        again=("delayed", "two_memories") if name in ("tp2 dp2", "hsdp tp2", "ep2", "expert tp2") else ("delayed",),
+        often=name == "hsdp tp2",
+        again=("delayed", "two_memories") if name in ("tp2 dp2", "hsdp tp2", "ep2 hsdp", "expert tp2") else (),
     )
 
 
@@ -268,7 +268,13 @@ def _teams(ranks: int, size: str) -> Group:
     cases |= {name: VARIANTS[name].but(swiglu=True) for name in ("cautious", "hyperball", "steps by name")}
     if ranks < 4:
         cases = {label: cases[label] for label in ("plain", "again", "gated mlp", "heads", "stacked experts, whole")}
-    return Group(ranks, of_all(cases, muon_team_size=size), steps=10, same=(("plain", "again"),), again=("delayed",))
+    return Group(
+        ranks,
+        of_all(cases, muon_team_size=size),
+        steps=10,
+        same=(("plain", "again"),),
+        again=("delayed",) if size == "2" else (),
+    )
 
 
 def _variants_travel(ranks: int) -> Group:
@@ -283,13 +289,13 @@ def _variants_travel(ranks: int) -> Group:
     same = tuple(tuple(label for label in cases if label.startswith(f"{variant}, ")) for variant in VARIANTS)
     shared = {f"shared {label}": but(case.but(strategy="no_shard"), **SHARED) for label, case in VARIANTS.items()}
     cases |= shared | {f"{label}, tiny": but(case, **TINY) for label, case in shared.items()}
-    return Group(ranks, cases, steps=5, same=same, again=("delayed",))
+    return Group(ranks, cases, steps=5, same=same, again=("delayed",) if ranks == 3 else ())
 
 
 REPLICATED = Case(layers=1, strategy="no_shard", optimizer=SHARED)
 
 TABLE: dict[str, Group] = {
-    **{f"strategies on {n}": Group(n, _strategies(), steps=10, often=n == 3, again=("delayed",),
+    **{f"strategies on {n}": Group(n, _strategies(), steps=10, often=n == 3, again=("delayed",) if n > 2 else (),
                                    same=tuple((s, f"{s}, allgather") for s in SHARDED)) for n in (1, 2, 3, 4)},
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
