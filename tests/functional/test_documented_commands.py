@@ -67,7 +67,7 @@ class Reader:
         """Try a command."""
         for beginning, reason in NOT_HERE.items():
             if re.match(beginning, command.text):
-                for path in re.findall(r"(?:scripts|tests|configs)/[\w./*]+", f"{command.text} {reason}"):
+                for path in re.findall(r"(?:scripts|tests|configs)/[-\w./*]+", f"{command.text} {reason}"):
                     assert list(ROOT.glob(path)), f"{path} does not exist"
                 return
         text = with_stand_ins(command.text)
