@@ -106,24 +106,13 @@ class Trainer:
             micro_batches: parts into which every rank cuts its share.
         """
         from megatron.core.distributed import finalize_model_grads
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        config = self.model.config
-        config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
+        self.model.config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
         ranks = self.groups.dp.size()
         mine = tokens.chunk(ranks)[self.groups.dp.rank()]
         assert len(mine) * ranks == len(tokens)
-        assert len(mine) % micro_batches == 0
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter(mine.chunk(micro_batches)),
-            model=self.model,
-            num_microbatches=micro_batches,
-            seq_length=SEQUENCE,
-            micro_batch_size=len(mine) // micro_batches,
-            forward_only=False,
-        )
+        losses = _forward_backward(self.model, mine, micro_batches)
         result = self.optimizer.step()
         self._advance(result)
         loss = torch.stack([part["loss"] for part in losses]).mean()
@@ -232,7 +221,6 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     assert world_size == 1
     parallel_state.initialize_model_parallel()
@@ -245,16 +233,7 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     model.zero_grad_buffer()
-    tokens = batches(1)[0]
-    get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter([tokens]),
-        model=model,
-        num_microbatches=1,
-        seq_length=SEQUENCE,
-        micro_batch_size=len(tokens),
-        forward_only=False,
-    )
+    _forward_backward(model, batches(1)[0], 1)
     _, norm, zeros = optimizer.step()
     return float(norm), float(zeros)
 
@@ -339,6 +318,22 @@ def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )
+
+
+def _forward_backward(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: int) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    assert len(tokens) % micro_batches == 0
+    losses: list[Any] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(tokens.chunk(micro_batches)),
+        model=model,
+        num_microbatches=micro_batches,
+        seq_length=SEQUENCE,
+        micro_batch_size=len(tokens) // micro_batches,
+        forward_only=False,
+    )
+    return losses
 
 
 def _forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
