@@ -85,7 +85,7 @@ def updates(rank: int, layout: Layout, exchange: Exchange, *, slow: int = -1) ->
 
     def rows(index: int) -> torch.Tensor:
         if rank == slow:
-            time.sleep(0.05)
+            time.sleep(0.01)
         full = torch.randn(layout.matrices[index].shape, generator=torch.Generator().manual_seed(index))
         shard = layout.matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"

@@ -300,7 +300,7 @@ TABLE: dict[str, Group] = {
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
     **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3) for n in (1, 2, 3, 4)},
-    **{f"clip on {n}": Group(n, spread(CLIPPED, n), steps=5, often=n == 3,
+    **{f"clip on {n}": Group(n, spread(CLIPPED, n), steps=5,
                              again=("two_memories",) if n == 2 else ()) for n in (1, 2, 3, 4)},
     "waves and iterations": _waves(),
     **{f"shared on {n}": Group(n, {"plenty": REPLICATED, "tiny": but(REPLICATED, **TINY),
