@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -94,13 +95,20 @@ def main(chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="typed-") as name:
         folder = Path(name)
         env = prepare(folder)
-        for command in (command for page in chosen or pages() for command in commands(page)):
-            reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
-            started = time.monotonic()
-            wrong = "" if reason else type_command(command, folder, env)
-            failed |= bool(wrong)
-            how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
-            print(f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""), flush=True)
+        for page in chosen or pages():
+            for run in (folder / "runs").iterdir():  # of another page
+                if run.is_dir() and run.name != "quickstart":
+                    shutil.rmtree(run)
+            for command in commands(page):
+                reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
+                started = time.monotonic()
+                wrong = "" if reason else type_command(command, folder, env)
+                failed |= bool(wrong)
+                how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
+                print(
+                    f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""),
+                    flush=True,
+                )
     return failed
 
 
