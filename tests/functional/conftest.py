@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,28 +44,20 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
-DELAYED, TWO_MEMORIES = (pytest.param(mode, marks=pytest.mark.wide) for mode in ("delayed", "two_memories"))
+def _again(*ways: str) -> Any:
+    """A fixture that runs a test once more in each of the ways, `wide`: a method of `Pool`."""
+
+    @pytest.fixture(params=["gloo", *(pytest.param(way, marks=pytest.mark.wide) for way in ways)])
+    def way_of(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
+        with contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)():
+            yield request.param
+
+    return way_of
 
 
-@pytest.fixture(params=["gloo", DELAYED])
-def delayed_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
-    """Runs a test a second time, `wide`, with delayed collectives (delayed.py)."""
-    with ranks.delayed() if request.param == "delayed" else contextlib.nullcontext():
-        yield
-
-
-@pytest.fixture(params=["gloo", TWO_MEMORIES])
-def two_memories_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
-    """Runs a test a second time, `wide`, where a GPU's memory is not the host's (two_memories.py)."""
-    with contextlib.nullcontext() if request.param == "gloo" else ranks.two_memories():
-        yield
-
-
-@pytest.fixture(params=["gloo", DELAYED, TWO_MEMORIES])
-def every_way(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
-    """Runs a test a second and a third time, `wide`: in the ways of `delayed_too` and of `two_memories_too`."""
-    with contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)():
-        yield request.param
+delayed_too = _again("delayed")
+two_memories_too = _again("two_memories")
+every_way = _again("delayed", "two_memories")
 
 
 @pytest.fixture(scope="session")

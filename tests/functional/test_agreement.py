@@ -5,85 +5,106 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import megatron_muon
-from tests.functional.test_layouts import LAYOUTS
 from tests.support import frameworks, model
 from tests.support.case import Case
+from tests.support.cases import CLIP, HSDP, LAYOUTS, TP
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
+
+ALIKE = (
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and ns_steps_for="
+)
+SETTINGS = "give every rank the same settings"
+DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    f"rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2); {ALIKE}": (reversed, {}),
+    f"rank 0 gives 6 matrices and rank 2 gives 5; {ALIKE}": (
+        lambda named: [pair for pair in named if pair[0] != "narrow.weight"], {}
+    ),
+    f"split is None on rank 0 and {{'layers.*.0.weight': (19, 19)}} on rank 2; {SETTINGS}": (
+        list, {"split": {"layers.*.0.weight": (19, 19)}}
+    ),
+    f"ns_steps_for is None on rank 0 and {{'layers.0': 4}} on rank 2; {SETTINGS}": (
+        list, {"ns_steps_for": {"layers.0": 4}}
+    ),
+    f"exclude is () on rank 0 and ['narrow'] on rank 2; {SETTINGS}": (list, {"exclude": ["narrow"]}),
+}  # fmt: skip
+"""What Muon says, by what the last rank gives instead: parameters, settings."""
 
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """In a worker: what Muon says where the last rank gives something else than the others."""
-    from torch.distributed.fsdp import fully_shard
-
     from megatron_muon.core.errors import UserError
 
-    net, last = frameworks.Net(), rank == world_size - 1
+    net = frameworks.Net()
     fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
-    named = list(net.named_parameters())
+    named, last = list(net.named_parameters()), rank == world_size - 1
     said = []
-    for others, options in (
-        (named[::-1], {}),
-        ([pair for pair in named if pair[0] != "narrow.weight"], {}),
-        (named, {"split": {"layers.*.0.weight": (19, 19)}}),
-        (named, {"ns_steps_for": {"layers.0": 4}}),
-        (named, {"exclude": ["narrow"]}),
-    ):
+    for parameters, options in DIFFERENT.values():
         with pytest.raises(UserError) as caught:
-            megatron_muon.Muon(others if last else named, **(options if last else {}))
+            megatron_muon.Muon(parameters(named) if last else named, **(options if last else {}))
         said.append(str(caught.value))
     return said
 
 
 def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
     """By every rank alike: none goes on and waits for the others."""
-    first, *others = ranks(3, refusals)
-    assert all(other == first for other in others)
-    of_order, of_number, of_blocks, of_steps, of_names = first
-    alike = "matrices=, exclude=, split= and ns_steps_for="
-    remedy = f"; give all ranks the same parameters in the same order, with the same {alike}"
-    given = "rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2)"
-    assert of_order == given + remedy
-    assert of_number == "rank 0 gives 6 matrices and rank 2 gives 5" + remedy
-    of_settings = "; give every rank the same settings"
-    assert of_blocks == "split is None on rank 0 and {'layers.*.0.weight': (19, 19)} on rank 2" + of_settings
-    assert of_steps == "ns_steps_for is None on rank 0 and {'layers.0': 4} on rank 2" + of_settings
-    assert of_names == "exclude is () on rank 0 and ['narrow'] on rank 2" + of_settings
+    assert ranks(3, refusals) == [list(DIFFERENT)] * 3
 
 
-def of_megatron(rank: int, world_size: int, *, settings: dict[str, tuple[Any, Any]]) -> list[str]:
-    """In a worker: what Muon under Megatron-FSDP says where the last rank has another setting."""
+def refused(rank: int, world_size: int, *, cases: list[tuple[Case, Case]]) -> list[str]:
+    """In a worker: what Muon under Megatron-FSDP says to the cases; the last rank has the second of each."""
     from megatron_muon.errors import UserError
 
     said = []
-    for name, values in settings.items():
+    for pair in cases:
         with pytest.raises(UserError) as caught:
-            model.Trainer(Case(optimizer={name: values[rank == world_size - 1]}))
+            model.Trainer(pair[rank == world_size - 1])
         said.append(str(caught.value))
     return said
 
 
 def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
     """As where nodes read different files: ranks then took other rates without a word, or waited for ever."""
-    settings = {
+    settings: dict[str, tuple[Any, Any]] = {
         "lr": (0.02, 0.01),
         "muon_num_ns_steps": (5, 4),
         "muon_exclude": ([], ["router"]),
         "muon_offload": ("none", "cpu"),
         "muon_metrics_interval": (0, 2),
     }
-    first, *others = ranks(3, of_megatron, settings=settings)
+    cases = [(Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()]
+    first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
     rest = "give every rank the same settings"
     assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {rest}" for name, (a, b) in settings.items()]
+
+
+REFUSED = [
+    (TP.but(query_groups=1, strategy="no_shard"), "--num-query-groups 1 is less than --tensor-model-parallel-size"),
+    (TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}), "no rank's part of the QKV matrix"),
+    (HSDP.but(strategy="no_shard"), "--num-distributed-optimizer-instances 2 has nothing to shard"),
+    (
+        Case(layers=1, attention=CLIP, frozen=("linear_qkv",)),
+        "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which is frozen",
+    ),
+    *((Case(strategy=s, layers=1, trainable=()), "no trainable parameter") for s in ("no_shard", "optim_grads_params")),
+]
+
+
+def test_what_a_layout_cannot_do_is_refused(ranks: Pool) -> None:
+    for said in ranks(2, refused, cases=[(case, case) for case, _ in REFUSED]):
+        for found, (_, message) in zip(said, REFUSED, strict=True):
+            assert message in found
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:
@@ -150,9 +171,6 @@ def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
     assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
 
 
-MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
-
-
 def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, shared: bool) -> set[int]:
     """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may share their state.
 
@@ -161,13 +179,13 @@ def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, share
     mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
     net: Any = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))))
     if experimental:
-        library = importlib.import_module(f"{MEGATRON_FSDP}.experimental")
-        placement = importlib.import_module(f"{MEGATRON_FSDP}.experimental.placement")
+        library = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental")
+        placement = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental.placement")
         flat, whole, partial = placement.Flat(), placement.Replicate(), placement.Partial(dist.ReduceOp.AVG)
         placements = [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
         library.fully_shard(net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements))
     else:
-        net = importlib.import_module(MEGATRON_FSDP).fully_shard_model(
+        net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
             net,
             device_mesh=mesh,
             dp_shard_dim="dp",
@@ -192,8 +210,6 @@ def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, share
 
 def on_its_half(rank: int, world_size: int) -> list[int]:
     """In a worker: FSDP2 on a mesh of two dimensions that has half of the ranks; those of the optimizer's group."""
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("half", "replicate", "shard"))
     net = frameworks.Net()
     fully_shard(net, mesh=mesh["replicate", "shard"])

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -31,30 +30,6 @@ ARGS = (
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**6))"
 
 
-@dataclass
-class Outcome:
-    """How the repeats ended.
-
-    Attributes:
-        losses: the losses of each run that ended well.
-        crashes: number and end of the output of each run that ended badly.
-        hangs: the same of each run that did not end.
-    """
-
-    losses: list[list[float]] = field(default_factory=list)
-    crashes: list[tuple[int, str]] = field(default_factory=list)
-    hangs: list[tuple[int, str]] = field(default_factory=list)
-
-    @property
-    def differing(self) -> int:
-        """Runs whose losses are not those of the first: memory that is written to after it was freed shows here too."""
-        return sum(losses != self.losses[0] for losses in self.losses)
-
-    @property
-    def well(self) -> bool:
-        return not self.crashes and not self.hangs and not self.differing
-
-
 @contextlib.contextmanager
 def loaded_cores() -> Iterator[None]:
     """Within the context a process is busy on every core."""
@@ -67,50 +42,41 @@ def loaded_cores() -> Iterator[None]:
             process.wait()
 
 
-def repeat_under_load(
-    repeats: int, directory: Path, *, at_once: int = 1, seconds: float = cli.SECONDS, show: bool = False
-) -> Outcome:
-    """Train on two ranks `repeats` times, through torchrun, on loaded cores.
+def repeat_under_load(repeats: int, directory: Path, *, at_once: int = 1, seconds: float = cli.SECONDS) -> list[str]:
+    """Train on two ranks `repeats` times, through torchrun, on loaded cores; how each run ended, "ok" if well.
+
+    A run is well if its losses are those of the first: memory that is written to after it was freed shows there too.
 
     Args:
         repeats: how many runs.
         directory: a folder for each run is made here.
         at_once: runs at a time; several are each other's load, one has busy processes beside it.
         seconds: a run that takes longer hangs.
-        show: print a line for each run.
     """
     corpus = cli.make_corpus(directory)
-    outcome = Outcome()
+    expected: list[list[float]] = []
 
-    def once(number: int) -> None:
+    def once(number: int) -> str:
         try:
             run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds, cold=True)
         except cli.HangError as hang:
-            outcome.hangs.append((number, str(hang)))
-            result = "HUNG"
-        else:
-            if run.returncode == 0 and len(run.losses) == STEPS:
-                outcome.losses.append(run.losses)
-                result = "ok" if run.losses == outcome.losses[0] else f"OTHER LOSSES {run.losses}"
-            else:
-                outcome.crashes.append((number, run.tail))
-                result = f"CRASHED with status {run.returncode}"
-            result += f", {run.seconds:.0f} s"
-        if show:
-            print(f"run {number} of {repeats}: {result}", flush=True)
+            return f"hung: {hang}"
+        if run.returncode or len(run.losses) != STEPS:
+            return f"crashed with status {run.returncode}\n{run.tail}"
+        expected.append(run.losses)
+        end = "ok" if run.losses == expected[0] else f"other losses: {run.losses}"
+        print(f"run {number} of {repeats}: {end}, {run.seconds:.0f} s", flush=True)
+        return end
 
     with contextlib.nullcontext() if at_once > 1 else loaded_cores(), ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(once, range(1, repeats + 1)))
-    return outcome
+        return list(pool.map(once, range(1, repeats + 1)))
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(700)
 def test_repeats_under_load_end_well(tmp_path):
     """Megatron-FSDP freed buckets into which gloo's collectives still wrote: one run in fifteen crashed."""
-    outcome = repeat_under_load(3, tmp_path)
-    assert outcome.well, outcome
-    assert len(outcome.losses) == 3
+    assert repeat_under_load(3, tmp_path) == ["ok"] * 3
 
 
 def main() -> int:
@@ -120,17 +86,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=cli.SECONDS, help="a longer run hangs (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        outcome = repeat_under_load(
-            args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds, show=True
-        )
-    for kind, runs in (("crash", outcome.crashes), ("hang", outcome.hangs)):
-        for number, output in runs:
-            print(f"\n--- {kind} in run {number}\n{output}")
-    print(
-        f"\n{args.repeats} runs: {len(outcome.losses)} ended well, {len(outcome.crashes)} crashed, "
-        f"{len(outcome.hangs)} hung, {outcome.differing} with losses other than the first run's"
-    )
-    return 0 if outcome.well else 1
+        ends = repeat_under_load(args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds)
+    bad = [end for end in ends if end != "ok"]
+    print(*bad, f"\n{len(ends)} runs: {len(ends) - len(bad)} ended well", sep="\n\n")
+    return int(bool(bad))
 
 
 if __name__ == "__main__":

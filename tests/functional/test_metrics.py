@@ -10,71 +10,68 @@ import pytest
 import torch
 
 from megatron_muon.tools.train.events import read_events
-from tests.functional.test_layouts import MOE, TP
 from tests.support import cli
-from tests.support.case import Case
+from tests.support.case import STRATEGIES, Case
+from tests.support.cases import ADAMUON, GATHERED, MOE, REPLICATED, TP, but, of_all
 from tests.support.model import Trainer
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 from tests.support.wide import wide_but
 
-QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
-    "owner": (2, Case(optimizer=QUIET)),
-    "optim": (2, Case(strategy="optim", optimizer=QUIET)),
-    "optim_grads": (2, Case(strategy="optim_grads", optimizer=QUIET)),
-    "allgather": (2, Case(optimizer={**QUIET, "muon_exchange": "allgather"})),
-    "no_shard": (2, Case(strategy="no_shard", optimizer=QUIET)),
-    "shared": (2, Case(strategy="no_shard", optimizer={**QUIET, "muon_share_replicated": True})),
-    "tp2 hsdp": (4, TP.but(instances=2, optimizer={**TP.optimizer, **QUIET})),
-    "experts": (2, MOE.but(expert_parallel=2, optimizer=QUIET)),
-    "teams": (2, Case(optimizer={**QUIET, "muon_team_size": "2"})),
-    "adamuon": (2, Case(optimizer={**QUIET, "optimizer": "adaptive_muon"})),
+    2: {
+        **{strategy: Case(strategy=strategy) for strategy in STRATEGIES},
+        "allgather": Case(optimizer=GATHERED),
+        "shared": REPLICATED,
+        "experts": MOE.but(expert_parallel=2),
+        "teams": Case(optimizer={"muon_team_size": "2"}),
+        "adamuon": Case(optimizer=ADAMUON),
+    },
+    4: {"tp2 hsdp": TP.but(instances=2), "no_shard": Case(layers=1, strategy="no_shard")},
 }
 
 
-def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
-    """In a worker: what the second step's metrics say, and the same from whole tensors before and after it."""
-    plain = Trainer(case)
-    trainer = Trainer(case.but(optimizer={**case.optimizer, "muon_metrics_interval": 2}))
-    for _ in range(2):
-        plain.step()
-    trainer.step()
-    assert trainer.optimizer.metrics.latest is None
-    before = trainer.whole()
-    rate = max(group["lr"] for group in trainer.optimizer.param_groups)
-    trainer.step()
-    after, momentum = trainer.whole(), trainer.whole_state("momentum_buffer")
-    same = all(torch.equal(value, after[name]) for name, value in plain.whole().items())
-    updates = torch.cat([((before[name] - after[name]) / rate).reshape(-1) for name in momentum])
-    return {
-        "metrics": trainer.optimizer.metrics.latest,
-        "same": same,
-        "update_rms": updates.square().mean().sqrt().item(),
-        "momentum_norm": torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item(),
-    }
+def measure(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """In a worker: what each case's second step's metrics say, and the same from whole tensors before and after it."""
+    found = {}
+    for label, case in of_all(CASES[world_size], weight_decay=0.0).items():
+        plain, trainer = Trainer(case), Trainer(but(case, muon_metrics_interval=2))
+        for _ in range(2):
+            plain.step()
+        trainer.step()
+        assert trainer.optimizer.metrics.latest is None
+        before = trainer.whole()
+        rate = max(group["lr"] for group in trainer.optimizer.param_groups)
+        trainer.step()
+        after, momentum = trainer.whole(), trainer.whole_state("momentum_buffer")
+        assert all(torch.equal(value, after[name]) for name, value in plain.whole().items()), label
+        updates = torch.cat([((before[name] - after[name]) / rate).reshape(-1) for name in momentum])
+        found[label] = {
+            "metrics": trainer.optimizer.metrics.latest,
+            "update_rms": updates.square().mean().sqrt().item(),
+            "momentum_norm": torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item(),
+        }
+    return found
 
 
 @pytest.mark.usefixtures("every_way")
-@pytest.mark.parametrize("name", wide_but(["no_shard", "tp2 hsdp"], CASES))
-def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
-    world_size, case = CASES[name]
-    found = ranks(world_size, measure, case=case)
-    metrics = found[0]["metrics"]
-    assert all(other["metrics"] == metrics for other in found)
-    assert found[0]["same"]
-    assert metrics.step == 2
-    values = metrics.values
-    # Weights of 0.1 in fp32 hold differences of 0.01 to about 1e-6 of an update of 1.
-    assert values["update_rms"] == pytest.approx(found[0]["update_rms"], rel=1e-4)
-    assert values["momentum_norm"] == pytest.approx(found[0]["momentum_norm"], rel=1e-5)
-    assert values["skipped_steps"] == 0
-    parts = [values[f"{part}_ms"] for part in ("momentum", "gather", "newton_schulz", "scatter", "apply")]
-    assert values["newton_schulz_ms"] > 0
-    assert sum(parts) <= values["step_ms"] * 1.001
-    assert (values["exchanged_mb"] > 0) is (name != "no_shard")
-    if name != "no_shard":
-        assert 0.0 < values["orthogonality_error"] < 1.0
+@pytest.mark.parametrize("world_size", wide_but([4], CASES))
+def test_metrics_are_those_of_the_tensors(ranks: Pool, world_size: int) -> None:
+    first, *others = ranks(world_size, measure)
+    for label, found in first.items():
+        metrics = found["metrics"]
+        assert all(other[label]["metrics"] == metrics for other in others), label
+        assert metrics.step == 2
+        values = metrics.values
+        # Weights of 0.1 in fp32 hold differences of 0.01 to about 1e-6 of an update of 1.
+        assert values["update_rms"] == pytest.approx(found["update_rms"], rel=1e-4), label
+        assert values["momentum_norm"] == pytest.approx(found["momentum_norm"], rel=1e-5), label
+        assert values["skipped_steps"] == 0
+        parts = [values[f"{part}_ms"] for part in ("momentum", "gather", "newton_schulz", "scatter", "apply")]
+        assert values["newton_schulz_ms"] > 0
+        assert sum(parts) <= values["step_ms"] * 1.001
+        assert (values["exchanged_mb"] > 0) is (label != "no_shard")
+        assert label == "no_shard" or 0.0 < values["orthogonality_error"] < 1.0
 
 
 def documented() -> set[str]:

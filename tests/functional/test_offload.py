@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
-from tests.functional.test_layouts import MOE, TP
 from tests.support import cli
 from tests.support.case import Case
+from tests.support.cases import MOE, TP
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 from tests.support.wide import wide_but

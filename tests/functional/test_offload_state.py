@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional import test_layouts
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved, warnings
 from tests.functional.test_offload import BUFFER_MB, differing
-from tests.support import cli
+from tests.support import cases, cli
 from tests.support.case import Case
 from tests.support.pool import Pool
 from tests.support.training import Trainings
@@ -30,7 +29,7 @@ LAYOUTS = {
     "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
     "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
     "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True)),
-    **{name: (size, case.but(bf16=True)) for name, (size, case) in test_layouts.LAYOUTS.items()},
+    **{name: (size, case.but(bf16=True)) for name, (size, case) in cases.LAYOUTS.items()},
 }
 
 

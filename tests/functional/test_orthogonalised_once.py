@@ -6,20 +6,20 @@ iterations see them.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.support.case import STRATEGIES, Case, batches
+from tests.support.cases import BLOCKS, GATHERED, LAYOUTS, REPLICATED, VARIANTS, spread
 from tests.support.model import Trainer, sabotaged
 from tests.support.pool import Pool
+from tests.support.reference import is_matrix, row_blocks
 from tests.support.wide import wide_but
-
-STEPS = 2
 
 
 def wide(shape: Sequence[int]) -> tuple[int, int]:
@@ -43,131 +43,92 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
 
         return recorded
 
-    # no_shard comes to upstream's function, the sharded Muon to one of ours.
-    places = [(muon_utils, "newton_schulz"), (ns, "standard"), (ns, "gram")]
-    originals = [getattr(module, name) for module, name in places]
-    for (module, name), original in zip(places, originals, strict=True):
-        setattr(module, name, recording(original))
-    try:
+    with ExitStack() as stack:
+        # no_shard comes to upstream's function, the sharded Muon to one of ours.
+        for module, name in ((muon_utils, "newton_schulz"), (ns, "standard"), (ns, "gram")):
+            stack.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield shapes
-    finally:
-        for (module, name), original in zip(places, originals, strict=True):
-            setattr(module, name, original)
 
 
-def count(rank: int, world_size: int, *, case: Case, micro_batches: int, sabotage: str = "") -> Any:
-    """In a worker: how often each shape was orthogonalised in each step."""
-    trainer = Trainer(case)
-    counts = []
-    for tokens in batches(STEPS):
-        with recorded_shapes() as shapes, sabotaged("" if sabotage == "per micro-batch" else sabotage):
-            trainer.train(tokens, micro_batches=micro_batches)
-            if sabotage == "per micro-batch":
-                trainer.step()
-        counts.append(Counter(shapes))
-    return counts
+def count(rank: int, world_size: int, *, cases: dict[str, tuple[Case, int]], sabotage: str = "") -> dict[str, Any]:
+    """In a worker: whole shapes, and how often each shape of block was orthogonalised in each of two steps.
+
+    Cases have their number of micro-batches; with 0, for what cannot be run forward here, a step has given gradients.
+    """
+    found = {}
+    for label, (case, micro_batches) in cases.items():
+        trainer = Trainer(case)
+        counts = []
+        for tokens in batches(2):
+            with recorded_shapes() as shapes, sabotaged(sabotage.replace("per micro-batch", "")):
+                if micro_batches:
+                    trainer.train(tokens, micro_batches=micro_batches)
+                if not micro_batches or sabotage == "per micro-batch":
+                    assert trainer.step()[0]
+            counts.append(Counter(shapes))
+        found[label] = trainer.shapes, counts
+    return found
 
 
-def check(counts: list[list[Counter[tuple[int, int]]]], case: Case) -> None:
+def blocks_of(case: Case, shapes: dict[str, tuple[int, ...]]) -> Counter[tuple[int, int]]:
+    """The blocks of the reference's matrices."""
+    blocks = Counter[tuple[int, int]]()
+    for name, shape in shapes.items():
+        if is_matrix(case, name, shape) and case.trains(name):
+            experts = shape[0] if len(shape) == 3 else 1
+            for rows in row_blocks(case, name, shape) or [range(shape[-2])]:
+                blocks[wide((len(rows), shape[-1]))] += experts
+    return blocks
+
+
+def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
     """Each step has orthogonalised the blocks of the model once: all ranks together, or each by itself.
 
     In the owner scheme a block belongs to one rank, and under no_shard where the work is shared. In the all-gather
     scheme, and under plain no_shard, every rank does all.
     """
-    expected = Counter(wide(block) for block in case.muon_blocks())
+    expected = blocks_of(case, found[0][label][0])
     together = case.settings.get("muon_exchange", "owner") == "owner"
     if case.strategy == "no_shard":
         together = case.settings.get("muon_share_replicated", False)
-    for ranks_of_step in zip(*counts, strict=True):
-        parts = [sum(ranks_of_step, Counter())] if together else list(ranks_of_step)
-        for part in parts:
-            assert part == expected
+    for ranks_of_step in zip(*(of_rank[label][1] for of_rank in found), strict=True):
+        for part in [sum(ranks_of_step, Counter())] if together else ranks_of_step:
+            assert part == expected, label
+        assert not together or max(map(Counter.total, ranks_of_step)) < expected.total(), f"{label}: the work is shared"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "micro_batches"),
-    wide_but([("no_shard", 1), ("optim", 3), ("optim_grads_params", 3)], itertools.product(STRATEGIES, (1, 3))),
-)
-def test_once_per_block_and_never_a_shard(ranks: Pool, strategy: str, micro_batches: int) -> None:
-    case = Case(strategy=strategy)
-    check(ranks(2, count, case=case, micro_batches=micro_batches), case)
-
-
-@pytest.mark.parametrize("world_size", wide_but([3], [2, 3]))
-def test_once_over_all_ranks_where_replicas_share_the_work(ranks: Pool, world_size: int) -> None:
-    case = Case(strategy="no_shard", optimizer={"muon_share_replicated": True})
-    counts = ranks(world_size, count, case=case, micro_batches=1)
-    check(counts, case)
-    assert all(counts_of_rank[0] for counts_of_rank in counts), "a rank had no work"
-
-
-@pytest.mark.parametrize("exchange", wide_but(["owner"], ["owner", "allgather"]))
-def test_fused_qkv_is_one_block(ranks: Pool, exchange: str) -> None:
-    case = Case(swiglu=True, tied=True, optimizer={"muon_split_qkv": False, "muon_exchange": exchange})
-    check(ranks(3, count, case=case, micro_batches=2), case)
-
-
-BLOCKS = {
-    "gated mlp, heads": Case(swiglu=True, optimizer={"muon_split_gated_mlp": True, "muon_split_heads": True}),
-    "gated attention": Case(output_gate=True),
-    "experts": Case(experts=3, swiglu=True, optimizer={"muon_split_gated_mlp": True}),
-    "adamuon": Case(optimizer={"optimizer": "adaptive_muon"}),
-    "normuon": Case(optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}),
+ROWS: dict[int, dict[str, tuple[Case, int]]] = {
+    2: {
+        **{f"{strategy}, {n}": (Case(strategy=strategy), n) for strategy in STRATEGIES for n in (1, 3)},
+        **{f"{label} on {n}": (case, 0) for n in (0, 1) for label, case in spread(BLOCKS | VARIANTS, n).items()},
+        "shared": (REPLICATED, 1),
+    },
+    3: {
+        "shared": (REPLICATED, 1),
+        "fused qkv": (BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False}), 2),
+        "fused qkv, gathered": (BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False, **GATHERED}), 2),
+        "experts": (BLOCKS["experts"], 2),
+        "stacked experts": (BLOCKS["stacked experts"], 0),
+        "latent attention": (BLOCKS["latent attention"], 0),
+        "normuon": (VARIANTS["normuon"], 2),
+    },
+    4: {name: (LAYOUTS[name][1], 1) for name in ("hsdp", "hsdp tp2", "tp2 dp2")},
 }
 
 
-@pytest.mark.parametrize(
-    ("strategy", "label"),
-    wide_but(
-        [("optim_grads_params", "gated mlp, heads"), ("no_shard", "experts"), ("optim_grads_params", "normuon")],
-        itertools.product(("no_shard", "optim_grads_params"), BLOCKS),
-    ),
-)
-def test_every_kind_of_block_once(ranks: Pool, label: str, strategy: str) -> None:
-    case = BLOCKS[label].but(strategy=strategy)
-    check(ranks(2, count, case=case, micro_batches=2), case)
-
-
-def test_excluded_matrices_are_not_orthogonalised(ranks: Pool) -> None:
-    """Routers here: as many blocks as without them."""
-    case = Case(experts=3, optimizer={"muon_exclude": ["router"]})
-    counts = ranks(2, count, case=case, micro_batches=1)
-    assert (3, 30) in {wide(block) for block in case.muon_blocks()}
-    with pytest.raises(AssertionError):
-        check(counts, case)
-    for ranks_of_step in zip(*counts, strict=True):
-        found = sum(ranks_of_step, Counter())
-        assert found + Counter({(3, 30): case.layers}) == Counter(wide(block) for block in case.muon_blocks())
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_stacked_and_latent_blocks_once(ranks: Pool, strategy: str) -> None:
-    """By hand: what cannot be run forward here is stepped with given gradients."""
-    for case, expected in (
-        (Case(layers=1, stacked=3, trainable=(".experts.",)), {(6, 10): 3, (5, 6): 3}),
-        (
-            Case(layers=1, stacked=3, swiglu=True, trainable=(".experts.",), optimizer={"muon_split_gated_mlp": True}),
-            {(5, 6): 6 + 3},
-        ),
-        (Case(layers=1, latent=True, trainable=("kv_down", "kv_up")), {(6, 30): 1, (2, 30): 1, (6, 24): 1, (6, 18): 1}),
-    ):
-        counts = ranks(2, count_given, case=case.but(strategy=strategy))
-        for part in [sum(counts, Counter())] if strategy != "no_shard" else counts:
-            assert part == Counter(expected)
-
-
-def count_given(rank: int, world_size: int, *, case: Case) -> Any:
-    """In a worker: how often each shape was orthogonalised in a step with given gradients."""
-    trainer = Trainer(case)
-    with recorded_shapes() as shapes:
-        assert trainer.step()[0]
-    return Counter(shapes)
+@pytest.mark.parametrize("world_size", wide_but([3], ROWS))
+def test_once_per_block_and_never_a_shard(ranks: Pool, world_size: int) -> None:
+    """No instance repeats the work of another, no tensor-parallel rank that of its peers, no micro-batch any."""
+    found = ranks(world_size, count, cases=ROWS[world_size])
+    for label, (case, _) in ROWS[world_size].items():
+        check(found, case, label)
 
 
 @pytest.mark.parametrize("bug", ["shard", "skip", "per micro-batch"])
 def test_the_count_can_fail(ranks: Pool, bug: str) -> None:
     """Negative control: shards, a matrix left out, and one step per micro-batch do not pass."""
     case = Case(layers=1)
-    counts = ranks(2, count, case=case, micro_batches=1, sabotage=bug)
+    found = ranks(2, count, cases={"": (case, 1)}, sabotage=bug)
+    assert blocks_of(case, found[0][""][0]).total() == 6, "query, key, value, projection, fc1, fc2"
     with pytest.raises(AssertionError):
-        check(counts, case)
+        check(found, case)

@@ -119,31 +119,16 @@ class Case:
             **self.optimizer,
         }
 
+    @property
+    def clips(self) -> bool:
+        """Whether QK-clip is at work."""
+        return bool(self.attention.get("qk_clip"))
+
     def trains(self, name: str) -> bool:
         """Whether the parameter of this name has a gradient."""
         if self.trainable is not None:
             return any(part in name for part in self.trainable)
         return not any(part in name for part in self.frozen)
-
-    def muon_blocks(self) -> list[tuple[int, int]]:
-        """Shapes of the blocks that one step has to orthogonalise, each layer's in turn."""
-        settings, hidden, width = self.settings, self.hidden, self.hidden // self.heads
-        assert not self.latent
-        assert not self.stacked
-        assert not self.hybrid
-        per_query = 2 if self.output_gate else 1
-        qkv = [self.heads * width] * per_query + [self.query_groups * width] * 2
-        if settings["muon_split_heads"]:
-            qkv = [width] * (per_query * self.heads + 2 * self.query_groups)
-        elif not settings["muon_split_qkv"]:
-            qkv = [sum(qkv)]
-        first = [self.ffn] * (2 if self.swiglu else 1)
-        if not settings["muon_split_gated_mlp"]:
-            first = [sum(first)]
-        mlp = [*((rows, hidden) for rows in first), (hidden, self.ffn)]
-        router = [(self.experts, hidden)] if self.experts else []
-        per_layer = [(hidden, hidden), *((rows, hidden) for rows in qkv), *router, *mlp * (self.experts or 1)]
-        return per_layer * self.layers
 
 
 def values_of(name: str, shape: Sequence[int], *, salt: str = "") -> torch.Tensor:

@@ -3,6 +3,7 @@
 A run is a subprocess in a directory of its own. Whatever happens to it, none of its processes outlives the call.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -56,13 +57,8 @@ class Iteration:
     def parse(cls, number: str, rest: str) -> "Iteration":
         # The line may end in another rank's: Megatron prints the text and the end of the line apart.
         values = {name: float(value) for name, value in _FIELD.findall(rest)}
-        return cls(
-            number=int(number),
-            loss=values.get("lm loss", float("nan")),
-            grad_norm=values.get("grad norm", float("nan")),
-            learning_rate=values["learning rate"],
-            skipped=int(values["number of skipped iterations"]),
-        )
+        loss, norm = (values.get(name, float("nan")) for name in ("lm loss", "grad norm"))
+        return cls(int(number), loss, norm, values["learning rate"], int(values["number of skipped iterations"]))
 
 
 @dataclass(frozen=True)
@@ -151,15 +147,8 @@ def run(
     log = cwd / f"output-{time.monotonic_ns()}.log"
     started = time.monotonic()
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=cwd, env=environ, start_new_session=True, **streams)
         try:
             returncode = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -172,17 +161,14 @@ def run(
 
 def end_tree(process: "subprocess.Popen[bytes]") -> None:
     """End a process and all its descendants: torchrun puts its workers into sessions of their own."""
-    if process.poll() is not None:
-        return
-    parent = psutil.Process(process.pid)
-    family = [*parent.children(recursive=True), parent]
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait(timeout=30)
-    psutil.wait_procs(family, timeout=30)
+    if process.poll() is None:
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(timeout=30)
+        psutil.wait_procs(family, timeout=30)
 
 
 def make_corpus(directory: Path) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -66,21 +66,15 @@ def delayed_collectives(seed: int, *, patience_s: float = _PATIENCE_S) -> Iterat
         DelayedError: a collective was never waited for.
     """
     delays = _Delays(seed, patience_s)
-    theirs = {
-        name: method
-        for name, method in vars(dist.ProcessGroup).items()
-        if name in _METHODS or "-> c10d::Work" in (getattr(method, "__doc__", None) or "")
-    }
-    for name in theirs:
-        setattr(dist.ProcessGroup, name, _replacement(name, getattr(dist.ProcessGroup, name), delays))
-    # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they are.
-    by_pairs = mock.patch.object(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
-    try:
-        with by_pairs:
-            yield
-    finally:
-        for name, method in theirs.items():
-            setattr(dist.ProcessGroup, name, method)
+    with ExitStack() as stack:
+        for name in list(vars(dist.ProcessGroup)):
+            method = getattr(dist.ProcessGroup, name)
+            if name in _METHODS or "-> c10d::Work" in (getattr(method, "__doc__", None) or ""):
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, _replacement(name, method, delays)))
+        # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they are.
+        by_pairs = partial(dist.all_to_all_single, async_op=True)
+        stack.enter_context(mock.patch.object(collectives, "exchange_pairs", by_pairs))
+        yield
     if delays.under_way:
         raise DelayedError(f"rank {delays.rank} never waited for {', '.join(map(str, delays.under_way))}")
 
@@ -187,23 +181,10 @@ class _Delayed:
         try:
             self._delays.all_gather(self._group, [everyone], [mine], options).wait()
         except RuntimeError:
-            self._fail(f"not all of them wait for it; {self._whereabouts()}")
+            self._fail("not all of them wait for it")
         for rank, text in zip(dist.get_process_group_ranks(self._group), everyone, strict=True):
             if (theirs := bytes(text.tolist()).decode().strip()) != self._text:
                 self._fail(f"rank {rank} waits for {theirs}; all ranks must wait in one order")
-
-    def _whereabouts(self) -> str:
-        """What the other ranks of the group wait for, as far as they say so."""
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"delayed {self._delays.rank}", self._text)
-        found = []
-        for rank in sorted({*dist.get_process_group_ranks(self._group)} - {self._delays.rank}):
-            try:
-                store.wait([f"delayed {rank}"], datetime.timedelta(seconds=3))
-                found.append(f"rank {rank} waits for {store.get(f'delayed {rank}').decode()}")
-            except RuntimeError:
-                found.append(f"rank {rank} waits for nothing")
-        return "; ".join(found)
 
 
 class _Buffer:

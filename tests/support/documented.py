@@ -6,6 +6,7 @@ A command is a line of an indented or fenced block that begins with a program; a
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,21 @@ STAND_INS = {
 }
 """Names that a reader replaces, and places that this machine lacks."""
 
+ELSEWHERE = {
+    r"torchrun .* pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "functional/test_command_line.py",
+    r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
+    r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
+    r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": "unit/test_plan_command.py",
+    r"megatron-muon rehearse --config": "unit/test_rehearse_command.py",
+    r"\./examples/": "functional/test_sweep.py",
+    r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
+    r".*--wandb-project": "functional/test_wandb.py",
+    r"megatron-muon train --config \.\.\./model_config.yaml": "functional/test_train.py",
+}
+"""Commands, by a pattern of their beginning, that another test runs."""
+
 NOT_HERE = {
+    **{pattern: f"tests/{file} runs it" for pattern, file in ELSEWHERE.items()},
     r"megatron-muon data prepare --input \$\(": "reads the packages of the environment, found by the shell",
     r"source \.venv/bin/activate": "tests run in the environment that it activates",
     r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
@@ -42,17 +57,14 @@ NOT_HERE = {
 }
 """Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
 
+_TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 -m")
 LEFT_OUT = {
-    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(("source", "megatron-muon"))},
-    r"\./scripts/(quickstart|test)\.sh": "sets up an environment; the quickstart has run before the first command",
-    r"pip install": "installs packages; Reader.pip checks that the extras exist",
-    r"torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "test_command_line.py",
+    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
+    r"pip install": "installs packages",
     r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
-    r".*--wandb-project": "needs wandb; see test_wandb.py",
     r".*--nnodes 2": "needs a second machine",
-    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster; Reader tries it dry",
+    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench_peers.py",
-    r"\./examples/": "sweeps for an hour; see test_sweep.py",
 }
 """Commands that are not typed, by a pattern of their beginning, with the reason."""
 
@@ -89,9 +101,30 @@ def commands(page: str) -> list[Command]:
     return found
 
 
-def names_of_tests(file: Path) -> set[str]:
-    """The names of a file's tests."""
-    return set(re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE))
+def with_stand_ins(text: str) -> str:
+    """A command with what a reader would put in the place of names."""
+    for name, stand_in in STAND_INS.items():
+        text = text.replace(name, stand_in)
+    return text
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the files that a reader has, and make what commands expect."""
+    for name in (
+        "README.md",
+        "pretrain_gpt.py",
+        "docs",
+        "configs",
+        "scripts",
+        "examples",
+        "benchmarks",
+        "megatron_muon",
+    ):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    (folder / "local-nvme").mkdir()
+    tasks = re.findall(r"^    (--lr .*)$", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
+    (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
 
 
 def _blocks(text: str) -> Iterator[list[tuple[int, str]]]:

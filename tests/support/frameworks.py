@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import megatron_muon
 from megatron_muon import cpu
@@ -54,14 +57,7 @@ def tokens(steps: int) -> list[torch.Tensor]:
 
 @dataclass
 class Training:
-    """A model in a framework with its Muon.
-
-    Attributes:
-        model: as the framework gives it back.
-        optimizer: likewise.
-        names: of the parameters, without wrappers.
-        whole: makes a parameter's or a state's value whole. Collective.
-    """
+    """A model and its Muon as a framework gives them back; `whole` makes a parameter or state whole. Collective."""
 
     model: nn.Module
     optimizer: Any
@@ -98,14 +94,18 @@ def full_of_uneven(tensor: torch.Tensor) -> torch.Tensor:
 SETTINGS: Mapping[str, Any] = {"lr": 0.02, "adamw_lr": 3e-3, "fp32_matmul_prec": "highest"}
 
 
+def muon(model: nn.Module, **settings: Any) -> Any:
+    return megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
+
+
 def plain(**settings: Any) -> Training:
     model = Net().to(device())
-    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+    return Training(model, muon(model, **settings))
 
 
 def ddp(**settings: Any) -> Training:
     model = nn.parallel.DistributedDataParallel(Net().to(device()))
-    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+    return Training(model, muon(model, **settings))
 
 
 def fsdp2(
@@ -115,21 +115,16 @@ def fsdp2(
     **settings: Any,
 ) -> Training:
     """`fully_shard` on a mesh of `shape`, of all ranks in a row without one."""
-    from torch.distributed.fsdp import fully_shard
-
     names = ("replicate", "shard")[-max(len(shape), 1) :]
     mesh = init_device_mesh(device(), shape or (dist.get_world_size(),), mesh_dim_names=names)
     model = Net().to(device(), dtype)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **(options or {}))
-    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+    return Training(model, muon(model, **settings))
 
 
 def fsdp2_tp(**settings: Any) -> Training:
     """Layers cut by tensor parallelism over two ranks, rows and columns, beside `fully_shard`."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
     mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = Net().to(device())
     plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
@@ -137,7 +132,10 @@ def fsdp2_tp(**settings: Any) -> Training:
     parallelize_module(model, mesh["tp"], plan)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp"])
-    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+    return Training(model, muon(model, **settings))
+
+
+MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 
 def megatron_fsdp(
@@ -148,12 +146,9 @@ def megatron_fsdp(
     `at_once` calls its `fully_shard(model, optimizer)`, otherwise it is `fully_shard_model` and
     `fully_shard_optimizer`.
     """
-    import importlib
-
-    library = importlib.import_module(package or "megatron.core.distributed.fsdp.src.megatron_fsdp")
-    mesh = init_device_mesh(device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    library = importlib.import_module(package or MEGATRON_FSDP)
     options = {
-        "device_mesh": mesh,
+        "device_mesh": init_device_mesh(device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")),
         "dp_shard_dim": "dp",
         "tp_dim": "tp",
         "fsdp_unit_modules": [nn.Sequential],
@@ -161,27 +156,23 @@ def megatron_fsdp(
     }
     model = Net().to(device())
     if at_once:
-        optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
-        model, optimizer = library.fully_shard(model, optimizer, **options)
+        model, optimizer = library.fully_shard(model, muon(model, **settings), **options)
     else:
         model = library.fully_shard_model(model, **options)
         model._replace_param_with_distributed_if_needed()
-        optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
-        optimizer = library.fully_shard_optimizer(optimizer)
+        optimizer = library.fully_shard_optimizer(muon(model, **settings))
     return Training(model, optimizer, whole=full_of_uneven)
 
 
 def experimental(package: str = "", **settings: Any) -> Training:
     """The experimental Megatron-FSDP."""
-    import importlib
-
-    library = importlib.import_module((package or "megatron.core.distributed.fsdp.src.megatron_fsdp") + ".experimental")
+    library = importlib.import_module((package or MEGATRON_FSDP) + ".experimental")
     mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     flat = [library.Flat()]
     placements = importlib.import_module(library.__name__ + ".placement").Placements(["dp"], flat, flat, flat)
     model = Net().to(device())
     for module in (*model.layers, model):
         library.fully_shard(module, mesh, placements)
-    optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
+    optimizer = muon(model, **settings)
     library.fully_shard_optimizer(optimizer)
     return Training(model, optimizer, whole=full_of_uneven)

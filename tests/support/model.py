@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -105,24 +106,13 @@ class Trainer:
             micro_batches: parts into which every rank cuts its share.
         """
         from megatron.core.distributed import finalize_model_grads
-        from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        config = self.model.config
-        config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
+        self.model.config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
         ranks = self.groups.dp.size()
         mine = tokens.chunk(ranks)[self.groups.dp.rank()]
         assert len(mine) * ranks == len(tokens)
-        assert len(mine) % micro_batches == 0
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
-            data_iterator=iter(mine.chunk(micro_batches)),
-            model=self.model,
-            num_microbatches=micro_batches,
-            seq_length=SEQUENCE,
-            micro_batch_size=len(mine) // micro_batches,
-            forward_only=False,
-        )
+        losses = _forward_backward(self.model, mine, micro_batches)
         result = self.optimizer.step()
         self._advance(result)
         loss = torch.stack([part["loss"] for part in losses]).mean()
@@ -131,12 +121,18 @@ class Trainer:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter's main weight, whole, put together from the shards of all ranks."""
-        return self.assemble({name: p._local_tensor for name, p in self.parameters.items()})
+        return self.assemble({name: p._local_tensor for name, p in self.parameters.items()}, self.shapes)
 
     def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
-        """A slot of the optimizer state, whole, of every parameter that has it."""
-        states = self.states()
-        return self.assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
+        """A slot of the optimizer state, whole, of every parameter that has it; no second moments under TP."""
+        if slot != "momentum_buffer" and self.case.tensor > 1:
+            return {}
+        state = {name: state[slot] for name, state in self.states().items() if slot in state}
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        return self.assemble(
+            {name: value._local_tensor for name, value in state.items()},
+            shapes if slot != "momentum_buffer" else self.shapes,
+        )
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer state of every parameter, by name."""
@@ -184,29 +180,34 @@ class Trainer:
             starts[dim] += group.rank() * original.shape[dim]
         return tuple(slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True))
 
-    def assemble(
-        self, shards: dict[str, torch.Tensor], *, shapes: dict[str, tuple[int, ...]] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def assemble(self, shards: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
         """Whole tensors from the shards of all ranks; every element is there, and replicas agree to the last bit.
 
         Args:
             shards: this rank's, by the name of the parameter that is cut in the same way.
-            shapes: whole shapes where they are not the parameters'.
+            shapes: whole shapes. Where the first is not the parameter's, each rank has all.
         """
-        shapes = self.shapes if shapes is None else shapes
-        whole = {name: torch.full(shapes[name], torch.nan) for name in shapes}
+        whole: dict[str, torch.Tensor] = {}
         seen: dict[str, torch.Tensor] = {}
-        mine = {name: (self._place(name), shard.detach().clone()) for name, shard in shards.items()}
+        mine = {
+            name: (
+                self._place(name) if shapes[name][0] == self.shapes[name][0] else (slice(None),),
+                shapes[name],
+                shard.detach().clone(),
+            )
+            for name, shard in shards.items()
+        }
         for rank, shards_of_rank in enumerate(self._of_all_ranks(mine)):
-            for name, (place, shard) in shards_of_rank.items():
-                held = seen.setdefault(name, torch.zeros(shapes[name], dtype=torch.int32))
+            for name, (place, shape, shard) in shards_of_rank.items():
+                values = whole.setdefault(name, torch.full(shape, torch.nan))
+                held = seen.setdefault(name, torch.zeros(shape, dtype=torch.int32))
                 twice = held[place] > 0
-                assert torch.equal(whole[name][place][twice], shard[twice]), f"{name}: rank {rank} has other values"
-                whole[name][place] = shard
+                assert torch.equal(values[place][twice], shard[twice]), f"{name}: rank {rank} has other values"
+                values[place] = shard
                 held[place] += 1
         for name, held in seen.items():
             assert held.min() == held.max() > 0, f"{name}: elements are held by {held.tolist()} ranks"
-        return {name: whole[name] for name in seen}
+        return whole
 
     @staticmethod
     def _of_all_ranks(mine: Any) -> list[Any]:
@@ -220,7 +221,6 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     assert world_size == 1
     parallel_state.initialize_model_parallel()
@@ -233,16 +233,7 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     model.zero_grad_buffer()
-    tokens = batches(1)[0]
-    get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=iter([tokens]),
-        model=model,
-        num_microbatches=1,
-        seq_length=SEQUENCE,
-        micro_batch_size=len(tokens),
-        forward_only=False,
-    )
+    _forward_backward(model, batches(1)[0], 1)
     _, norm, zeros = optimizer.step()
     return float(norm), float(zeros)
 
@@ -253,6 +244,7 @@ def sabotaged(how: str) -> Iterator[None]:
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import Exchange
     from megatron_muon.core.orthogonalize import Orthogonalizer
+    from megatron_muon.core.rules.hyperball import Hyperball
     from tests.support.rows import orthogonalized
 
     def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
@@ -265,7 +257,8 @@ def sabotaged(how: str) -> Iterator[None]:
                 chunk.updates[there] = orthogonalized(orthogonalizer, shard)[0].view(-1)
             rows.apply(chunk)
 
-    orthogonalize, run = Orthogonalizer.orthogonalize_stack, Exchange.run
+    orthogonalize, of_wave, end = Orthogonalizer.orthogonalize_stack, Exchange._orthogonalize, Hyperball.end
+    skipped: list[Any] = []
 
     def skip_a_stack(self: Any, stack: Any, *rest: Any) -> Any:
         if not skipped:
@@ -277,20 +270,20 @@ def sabotaged(how: str) -> Iterator[None]:
         skipped.clear()
         of_wave(self, wave, probe)
 
-    skipped: list[Any] = []
-    of_wave = Exchange._orthogonalize
-    if how == "shard":
-        Exchange.run = orthogonalise_the_shard
-    elif how == "skip":
-        Orthogonalizer.orthogonalize_stack = skip_a_stack
-        Exchange._orthogonalize = once_a_wave
-    else:
-        assert how == ""
-    try:
+    def norms_of_shards(self: Any) -> None:
+        self._group = None
+        end(self)
+
+    replaced = {
+        "": (),
+        "shard": ((Exchange, "run", orthogonalise_the_shard),),
+        "skip": ((Orthogonalizer, "orthogonalize_stack", skip_a_stack), (Exchange, "_orthogonalize", once_a_wave)),
+        "norms": ((Hyperball, "end", norms_of_shards),),
+    }
+    with ExitStack() as stack:
+        for owner, name, value in replaced[how]:
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
-    finally:
-        Exchange.run, Exchange._orthogonalize = run, of_wave
-        Orthogonalizer.orthogonalize_stack = orthogonalize
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
@@ -326,6 +319,22 @@ def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )
+
+
+def _forward_backward(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: int) -> list[Any]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    assert len(tokens) % micro_batches == 0
+    losses: list[Any] = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter(tokens.chunk(micro_batches)),
+        model=model,
+        num_microbatches=micro_batches,
+        seq_length=SEQUENCE,
+        micro_batch_size=len(tokens) // micro_batches,
+        forward_only=False,
+    )
+    return losses
 
 
 def _forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

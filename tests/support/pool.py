@@ -30,7 +30,6 @@ from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "functional"
-MAX_RANKS = 4
 COLLECTIVE_S = 60
 ANSWER_S = 400  # delayed sums of teams, of two times four ranks on two cores, take up to 300
 GRACE_S = 5  # for the other ranks, once one has failed
@@ -42,7 +41,7 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Workers for up to `MAX_RANKS` ranks, started at the first task."""
+    """Workers, started when a task needs them."""
 
     def __init__(self) -> None:
         self._around: tuple[Any, ...] | None = None
@@ -56,7 +55,7 @@ class Pool:
         """Run `function(rank, world_size, **kwargs)` on every rank; what the ranks returned, by rank.
 
         Args:
-            world_size: number of ranks, at most `MAX_RANKS`.
+            world_size: number of ranks.
             function: a function of a module's top level; the workers import it by name.
             timeout_s: after that the pool is killed and the task has failed.
             kwargs: pickled, for every rank alike.
@@ -64,16 +63,8 @@ class Pool:
         Raises:
             RankError: a rank raised, died, or did not answer in time.
         """
-        self._start(world_size)
-        self._tasks += 1
-        store = Path(self._folder.name) / f"store-{self._tasks}"
-        name = (function.__module__, function.__qualname__)
-        task = pickle.dumps((*name, world_size, str(store), self._around, kwargs))
-        ranks = self._workers[:world_size]
         try:
-            for worker in ranks:
-                worker.connection.send_bytes(task)
-            answers = _collect(ranks, timeout_s)
+            answers = _collect(self.start(world_size, function, **kwargs), timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -85,6 +76,19 @@ class Pool:
             self.kill()
             raise RankError(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
         return [result for _, result in answers]
+
+    def start(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[_Worker]:
+        """Start a task; the first answer of each worker is ("started", process id)."""
+        for index in range(len(self._workers), world_size):
+            self._workers.append(_Worker(index, Path(self._folder.name)))
+        self._tasks += 1
+        store = Path(self._folder.name) / f"store-{self._tasks}"
+        name = (function.__module__, function.__qualname__)
+        task = pickle.dumps((*name, world_size, str(store), self._around, kwargs))
+        workers = self._workers[:world_size]
+        for worker in workers:
+            worker.connection.send_bytes(task)
+        return workers
 
     @contextlib.contextmanager
     def _within(self, module: str, name: str, *args: Any) -> Iterator[Pool]:
@@ -102,19 +106,8 @@ class Pool:
         """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
         return self._within("tests.support.two_memories", "two_memories")
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.pid for worker in self._workers]
-
     def close(self) -> None:
-        """End the workers, politely first, and leave nothing behind."""
-        for worker in self._workers:
-            worker.connection.close()
-        deadline = time.monotonic() + GRACE_S
-        for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        """End the workers and leave nothing behind."""
         self.kill()
         self._folder.cleanup()
 
@@ -126,39 +119,38 @@ class Pool:
             worker.process.wait()
         self._workers = []
 
-    def _start(self, world_size: int) -> None:
-        assert 1 <= world_size <= MAX_RANKS, world_size
-        for index in range(len(self._workers), world_size):
-            self._workers.append(_Worker(index, Path(self._folder.name)))
-
 
 class _Worker:
-    """One worker process and the parent's end of its pipe."""
+    """One worker process and the parent's end of its pipe. What it sends is pickled without torch's shared memory."""
 
     def __init__(self, index: int, folder: Path) -> None:
         self.log = folder / f"worker-{index}-{time.monotonic_ns()}.log"
         address = str(self.log.with_suffix(".pipe"))
-        with multiprocessing.connection.Listener(address) as listener:
-            with self.log.open("wb") as log:
-                self.process = subprocess.Popen(
-                    [str(warm.PYTHON), "-m", "tests.support.pool", str(index), address],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    cwd=ROOT,
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
-                        **warm.PROCESS.environment(),
-                    },
-                )
+        path = os.pathsep.join([str(ROOT), str(TESTS)])
+        with multiprocessing.connection.Listener(address) as listener, self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(warm.PYTHON), "-m", "tests.support.pool", str(index), address],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, **warm.PROCESS.environment()},
+            )
             self.connection = listener.accept()
         self.pid = self.connection.recv()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the worker and the child that runs its task."""
+        """Send a signal to the worker and the process that runs its task."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+    def answer(self) -> tuple[str, Any]:
+        """Wait for what becomes of a task: ("started", id), ("done", result), ("raised", text), ("died", status)."""
+        try:
+            found: tuple[str, Any] = self.connection.recv()
+        except (EOFError, ConnectionError):
+            found = "died", self.process.wait()
+        return found
 
     def tail(self) -> str:
         """The last lines that the worker wrote."""
@@ -166,7 +158,7 @@ class _Worker:
 
 
 def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
-    """One answer of each worker: ("done", result), ("raised", text), ("died", text) or ("hung", text)."""
+    """One answer of each worker; ("hung", text) of those that do not answer in time."""
     answers: dict[_Worker, tuple[str, Any]] = {}
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(workers):
@@ -180,11 +172,11 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
                 answers[worker] = ("hung", f"no answer in time\n{worker.tail()}")
         for connection in ready:
             worker = waiting[connection]
-            try:
-                answers[worker] = pickle.loads(connection.recv_bytes())
-            except (EOFError, ConnectionError):
-                answers[worker] = ("died", f"status {worker.process.wait()}\n{worker.tail()}")
-            if answers[worker][0] != "done":
+            kind, what = worker.answer()
+            if kind == "started":
+                continue
+            answers[worker] = kind, f"status {what}\n{worker.tail()}" if kind == "died" else what
+            if kind != "done":
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return [answers[worker] for worker in workers]
 
@@ -202,18 +194,19 @@ def _work(index: int, address: str) -> None:
     mend_megatron_fsdp(installed)
     while True:
         try:
-            task = pickle.loads(connection.recv_bytes())
+            task = connection.recv()
         except (EOFError, ConnectionError):
             return
         importlib.import_module(task[0])  # once for all tasks of a module
         gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
         child = os.fork()
         if child == 0:
+            connection.send(("started", os.getpid()))
             connection.send_bytes(pickle.dumps(_answer(index, *task)))
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status:
-            sys.exit(f"the task's process ended with status {status}")
+            connection.send(("died", status))
 
 
 def _answer(

@@ -6,7 +6,8 @@ rest is torch's AdamW or Adam, or emerging-optimizers' Lion. Nothing of megatron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,17 +77,31 @@ def in_projection(name: str) -> list[tuple[str, int]]:
     return [("query", keys), ("key", keys), ("value", values), ("z", values), ("beta", heads), ("alpha", heads)]
 
 
+def rows_to_scale(case: Case, name: str, gamma: list[float]) -> Iterator[tuple[int, float]]:
+    """Each row of a projection with its factor of QK-clip, by walking through the heads; `gamma` is of each group."""
+    alpha = case.attention["qk_clip_alpha"]
+    unit: list[tuple[str, int]] = []
+    if "linear_qkv." in name:
+        width, in_group = case.hidden // case.heads, case.heads // case.query_groups
+        unit = [("query", in_group * width), ("gate", in_group * width * case.output_gate)]
+        unit += [("key", width), ("value", width)]
+    elif "linear_q_up_proj" in name or "linear_q_proj" in name:
+        unit = [("query", LATENT["qk_head_dim"]), ("rotary", LATENT["qk_pos_emb_head_dim"])]
+    elif "linear_kv_up_proj" in name:
+        unit = [("key", LATENT["qk_head_dim"]), ("value", LATENT["v_head_dim"])]
+    rows = itertools.count()
+    for factor in gamma if unit else []:
+        scales = {"query": factor**alpha, "key": factor ** (1.0 - alpha), "rotary": factor}
+        for kind, count in unit:
+            yield from ((next(rows), scales.get(kind, 1.0)) for _ in range(count))
+
+
 class SplitMuon(Muon):
     """emerging-optimizers' Muon that orthogonalises blocks of rows alone."""
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
-        if grad.ndim == 3:
-            return torch.stack([self.orthogonalize(p, expert) for expert in grad])
-        blocks = getattr(p, "row_blocks", None)
-        if blocks is None:
-            return self.scaled_orthogonalize_fn(grad)
         update = torch.empty_like(grad)
-        for rows in blocks:
+        for rows in p.row_blocks:  # type: ignore[attr-defined]
             update[rows] = self.scaled_orthogonalize_fn(grad[rows])
         return update
 
@@ -94,38 +109,18 @@ class SplitMuon(Muon):
 class SplitAdaptiveMuon(AdaptiveMuon):
     """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by its own shape."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.current: Any = None
-
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
-        self.current = p
+        self.blocks = p.row_blocks  # type: ignore[attr-defined]
         return SplitMuon.orthogonalize(self, p, grad)  # type: ignore[arg-type]
 
     def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
-        if self.current.row_blocks is None:
-            return super()._apply_muon_scale(update, size_out, size_in)
-        scaled = torch.empty_like(update)
-        for rows in self.current.row_blocks:
-            scaled[rows] = super()._apply_muon_scale(update[rows], len(rows), size_in)
-        return scaled
+        for rows in self.blocks:
+            update[rows] = super()._apply_muon_scale(update[rows], len(update[rows]), size_in)
+        return update
 
 
 class SplitHyperball(SplitMuon, MuonHyperball):
-    """emerging-optimizers' MuonHyperball that orthogonalises blocks of rows alone, of each expert of a stack alone."""
-
-    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
-        if p.ndim == 2:
-            return super().pre_weight_update_fn_inplace(p, update)
-        self.state[p]["radii"] = p.norm(dim=(1, 2), keepdim=True)
-        update.mul_(self.state[p]["radii"] / update.norm(dim=(1, 2), keepdim=True))
-        return None
-
-    def post_weight_update_fn_inplace(self, p: torch.Tensor) -> None:
-        if p.ndim == 2:
-            return super().post_weight_update_fn_inplace(p)
-        p.mul_(self.state[p]["radii"] / p.norm(dim=(1, 2), keepdim=True))
-        return None
+    """emerging-optimizers' MuonHyperball that orthogonalises blocks of rows alone."""
 
 
 class _Cautious:
@@ -150,25 +145,28 @@ class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
 
 
 class Reference:
-    """The whole model's parameters and their optimizers."""
+    """The whole model's parameters and their optimizers. Experts of a stack are parameters of their own."""
 
     def __init__(self, case: Case, shapes: dict[str, tuple[int, ...]], *, steps: int = 10) -> None:
         torch.set_num_threads(1)
         self.case, self.shapes, self.steps, self.steps_done = case, shapes, steps, 0
-        self.weights = {name: torch.nn.Parameter(initial_value(name, shape)) for name, shape in shapes.items()}
+        self.weights: dict[str, list[torch.nn.Parameter]] = {}
         settings = case.settings
-        decay = settings["weight_decay"]
         matrices: dict[int, list[torch.nn.Parameter]] = {}
         rest = []
-        for name, weight in self.weights.items():
+        for name, shape in shapes.items():
+            value = initial_value(name, shape)
+            self.weights[name] = [torch.nn.Parameter(part) for part in (value if len(shape) == 3 else [value])]
             if not case.trains(name):
                 continue
-            if is_matrix(case, name, shapes[name]):
-                steps_for = [steps for part, steps in case.steps_for if part in name]
-                matrices.setdefault((steps_for or [5])[-1], []).append(weight)
-                weight.row_blocks = row_blocks(case, name, shapes[name])
-            else:
-                rest.append({"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0})
+            for weight in self.weights[name]:
+                if is_matrix(case, name, shape):
+                    steps_for = [steps for part, steps in case.steps_for if part in name]
+                    matrices.setdefault((steps_for or [5])[-1], []).append(weight)
+                    weight.row_blocks = row_blocks(case, name, shape) or [slice(None)]  # type: ignore[attr-defined]
+                else:
+                    decay = settings["weight_decay"] if weight.ndim > 1 else 0.0
+                    rest.append({"params": [weight], "weight_decay": decay})
         self.optimizers = [self._muon(several, ns_steps) for ns_steps, several in matrices.items()]
         if rest:
             self.optimizers.append(self._scalar(rest))
@@ -176,6 +174,10 @@ class Reference:
     def step(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of) -> None:
         """One update from whole gradients."""
         settings = self.case.settings
+        for name, parts in self.weights.items():
+            whole = gradient(name, self.shapes[name], self.steps_done)
+            for weight, part in zip(parts, whole if whole.ndim == 3 else [whole], strict=True):
+                weight.grad = part
         for optimizer in self.optimizers:
             highest, lowest = settings["lr"], settings["min_lr"]
             if isinstance(optimizer, Muon | AdaptiveMuon):
@@ -183,28 +185,40 @@ class Reference:
                 lowest = lowest if settings["muon_min_lr"] is None else settings["muon_min_lr"]
             for group in optimizer.param_groups:
                 group["lr"] = cosine(highest, lowest, self.steps_done, self.steps)
-                for weight in group["params"]:
-                    name = next(name for name, other in self.weights.items() if other is weight)
-                    weight.grad = gradient(name, self.shapes[name], self.steps_done)
             optimizer.step()
         self.steps_done += 1
 
+    def clip(self, logits: Callable[[int], Sequence[float]]) -> int:
+        """QK-clip by the largest logits of a layer's heads, row by row; how many rows were scaled."""
+        case, scaled = self.case, 0
+        group_size = 1 if case.latent else case.heads // case.query_groups
+        threshold = case.attention["qk_clip_threshold"]
+        for name, (weight, *_) in self.weights.items():
+            if "self_attention" in name:
+                of_heads = logits(int(name.split("layers.")[1].split(".")[0]))
+                of_groups = [max(heads) for heads in itertools.batched(of_heads, group_size)]
+                gamma = [threshold / logit if logit > threshold else 1.0 for logit in of_groups]
+                with torch.no_grad():
+                    for row, factor in rows_to_scale(case, name, gamma):
+                        weight[row] *= factor
+                        scaled += factor != 1.0
+        return scaled
+
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter."""
-        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+        return {name: self._joined(name, parts) for name, parts in self.weights.items()}
 
     def state(self, slot: str) -> dict[str, torch.Tensor]:
         """A slot of the state of every matrix, `momentum_buffer` or `moment2_buffer`."""
+        states = {weight: state for optimizer in self.optimizers for weight, state in optimizer.state.items()}
         return {
-            name: state[slot].clone()
-            for name, weight in self.weights.items()
-            for optimizer in self.optimizers
-            if slot in (state := optimizer.state.get(weight, {}))
+            name: self._joined(name, [states[part][slot] for part in parts])
+            for name, parts in self.weights.items()
+            if slot in states.get(parts[0], {})
         }
 
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """Muon's momentum of every matrix."""
-        return self.state("momentum_buffer")
+    def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]).detach().clone()
 
     def _muon(self, matrices: list[torch.nn.Parameter], ns_steps: int) -> torch.optim.Optimizer:
         settings = self.case.settings

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.support import cli, warm
-from tests.support.documented import LEFT_OUT, STAND_INS, Command, commands, pages
+from tests.support.documented import LEFT_OUT, Command, commands, copy_repository, pages, with_stand_ins
 
 STEPS = os.environ.get("STEPS", "2")
 SMALL = "--micro-batch-size 1 --global-batch-size 12 --seq-length 64 --max-position-embeddings 64"
@@ -28,8 +28,7 @@ SHORT = f"--device cpu --exit-interval {STEPS} --eval-iters 1 --log-interval 1 {
 
 def shortened(text: str) -> str:
     """A command as it is typed: its trainings end after STEPS iterations."""
-    for name, stand_in in STAND_INS.items():
-        text = text.replace(name, stand_in)
+    text = with_stand_ins(text)
     if not STEPS or "--dry-run" in text or "--list-flags" in text:
         return text
     if "pretrain_gpt.py" in text:
@@ -60,29 +59,15 @@ def digests(folder: Path) -> dict[str, str]:
 
 def prepare(folder: Path) -> dict[str, str]:
     """A copy of the repository's files in which the quickstart has run; the environment to type in."""
-    for name in (
-        "README.md",
-        "pretrain_gpt.py",
-        "docs",
-        "configs",
-        "scripts",
-        "examples",
-        "benchmarks",
-        "megatron_muon",
-    ):
-        copy = shutil.copytree if (cli.ROOT / name).is_dir() else shutil.copy
-        copy(cli.ROOT / name, folder / name)
+    copy_repository(folder)
     binaries = Path(sys.executable).parent
     (folder / ".venv").symlink_to(binaries.parent)
-    for name in ("local-nvme", "bin"):
-        (folder / name).mkdir()
+    (folder / "bin").mkdir()
     starts = {"python": "", "torchrun": "-m torch.distributed.run", "megatron-muon": str(binaries / "megatron-muon")}
     for name, arguments in starts.items():
         script = f'#!/bin/sh\nexec "${{PYTHON_EXEC:-{warm.COLD}}}" {arguments} "$@"\n'
         (folder / "bin" / name).write_text(script, "utf-8")
         (folder / "bin" / name).chmod(0o755)
-    tasks = re.findall(r"^    (--lr .*)$", (cli.ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
-    (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
     env = {"PATH": f"{folder / 'bin'}:{binaries}:{os.environ['PATH']}", "PET_STANDALONE": "1"}
     cli.run(
         ["bash", "-c", f"megatron-muon quickstart --nproc 2 -- {SHORT if STEPS else ''}"], folder, env=env
@@ -110,13 +95,20 @@ def main(chosen: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="typed-") as name:
         folder = Path(name)
         env = prepare(folder)
-        for command in (command for page in chosen or pages() for command in commands(page)):
-            reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
-            started = time.monotonic()
-            wrong = "" if reason else type_command(command, folder, env)
-            failed |= bool(wrong)
-            how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
-            print(f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""), flush=True)
+        for page in chosen or pages():
+            for run in (folder / "runs").iterdir():  # of another page
+                if run.is_dir() and run.name != "quickstart":
+                    shutil.rmtree(run)
+            for command in commands(page):
+                reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
+                started = time.monotonic()
+                wrong = "" if reason else type_command(command, folder, env)
+                failed |= bool(wrong)
+                how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
+                print(
+                    f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""),
+                    flush=True,
+                )
     return failed
 
 

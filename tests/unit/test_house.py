@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_muon"
 FLOORS = (
@@ -43,36 +42,27 @@ def own(name: str) -> str | None:
     return parts[1] if parts[0] == "megatron_muon" and len(parts) > 1 else None
 
 
-def test_every_package_has_a_floor() -> None:
-    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert packages == set().union(*FLOORS)
+ALL = set().union(*FLOORS)
 
 
-@pytest.mark.parametrize("package", sorted(set().union(*FLOORS)))
-def test_imports_go_down_only(package: str) -> None:
-    level = next(number for number, floor in enumerate(FLOORS) if package in floor)
-    below = set().union(*FLOORS[:level]) | {package}
-    above = set().union(*FLOORS) - below
-    for file in (PACKAGE / package).rglob("*.py"):
-        wrong = {name for name in imported(file) if own(name) in above}
-        assert not wrong, f"{file.relative_to(PACKAGE)} imports {', '.join(sorted(wrong))}"
-
-
-def test_nothing_else_lies_loose() -> None:
+def test_every_package_has_a_floor_and_nothing_else_lies_loose() -> None:
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == ALL
     assert {file.stem for file in PACKAGE.glob("*.py")} == LOOSE
 
 
-def test_small_tools_know_no_package() -> None:
-    packages = set().union(*FLOORS) - {"core"}
+def test_imports_go_down_only() -> None:
+    """Loose modules know the core alone, and the core nothing: it can be read and used without Megatron."""
+    above = ALL.copy()
+    for floor in FLOORS:
+        above -= floor
+        for package in floor:
+            forbidden = above | floor - {package}
+            for file in (PACKAGE / package).rglob("*.py"):
+                wrong = {name for name in imported(file) if own(name) in forbidden}
+                assert not wrong, f"{file.relative_to(PACKAGE)} imports {', '.join(sorted(wrong))}"
     for file in PACKAGE.glob("*.py"):
         if file.stem not in TOOLS:
-            assert not {name for name in imported(file) if own(name) in packages}, file.name
-
-
-def test_the_core_imports_torch_alone() -> None:
-    """No Megatron, no file, no command line: it can be read and used by itself."""
-    import sys
-
+            assert not {name for name in imported(file) if own(name) in ALL - {"core"}}, file.name
     for file in (PACKAGE / "core").rglob("*.py"):
         for name in imported(file):
             first = name.split(".")[0]
