@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.traffic import Ints
+from megatron_muon.core.layout import Ints
 from megatron_muon.errors import UserError
 from megatron_muon.tools.plan.estimate import Hardware
 from megatron_muon.tools.rehearse.trace import Call, Members, Products, RankTrace, Split

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.core.traffic import Ints
+from megatron_muon.core.layout import Ints
 
 COUNTED = ("kernels", "views", "allocations")
 """Counts of `Products`; kernels are as CUDA launches them."""
