@@ -155,7 +155,6 @@ def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
     run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SHARDED, *one).checked()
     assert len(run.losses) == 1
     (note,) = notes(run, "layout.json: ")
-    assert "12 dense matrices over 2 ranks" in note
     assert run.output.index(note) < run.output.index("iteration        1/")
 
     layout = read_layout(file)

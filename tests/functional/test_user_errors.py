@@ -85,13 +85,13 @@ CASES |= {
         ("fp16", (*RUN, "--fp16"), ("--fp16", "--optimizer muon", "use --bf16")),
         ("more TP than ranks", (*RUN, "--tensor-model-parallel-size", "4"), ("-size 4", "2 ranks", "--nproc-per-node")),
         ("unwritable save", (*RUN, "--save", "a-file/below", "--save-interval", "2"), ("a-file/below: cannot write",)),
-        ("no offload directory", (*RUN, *OFFLOAD, "absent"), ("absent does not exist", "mkdir -p absent")),
-        ("an offload file", (*RUN, *OFFLOAD, "a-file"), ("a-file is not a directory",)),
+        ("no offload directory", (*RUN, *OFFLOAD, "absent"), ("absent: cannot write there (No such file", "make it")),
+        ("an offload file", (*RUN, *OFFLOAD, "a-file"), ("a-file: cannot write there (Not a directory)",)),
         ("an offload directory of the system", (*RUN, *OFFLOAD, "/proc"), ("/proc: cannot write there",)),
         (
             "a layout without a folder",
             (*RUN, *OFFLOAD[:2], "--muon-dump-layout", "absent/x.json"),
-            ("mkdir -p absent",),
+            ("absent/x.json", "name a file in a folder that is there"),
         ),
         # Story: each was a traceback, or a training that never ended well.
         ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long", "traceback is in")),
