@@ -60,13 +60,8 @@ def get_megatron_muon_optimizer(
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support, or that differs between ranks.
     """
-    if not isinstance(config, MuonOptimizerConfig):
-        config = MuonOptimizerConfig(**vars(config))
-    require_megatron_fsdp(model_chunks)
-    compare_settings(vars(config), [], range(dist.get_world_size()))
-    check_supported(config, model_chunks)
-    if pg_collection is None:
-        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    config = _checked(config, model_chunks)
+    pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     groups, names = _groups(config, model_chunks, config_overrides)
     offload = offload_run(config)
     optimizers: list[MegatronOptimizer] = []
@@ -108,6 +103,16 @@ def get_megatron_muon_optimizer(
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
     chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
     return chain
+
+
+def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimizerConfig:
+    """The config with this package's settings, all of which are supported and the same on all ranks. Collective."""
+    if not isinstance(config, MuonOptimizerConfig):
+        config = MuonOptimizerConfig(**vars(config))
+    require_megatron_fsdp(model_chunks)
+    compare_settings(vars(config), [], range(dist.get_world_size()))
+    check_supported(config, model_chunks)
+    return config
 
 
 def _groups(

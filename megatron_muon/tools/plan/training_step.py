@@ -213,27 +213,34 @@ def simulate(
             "model_flops": flops,  # by Megatron's count: causal attention, no recomputation
             "mfu": mfu,
             "peak_tflops": peak_tflops,
-            "sequence_length": model.sequence_length,
-            "vocabulary": model.vocabulary,
             "sequences_per_data_parallel_rank": of_a_rank,
             "micro_batches": micro_batches,
             "weight_gathers": gathers,
-            "weight_bytes": model.weight_bytes,
             "gradient_reductions": reductions,
-            "gradient_bytes": model.reduced_bytes,
             "communication_ms": communication_ms,
-            "node_gb_per_s": hardware.node_gb_per_s,
-            "network_gb_per_s": hardware.network_gb_per_s,
-            "memory_gb_per_s": hardware.memory_gb_per_s,
             "parameters_per_rank": held,
             "muon_parameters_per_rank": muon,
             "muon_parameters_owned": owned,
             "both_bytes": both_bytes,  # of a parameter: norm, clipping, weights installed
-            "adam_bytes": ADAM_BYTES,
-            "muon_holder_bytes": holder_bytes(settings),
-            "muon_owner_bytes": owner_bytes(settings),
+            **_constants(model, settings, hardware),
         },
         "notes": list(_warnings(model, share, of_a_rank)),
+    }
+
+
+def _constants(model: Model, settings: Settings, hardware: Hardware) -> dict[str, Any]:
+    """Assumptions that do not depend on the batch."""
+    return {
+        "sequence_length": model.sequence_length,
+        "vocabulary": model.vocabulary,
+        "weight_bytes": model.weight_bytes,
+        "gradient_bytes": model.reduced_bytes,
+        "node_gb_per_s": hardware.node_gb_per_s,
+        "network_gb_per_s": hardware.network_gb_per_s,
+        "memory_gb_per_s": hardware.memory_gb_per_s,
+        "adam_bytes": ADAM_BYTES,
+        "muon_holder_bytes": holder_bytes(settings),
+        "muon_owner_bytes": owner_bytes(settings),
     }
 
 

@@ -276,14 +276,12 @@ def _layers(
         put(flag, given, FROM_LINE)
         chosen[flag] = " ".join(given)
     on_line = {flag for flag, _ in line}
-    rebased: dict[str, str] = {}
-    notes = []
+    rebased, notes = dict[str, str](), list[str]()
     if request.keeps_places:
         if request.out is not None:  # a run whose folder was copied or renamed: its places are not where its flags say
-            root, run = Path(request.out), read_json(Path(request.out, RUN))
-            now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in values and flag not in chosen}
-            rebased = {flag: path for flag, path in now.items() if path != values[flag]}
-            notes = [f"this run was started in {run['folder']}; it goes on with what is in {root}"] if rebased else []
+            rebased, notes = _rebased(
+                Path(request.out), {flag: values[flag] for flag in PLACES if flag in {*values} - {*chosen}}
+            )
         chosen = {**values, **rebased, **chosen}
     folder, added = locate(values, chosen, out=request.out, default=request.default_out)
     if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
@@ -303,6 +301,14 @@ def _layers(
     for flag, path in added.items():
         put(flag, (path,) if path else (), FROM_FOLDER)
     return flags, folder, notes
+
+
+def _rebased(root: Path, values: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Places of a run that was moved to `root`, where they are not what its flags say; and the note on that."""
+    run = read_json(root / RUN)
+    now = {flag: moved(value, run, root) for flag, value in values.items()}
+    rebased = {flag: path for flag, path in now.items() if path != values[flag]}
+    return rebased, [f"this run was started in {run['folder']}; it continues with what is in {root}"] if rebased else []
 
 
 def _saving(folder: RunFolder, values: Mapping[str, str], said: Collection[str]) -> dict[str, str]:
