@@ -100,9 +100,9 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path |
     found = newest_complete(save_dir, but=but)
     if found is None:
         return f"{save_dir} holds no complete checkpoint to resume from"
-    remedy = (
-        f"resume with --load {save_dir} --ckpt-step {found}" if tracker is None else f"type echo {found} > {tracker}"
-    )
+    remedy = f"resume with --load {save_dir} --ckpt-step {found}"
+    if tracker is not None:
+        remedy = f"type {f'rm -r {tracker}; ' if tracker.is_dir() else ''}echo {found} > {tracker}"
     return f"the newest complete checkpoint is iteration {found}: {remedy}"
 
 
@@ -132,7 +132,7 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
     found = []
     for name, end in sorted(ends.items()):
         try:
-            size = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size if not (folder / name).is_dir() else 0
         except OSError as error:
             found.append(f"{folder / name} cannot be read ({error.strerror})")
         else:

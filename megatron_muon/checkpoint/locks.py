@@ -108,8 +108,8 @@ class Lock:
     def _refusal(self, lock: int) -> tuple[str, bool]:
         """What to say of the holder, and whether that is on another machine."""
         found: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # a holder that has yet to sign
-            found = json.loads(os.pread(lock, 4096, 0))
+        with contextlib.suppress(ValueError, TypeError):  # a holder that has yet to sign
+            found = dict(json.loads(os.pread(lock, 4096, 0)))
         pid, host, since = (found.get(name, "?") for name in ("pid", "host", "since"))
         is_far = host not in ("?", socket.gethostname())
         return f"{self.taken} (process {pid} on {host}, since {since}); wait for its end, or {self.remedy}", is_far

@@ -6,6 +6,7 @@ import contextlib
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class SummedFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a file to be written from its beginning to its end."""
-        with super().create_stream(path, mode) as stream:
-            summed = _SummedStream(stream)
+        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as beside:
+            summed = _SummedStream(stream, beside)
             yield summed
         self.sums[Path(path).name] = summed.crc
 
@@ -36,11 +37,14 @@ class SummedFiles(FileSystem):
 class _SummedStream:
     """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, beside: Executor) -> None:
         self.crc = 0
-        self._write = stream.write
+        self._write, self._beside = stream.write, beside
         self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return int(self._write(data))
+        summing = self._beside.submit(zlib.crc32, data, self.crc)  # neither holds the interpreter's lock
+        try:
+            return int(self._write(data))
+        finally:
+            self.crc = summing.result()

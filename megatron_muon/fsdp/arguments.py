@@ -73,8 +73,9 @@ def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
     settings = settings_of(given)
     choices: dict[str, tuple[Any, Sequence[Any]]] = {
-        name: (value, choices_of(name)) for name, value in vars(settings).items()
+        name: (given.get(_argument(name), value), choices_of(name)) for name, value in vars(settings).items()
     }
+    del choices["adaptive_muon_moment2_method"]  # here None is one
     for name, possible in (
         ("fp32_matmul_prec", ("highest", "high", "medium", "low")),
         ("adjust_lr_fn", tuple(ADJUST_LR)),

@@ -191,7 +191,9 @@ class Muon(MuonState):
         layout, mine = shards.layout_of(matrices, group, remedy=_ALIKE)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
         if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
-            raise UserError(f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold")
+            raise UserError(
+                f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold; leave it out"
+            )
         columns = [(start, count) for _, _, start, count in mine]
         held = Held(layout, group, device, [1] * len(parameters), columns, replicated=replicated)
         self._run = offload_run(settings)

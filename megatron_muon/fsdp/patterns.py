@@ -34,8 +34,12 @@ def matching(
             raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
         components = sorted({part for name in names for part in name.split(".")})
         parts = pattern.strip(".").split(".")
-        near = [(difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts]
-        meant = f"; did you mean {'.'.join(near)}?" if near != parts else ""
+        near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts)
+        wider = (each for each in (f"{pattern}*", f"*{pattern}*", near) if any(_found(each, name) for name in names))
+        if meant := next(wider, ""):
+            meant = f"; did you mean {meant}?"
+        elif names:
+            meant = f"; one of them is {names[0]}"
         raise UserError(f"{nothing} by whole components of their names{meant}{hint}")
     return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
 

@@ -281,7 +281,7 @@ def _check_options(options: Mapping[str, Any], number: int) -> None:
         elif name == OPTIMIZER and value not in (MUON, ADAMW):
             wrong = "which does not exist; choose 'muon' or 'adamw'"
         elif name == DECAY_VECTORS and not isinstance(value, bool):
-            wrong = "which is not True or False"
+            wrong = "which is not True or False; choose one"
         elif name in _FOR_OTHER.get(str(optimizer), ()):
             wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
         if wrong:

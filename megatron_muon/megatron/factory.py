@@ -60,14 +60,14 @@ def get_megatron_muon_optimizer(
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support, or that differs between ranks.
     """
-    config = _checked(config, model_chunks)
+    settings = _checked(config, model_chunks)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    groups, names = _groups(config, model_chunks, config_overrides)
-    offload = offload_run(config)
+    groups, names = _groups(settings, model_chunks, config_overrides)
+    offload = offload_run(settings)
     optimizers: list[MegatronOptimizer] = []
     muons: dict[str, ShardedMuon] = {}
     splits: dict[Any, RowSplit] = {}
-    weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
+    weights = MainWeights(model_chunks) if settings.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     ddp_config = model_chunks[0].ddp_config
     scratch: torch.Tensor | None = None
@@ -76,28 +76,28 @@ def get_megatron_muon_optimizer(
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             muon, matrices = build_muon(
-                muon_groups, config, ddp_config, pg_collection, names,
+                muon_groups, settings, ddp_config, pg_collection, names,
                 is_expert=is_expert, offload=offload, weights=weights, scratch=scratch,
             )  # fmt: skip
             if isinstance(muon, ShardedMuon):
                 scratch = muon.exchange.arena.memory
                 muons["experts" if is_expert else "dense"] = muon
             splits |= {p: matrix.split for p, matrix in matrices.items()}
-            optimizers.append(wrap(muon, config, model_chunks, pg_collection))
+            optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:
-            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
+            optimizers.append(_scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group))
             if weights is None or offload is None:
                 initialize_scalar_state(optimizers[-1])
             else:
                 scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    facts = _report(muons, groups, names, splits, config, pg_collection)
+    facts = _report(muons, groups, names, splits, settings, pg_collection)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
-        optimizers, metrics_interval=config.muon_metrics_interval, weights=weights, scalar_state=scalar_state
+        optimizers, metrics_interval=settings.muon_metrics_interval, weights=weights, scalar_state=scalar_state
     )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
@@ -107,12 +107,11 @@ def get_megatron_muon_optimizer(
 
 def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimizerConfig:
     """The config with this package's settings, all of which are supported and the same on all ranks. Collective."""
-    if not isinstance(config, MuonOptimizerConfig):
-        config = MuonOptimizerConfig(**vars(config))
+    settings = config if isinstance(config, MuonOptimizerConfig) else MuonOptimizerConfig(**vars(config))
     require_megatron_fsdp(model_chunks)
-    compare_settings(vars(config), [], range(dist.get_world_size()))
-    check_supported(config, model_chunks)
-    return config
+    compare_settings(vars(settings), [], range(dist.get_world_size()))
+    check_supported(settings, model_chunks)
+    return settings
 
 
 def _groups(

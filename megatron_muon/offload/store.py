@@ -155,10 +155,8 @@ class RecordStore(MomentumStore):
             part, slot = self._next_part(indices[first:])
             values = [self._decode(index, self._record(index, slot)) for index in part]
             self._read_ahead()
-            try:
-                yield range(first, first + len(part)), values
-            finally:
-                self._take_back(slot, part, values)
+            yield range(first, first + len(part)), values
+            self._take_back(slot, part, values)
             first += len(part)
 
     @override

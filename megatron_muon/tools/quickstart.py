@@ -42,12 +42,12 @@ _OUT = Path("runs/quickstart")
 
 def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
-    train = f"train --config {QUICKSTART} --nproc {nproc} --out {out}"
+    train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
     return [
         # --overwrite: the text of another Python's library is replaced; text that is up to date is kept.
-        f"data prepare --stdlib --output {QUICKSTART_DATA} --overwrite".split(),
-        [*train.split(), *(("--", *flags) if flags else ())],
-        f"summary {out}".split(),
+        ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
+        [*train, *(("--", *flags) if flags else ())],
+        ["summary", str(out)],
         ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained", "--wrap", "96"],
     ]
 

@@ -154,8 +154,8 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
     whole = shard.read_bytes()
     middle = len(whole) // 2
     for damaged, says in (
-        (whole[:-1], "__1_0.distcp is cut short"),
         (whole[:middle] + bytes([whole[middle] ^ 64]) + whole[middle + 1 :], "__1_0.distcp is damaged: its CRC-32 is "),
+        (whole[:-1], "__1_0.distcp is cut short"),
     ):
         shard.write_bytes(damaged)
         run = training("--load", "ck")

@@ -117,8 +117,8 @@ def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     assert "using torch.bfloat16 for parameters" in run.output
 
     rows = table(run)
-    listed = {line.split()[-1]: line for line in run.output.splitlines() if line.startswith(("muon  ", "adam  "))}
-    listed = {name: line for name, line in listed.items() if not name.endswith("%")}
+    lines = (line for line in run.output.splitlines() if line.startswith(("muon  ", "adam  ")) and "%" not in line)
+    listed = {line.partition(".")[0].split()[-1] + "." + line.partition(".")[2].split()[0]: line for line in lines}
     assert len(listed) == rows["muon"][0] + rows["adam"][0]
     assert rows["muon"][0] == 3 * 4
     assert "output_layer.weight" not in listed  # tied

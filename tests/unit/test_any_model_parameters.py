@@ -133,6 +133,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "lr": (wrong(lr=-1.0), r"^lr -1 is out of range"),
     "nan": (wrong(adamw_lr=math.nan), r"^adamw_lr nan is not finite"),
     "exchange": (wrong(exchange="ring"), "exchange='ring' does not exist; choose one of 'owner', 'allgather'"),
+    "a choice that is None": (wrong(offload=None), "offload=None does not exist; choose one of 'none'"),
     "a team of three": (wrong(team_size="3"), "team_size='3' does not exist; choose one of 'auto', '1', '2'"),
     "teams without shards": (wrong(team_size="2"), "team_size='2' has no effect here: no rank owns"),
     "a graph on a CPU": (wrong(cuda_graph=True), "cuda_graph=True needs a GPU, and the parameters are on cpu; leave"),

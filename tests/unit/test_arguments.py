@@ -108,6 +108,8 @@ def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf1
         ("--hidden-sise=64", "unknown flag --hidden-sise; did you mean --hidden-size?"),
         ("--qqqqzzzz", "unknown flag --qqqqzzzz; see pretrain_gpt.py --help"),
         ("--num-layers 2 muon", "unexpected argument 'muon': flags begin with --"),
+        ("--num-layers 2 -train-iters 5", "unexpected argument '-train-iters': flags begin with --"),
+        ("-lr 0.1", "unexpected argument '-lr': flags begin with --"),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--muon-exchange pigeon", "argument --muon-exchange: invalid choice: 'pigeon'"),
         ("--num-layers 2 --help", "type: python -m megatron_muon.pretrain_gpt --help"),

@@ -83,9 +83,12 @@ def arguments(**given: object) -> types.SimpleNamespace:
     )
 
 
-def test_the_folder_that_will_be_loaded(tmp_path):
+def test_the_folder_that_will_be_loaded(tmp_path, capsys):
     folder = checkpoint_loading._folder_to_load
     assert folder(str(tmp_path), arguments()) is None
+    (tmp_path / "iter_0000004.saving").mkdir()  # of a first save that was cut off
+    assert folder(str(tmp_path), arguments()) is None
+    assert "iter_0000004.saving is a save that did not finish" in "".join(capsys.readouterr())
     (tmp_path / files.TRACKER).write_text("8")
     assert folder(str(tmp_path), arguments()) == tmp_path / "iter_0000008"
     assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"

@@ -56,6 +56,7 @@ KILLED = "rank 5 was ended by SIGKILL; if nobody sent it, the host ran out of me
         ([(5, -9, 10), (4, -15, 10)], KILLED),  # torchrun ended the other
         ([(4, 1, 10), (5, -9, 10)], KILLED),  # the other had lost it, and was seen first
         ([(4, 1, 10), (5, -9, 40)], LOST["error"]),  # torchrun killed it for not ending in time
+        ([(4, 1, 10), (5, -6, 13)], LOST["error"]),  # NCCL's watchdog aborted it: the real error was not shown
         ([(5, -11, 10)], "rank 5 was ended by SIGSEGV"),
         ([(5, -15, 10), (4, 1, 10)], "rank 5 was ended by SIGTERM"),
         ([(4, 1, 10), (5, -15, 10)], LOST["error"]),

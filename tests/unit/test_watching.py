@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 import re
 import time
 from pathlib import Path
@@ -227,6 +229,27 @@ def test_where_a_live_line_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TERM", term or "unknown")
         monkeypatch.setenv("NO_COLOR", no_color)
         assert screen.is_terminal() is live, (terminal, term, no_color)
+
+
+def test_a_terminal_that_is_closed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line on SIGHUP raised, and the ranks were killed before they had saved."""
+    (ours, theirs), ended = os.openpty(), False
+    with contextlib.suppress(OSError), open(theirs, "w") as terminal:  # closing it writes what is left
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        with Screen() as shown:
+            assert shown.live
+            status = Status(shown, "reading the data")
+            os.close(ours)
+            shown.print("SIGHUP: asking the ranks to end")
+            Status(shown, "another")
+            status.take(STEP)
+            status.end()
+        with pytest.raises(OSError, match="Input/output error"):  # the control: nothing can be written any more
+            print("x", file=terminal, flush=True)
+        ended = True
+    assert ended
 
 
 def test_neither_a_strange_character_nor_a_reader_that_left_ends_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

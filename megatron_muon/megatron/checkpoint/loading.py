@@ -154,7 +154,15 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
         return None
     named = files.latest(Path(load_dir))  # also with --ckpt-step: megatron-core reads it and stops at a damaged one
     iteration = args.ckpt_step or named
-    return None if iteration is None else files.iteration_folder(Path(load_dir), iteration)
+    if iteration is None:
+        _warn_of_unfinished(Path(load_dir))
+        return None
+    return files.iteration_folder(Path(load_dir), iteration)
+
+
+def _warn_of_unfinished(save_dir: Path) -> None:
+    for left in files.unfinished(save_dir):
+        _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
 def _require_sound(folder: Path, *, verify: bool) -> None:
@@ -167,8 +175,7 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
     def look() -> dict[str, int] | None:
         files.recover(folder.parent)
         _refuse_damaged(folder, files.problems(folder, verify=verify))
-        for left in files.unfinished(folder.parent):
-            _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
+        _warn_of_unfinished(folder.parent)
         return checksums.read(folder) if verify else {}
 
     sums = of_first_rank(look)

@@ -93,10 +93,11 @@ def prepare(
     try:
         found = _find(inputs, paths, settings)
         settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
-        digest = input_digest(found)
         with paths.locked():
             manifest = paths.read_manifest()
-            if manifest and (manifest.settings, manifest.input_digest) == (settings, digest):
+            is_like = manifest is not None and manifest.settings == settings
+            digest = input_digest(found) if is_like or overwrite or not paths.bin.exists() else ""
+            if manifest and is_like and manifest.input_digest == digest:
                 return PreparedData(output, manifest, up_to_date=True)
             if not overwrite and (existing := [str(path) for path in (paths.bin, paths.idx) if path.exists()]):
                 raise UserError(

@@ -138,7 +138,7 @@ def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
     for flag in (token.partition("=")[0] for token in argv if token.startswith("--")):
         if flag not in known:
             raise UserError(f"unknown flag {flag}{did_you_mean(flag, known) or '; see pretrain_gpt.py --help'}")
-    if argv and not argv[0].startswith("-"):
+    if argv and not argv[0].startswith("--"):
         raise UserError(f"unexpected argument {argv[0]!r}: flags begin with --")
 
 

@@ -136,13 +136,14 @@ def evaluate(args: argparse.Namespace) -> None:
     length = args.sequence_length or loaded.sequence_length
     if length > config.max_position_embeddings:
         raise UserError(f"--sequence-length {length}: the model takes {config.max_position_embeddings}")
-    nats = 0.0
+    parts = []
     with progress("evaluating", "tokens") as show:
         for loss, done in losses(
             loaded.model, ids, first=loaded.tokenizer.eos_token_id, length=length, batch=args.batch_size
         ):
-            nats += loss
+            parts.append(loss)
             show(done, ids.size)
+    nats = math.fsum(parts)
     if not math.isfinite(nats):
         raise RunFailedError(f"the loss of {loaded.where} is not finite; its weights, or some of them, are not")
     loss, size = nats / ids.size, _bytes(loaded.tokenizer, ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,8 @@ def _override(config: Any, args: argparse.Namespace) -> Any:
 def _as_typed(text: str, args: argparse.Namespace) -> str:
     """An error with this command's flags in the place of the run's, where they were typed."""
     for name, field in _FIELDS.items():
-        if getattr(args, name) is not None:
-            text = text.replace(f"--{field.replace('_', '-')}", f"--{name.replace('_', '-')}")
+        if name != "ns_dtype" and getattr(args, name) is not None:  # its values are other words
+            text = re.sub(rf"--{field.replace('_', '-')}(?![a-z-])", f"--{name.replace('_', '-')}", text)
     return text
 
 

@@ -122,7 +122,7 @@ def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Names
 
 
 def _activation_bytes(args: argparse.Namespace) -> float | None:
-    """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and no experts.
+    """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and one MLP.
 
     With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an element
     (https://arxiv.org/abs/2205.05198, section 5).
@@ -130,6 +130,9 @@ def _activation_bytes(args: argparse.Namespace) -> float | None:
     if args.hybrid_layer_pattern is not None:
         return None
     of_rank = argparse.Namespace(**{**vars(args), "seq_length": args.seq_length // args.context_parallel_size})
+    if args.num_experts:  # of a token, evenly
+        of_token = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
+        of_rank.ffn_hidden_size = max(args.ffn_hidden_size, of_token + (args.moe_shared_expert_intermediate_size or 0))
     inputs = 0.0
     if args.recompute_granularity == "full":
         cut = args.tensor_model_parallel_size if args.sequence_parallel else 1

@@ -147,9 +147,9 @@ def _notes(figures: Figures, hardware: Hardware) -> Iterator[str]:
             yield f"{group['name']}: {group['plans']} plans by place in nodes; the slowest is shown"
     if "memory" in figures:
         yield (
-            "not counted: launches but Muon's, latency of FSDP's collectives, data and logs; experts' activations, "
-            "layers that FSDP has gathered, NCCL's buffers and fragmentation. --mfu has experts' all-to-alls; "
-            "activations are by Megatron's formula, with full recomputation one layer's and all inputs"
+            "not counted: launches but Muon's, latency of FSDP's collectives, data and logs; layers that FSDP has "
+            "gathered, NCCL's buffers (NCCL_MAX_P2P_NCHANNELS bounds them) and fragmentation. --mfu has experts' "
+            "all-to-alls; activations are by Megatron's formula, with full recomputation one layer's and all inputs"
         )
 
 

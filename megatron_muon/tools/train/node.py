@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 """Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
 
-_SECONDS_BEFORE_TORCHRUN_KILLS = 25  # it gives the others 30 once a worker has failed
 _asked_to_end = False
 
 
@@ -156,8 +155,8 @@ def report_killed(error: ChildFailedError, folder: Path) -> None:
     _, first = error.get_first_failure()
     for rank, failure in error.failures.items():
         is_cause = failure.exitcode != -signal.SIGTERM or (failure is first and not _asked_to_end)
-        is_torchruns = failure.timestamp >= first.timestamp + _SECONDS_BEFORE_TORCHRUN_KILLS
-        if failure.exitcode < 0 and is_cause and not is_torchruns:
+        came_first = failure.timestamp <= first.timestamp  # others were aborted by NCCL, or killed by torchrun
+        if failure.exitcode < 0 and is_cause and came_first:
             why = "; if nobody sent it, the host ran out of memory: see dmesg" if failure.exitcode == -9 else ""
             found = {"error": f"rank {rank} was ended by {failure.signal_name()}{why}", "time": 0.0}
             (folder / f"{failure.local_rank}.json").write_text(json.dumps(found), "utf-8")

@@ -22,6 +22,10 @@ STOPPING = "stopping"
 """The stage of a run that was asked to end; it stays to the end."""
 
 
+_UNREAD = contextlib.suppress(OSError)
+"""Whoever read has read enough (`| head`), or the terminal was closed: the run continues, or saves and ends."""
+
+
 def is_terminal() -> bool:
     """Whether live lines and colours can be shown where this process prints."""
     is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown") or os.environ.get("NO_COLOR")
@@ -60,17 +64,18 @@ class Screen:
 
     def __exit__(self, *_: object) -> None:
         if self.progress is not None:
-            self.progress.stop()
+            with _UNREAD:
+                self.progress.stop()
 
     def print(self, text: str, style: str = "") -> None:
         """Prints a line above the live ones, unbroken: the terminal wraps it."""
-        if self.progress is None:
-            with contextlib.suppress(OSError):  # whoever read has read enough (`| head`); the run continues
+        with _UNREAD:
+            if self.progress is None:
                 print(text, flush=True)
-            return
-        from rich.text import Text
+                return
+            from rich.text import Text
 
-        self.progress.console.print(Text(text, style), soft_wrap=True)
+            self.progress.console.print(Text(text, style), soft_wrap=True)
 
 
 class Status:
@@ -111,11 +116,13 @@ class Status:
         done = "" if self.step is None else wording.steps_of({"step": self.step, "steps": steps})
         words = self.stage if self.stage is not None else wording.live_line(self._figures)
         description = "  ".join(filter(None, (self._name, done, words)))
-        if self._task is None:
-            self._task = progress.add_task(description, total=None)
-        progress.update(self._task, description=description, completed=self.step or 0, total=steps)
+        with _UNREAD:
+            if self._task is None:
+                self._task = progress.add_task(description, total=None)
+            progress.update(self._task, description=description, completed=self.step or 0, total=steps)
 
     def end(self) -> None:
         """Takes the live line away."""
         if self._screen.progress is not None and self._task is not None:
-            self._screen.progress.remove_task(self._task)
+            with _UNREAD:
+                self._screen.progress.remove_task(self._task)

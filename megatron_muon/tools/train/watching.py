@@ -109,6 +109,10 @@ class Watcher:
             return
         if summary["go_on"]:
             show(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
+        if experiment.request.profile:
+            began = (experiment.folder.root / run_folder.RUN).stat().st_mtime
+            traces = [trace for trace in run_folder.traces_of(experiment.folder) if trace.stat().st_mtime >= began]
+            show(f"trace: {traces[0]}" if traces else "no trace: this start did not take the steps to record")
         show(f"see {file}, {log}")
 
     def _print_wrapped(self, line: str) -> None:
