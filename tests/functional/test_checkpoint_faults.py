@@ -154,8 +154,8 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
     whole = shard.read_bytes()
     middle = len(whole) // 2
     for damaged, says in (
-        (whole[:middle] + bytes([whole[middle] ^ 64]) + whole[middle + 1 :], "__1_0.distcp is damaged: its CRC-32 is "),
         (whole[:-1], "__1_0.distcp is cut short"),
+        (whole[:middle] + bytes([whole[middle] ^ 64]) + whole[middle + 1 :], "__1_0.distcp is damaged: its CRC-32 is "),
     ):
         shard.write_bytes(damaged)
         run = training("--load", "ck")
@@ -164,6 +164,7 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
         assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
     assert training("--load", "ck", "--no-verify-checkpoint", "--save", "ck2").checked().iterations == []
     assert training("--load", "ck", "--ckpt-step", "4", "--save", "ck3").checked().iterations[0].number == 5
+    shard.write_bytes(whole[:-1])
     (here / "ck" / files.TRACKER).write_text("")
     run = training("--load", "ck")
     assert run.returncode == 2
