@@ -207,11 +207,13 @@ BLOCKS_OVER_LAYOUTS = {
 
 
 def spread(cases: Mapping[str, Case], shift: int) -> dict[str, Case]:
-    """Each case under one strategy; with four shifts, under each."""
-    return {
-        label: case.but(strategy=STRATEGIES[(number + shift) % len(STRATEGIES)])
-        for number, (label, case) in enumerate(cases.items())
-    }
+    """Each case under one strategy; with four shifts, under each that has its settings."""
+    found = {}
+    for number, (label, case) in enumerate(cases.items()):
+        strategy = STRATEGIES[(number + shift) % len(STRATEGIES)]
+        is_own = strategy == "no_shard" and case.steps_for  # megatron-core's own Muon has one number of steps
+        found[label] = case.but(strategy="optim" if is_own else strategy)
+    return found
 
 
 def of_all(cases: Mapping[str, Case], **optimizer: Any) -> dict[str, Case]:
