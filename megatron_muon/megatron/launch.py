@@ -1,4 +1,4 @@
-"""A rank of a training run: its command line settled and checked, patches, megatron.training.pretrain, its end."""
+"""A rank of a training run: its command line resolved and checked, patches, megatron.training.pretrain, its end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(argv: Sequence[str]) -> None:
-    """Check the command line, tell what was settled, patch megatron-core, and train."""
+    """Check the command line, print what was resolved, patch megatron-core, and train."""
     tell("stage", stage="importing Megatron")
     with settling("checking the settings"):
         launch = prepare(argv)

@@ -41,12 +41,12 @@ class Opened:
 
 @dataclass(frozen=True)
 class Launch:
-    """A settled command line."""
+    """A command line with every setting resolved."""
 
     argv: tuple[str, ...]  # all flags: `defaults` that were filled in, then the config's, then the user's
     args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
     config: config_file.ExperimentConfig | None
-    notes: tuple[str, ...]  # what a user should be told, one line each
+    notes: tuple[str, ...]  # for the user, one line each
     defaults: tuple[str, ...]
 
 
@@ -72,7 +72,7 @@ def prepare(argv: Sequence[str], *, writes: bool = True) -> Launch:
 
 
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
-    """Read a command line's config, set its environment, settle the device and make the parser.
+    """Read a command line's config, set its environment, choose the device and make the parser.
 
     A run that `writes` is to start on this machine. Values of the config do not matter for flags of the command line,
     and for those that are `overridden`.
@@ -125,7 +125,7 @@ def _settle_places(
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
     """Set a config's environment; what to tell of it."""
-    notes = [f"{config.path}: no meaning here, passed over: {', '.join(config.ignored)}"] if config.ignored else []
+    notes = [f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}"] if config.ignored else []
     for name, value in config.env.items():
         if name not in os.environ:
             os.environ[name] = value

@@ -197,7 +197,7 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     shown = capfd.readouterr().out
     notes = " ".join(shown.split())
     passed_over = "BEFORE_SCRIPT, TEST_TYPE, MODEL_ARGS_2, METRICS, LAUNCHER"
-    assert f"gpt3_tiny/model_config.yaml: no meaning here, passed over: {passed_over} " in notes
+    assert f"gpt3_tiny/model_config.yaml: ignored, no meaning here: {passed_over} " in notes
     assert re.search(r"--data-cache-path +cache +gpt3_tiny/model_config.yaml$", shown, re.MULTILINE)
     assert re.search(r"^ *run folder +x$", shown, re.MULTILINE)
     assert "pretrain_gpt.py --config x/config.yaml" in shown

@@ -1,6 +1,6 @@
 """The table of rules: what a run with Muon is refused, for the command line and for scripts alike.
 
-A rule is a condition and a message; every rule that applies is told, each in a line. The rules see plain values, so
+A rule is a condition and a message; every rule that applies is reported, each in a line. The rules see plain values, so
 that the command line can ask before torch is imported.
 """
 

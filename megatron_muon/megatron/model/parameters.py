@@ -61,7 +61,7 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
 
     Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV; get_query_key_value_tensors of
     SelfAttention (the gate lies between query and key), CrossAttention and MLASelfAttention; MLP.forward, where gate
-    and up are the halves of the first projection. Its own Muon leaves all but QKV whole ("TODO: support MLA").
+    and up are the halves of the first projection. Its own Muon leaves all but QKV whole, latent attention too.
     """
     if stated:
         return Fused(parts=tuple(rows for rows in stated if rows))

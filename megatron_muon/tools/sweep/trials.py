@@ -140,7 +140,7 @@ class Sweep:
                 for future in as_completed([pool.submit(self._one, plan) for plan in self.to_do]):
                     if (found := future.result()) is not None:
                         ended(*found)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: no run is left behind
                 self.stop.set()
                 raise
 

@@ -91,12 +91,12 @@ class Flag:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A settled experiment."""
+    """An experiment with every setting resolved."""
 
     flags: tuple[Flag, ...]  # everything that someone chose; the contents of the resolved config
     filled_in: tuple[Flag, ...]  # flags that this machine needs, which pretrain_gpt.py fills in by itself
     env: Mapping[str, str]  # ENV_VARS of the `files` that were read, before the environment wins over them
-    notes: tuple[str, ...]  # what a user should be told
+    notes: tuple[str, ...]  # for the user
     device: str
     ranks: int  # processes on each machine, which has `gpus` CUDA devices
     gpus: int
@@ -116,7 +116,7 @@ class Resolved:
 
 
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
-    """What is settled for each request, or what the user got wrong; all in one child process.
+    """Each request resolved, or what the user got wrong; all in one child process.
 
     Where each has a mistake that can be found without Megatron, no process is started. Raises a RunFailedError where
     the process failed; what it printed has been shown.

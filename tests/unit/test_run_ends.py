@@ -1,0 +1,90 @@
+"""The end of a run: its exit status, whether it diverged, and the command that continues it."""
+
+import json
+
+import pytest
+
+from megatron_muon.checkpoint import files
+from megatron_muon.tools.train import run_folder, run_summary
+from megatron_muon.tools.train.processes import Ended
+from megatron_muon.tools.train.run_folder import RunFolder
+from megatron_muon.tools.train.run_summary import summary_of
+from megatron_muon.tools.train.train import _exit_status
+from tests.support.made_runs import make_run
+
+
+@pytest.mark.parametrize(
+    ("ended", "rank", "status"),
+    [
+        (Ended(0), 0, 0),
+        (Ended(1), 2, 2),
+        (Ended(1), 16, 16),
+        (Ended(1), 75, 75),  # a rank got the signal, not we
+        (Ended(1), None, 1),
+        (Ended(137), 0, 137),
+        (Ended(1, 15), 75, 75),
+        (Ended(1, 15), None, 143),
+        (Ended(1, 2), 75, 130),
+        (Ended(1, 1), None, 129),
+    ],
+)
+def test_the_status_is_the_runs(ended, rank, status):
+    assert _exit_status(ended, rank) == status
+
+
+def summary_for(root, *, status, error=None, **facts):
+    """What `train` would write of a run of 2 x 4 ranks in `root` that left `facts`."""
+    run = dict.fromkeys(("name", "command", "torchrun", "config_hash", "tensorboard_dir"), "x")
+    run |= {"settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
+    run["started"] = "2026-11-26T08:00:00+00:00"
+    folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
+    if facts:
+        folder.tensorboard.mkdir(parents=True, exist_ok=True)
+        (folder.tensorboard / "facts.json").write_text(json.dumps(facts))
+    return summary_of(folder, status=status, error=error, run=run)
+
+
+def test_a_non_finite_loss_is_a_divergence(tmp_path):
+    """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
+    summary = summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
+    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 3)
+    assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
+    assert summary["go_on"] is None
+    assert not summary_for(tmp_path, status=0, parameters=54828)["diverged"]
+
+
+def test_a_divergence_is_that_of_the_last_start(tmp_path):
+    """A start that is refused before it has an optimizer leaves no facts, and may be resumed."""
+    summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
+    run_folder.forget_divergence(RunFolder(tmp_path, tmp_path / "tensorboard", None))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / files.TRACKER).write_text("2")
+    summary = summary_for(tmp_path, status=2)
+    assert (summary["outcome"], summary["diverged"], summary["parameters"]) == ("refused", False, 54828)
+    assert summary["go_on"] == f"megatron-muon train --resume --out {tmp_path}"
+
+
+def test_a_run_of_three_steps_has_not_diverged(tmp_path):
+    """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
+    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3, skipped=2)
+    summary = summary_for(tmp_path / "run", status=0)
+    assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (False, None, 1000)
+    assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
+    assert summary["skipped_iterations"] == 1
+    assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpoint", "goes_on"),
+    [(0, True, False), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
+     (130, False, True), (137, True, True), (16, True, True)],
+)  # fmt: skip
+def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
+    """After a rank was killed it had neither the reason nor a command."""
+    root = tmp_path / "a run"
+    (root / "checkpoints").mkdir(parents=True)
+    if checkpoint:
+        (root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    summary = summary_for(root, status=status, error="why")
+    assert summary["go_on"] == (f"megatron-muon train --resume --out '{root}'" if goes_on else None)
+    assert summary["error"] == ("why" if status in (1, 2, 16, 137) else None)
