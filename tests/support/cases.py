@@ -229,7 +229,10 @@ def of_layout(number: int, case: Case) -> Group:
     if case.instances > 1:
         cases[OUTER] = case.but(outer="optim")
     variants = {label: but(case, **variant.optimizer) for label, variant in VARIANTS.items()}
-    variants["steps by name"] = variants["steps by name"].but(steps_for=BY_NAME.steps_for)
+    if case.latent:  # it has no fused QKV, which one of the patterns names
+        del variants["steps by name"]
+    else:
+        variants["steps by name"] = variants["steps by name"].but(steps_for=BY_NAME.steps_for)
     variants["clip"] = case.but(attention=CLIP)
     for place, (label, variant) in enumerate(variants.items(), number):
         strategy = strategies[place % len(strategies)]

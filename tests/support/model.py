@@ -125,7 +125,7 @@ class Trainer:
 
     def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
         """A slot of the optimizer state, whole, of every parameter that has it; no second moments under TP."""
-        if slot != "momentum_buffer" and self.case.tensor > 1:
+        if slot != "momentum_buffer" and max(self.case.tensor, self.case.expert_tensor) > 1:
             return {}
         state = {name: state[slot] for name, state in self.states().items() if slot in state}
         shapes = {name: tuple(value.shape) for name, value in state.items()}

@@ -103,8 +103,8 @@ def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "")
                 if kind == "weight":  # some frozen ones are not the optimizer's
                     expected = {name: value for name, value in expected.items() if name in found or case.trains(name)}
                 offloaded = kind != "weight" and case.settings.get("muon_offload", "none") != "none"
-                if offloaded or (kind == "second moment" and case.tensor > 1):  # not put together
-                    continue
+                if offloaded or (kind == "second moment" and max(case.tensor, case.expert_tensor) > 1):
+                    continue  # not put together
                 assert found.keys() == expected.keys(), f"{label}: {kind}"
                 for name in expected:
                     torch.testing.assert_close(
