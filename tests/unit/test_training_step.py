@@ -50,9 +50,9 @@ def read_model(path: Path, world_size: int) -> Model:
     return read_model(path, world_size).model
 
 
-def simulate(model: Model = TINY, **changes: Any) -> tuple[dict[str, Any], list[str]]:
-    given = {"world_size": 16, "muon_step_ms": 5.0, "imbalance": 2.0, "mfu": 0.5}
-    return training_step.simulate(model, settings=SETTINGS, hardware=HARDWARE["h100-sxm"], **(given | changes))
+def simulate(model: Model = TINY, mfu: float = 0.5, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+    figures = {"world_size": 16, "step_ms": 5.0, "max_over_mean": 2.0} | changes
+    return training_step.simulate(model, figures, settings=SETTINGS, hardware=HARDWARE["h100-sxm"], mfu=mfu)
 
 
 def memory(model: Model, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
@@ -150,13 +150,12 @@ def test_a_node_shares_what_comes_from_other_nodes() -> None:
     assert replace(dense, ranks=8).gather_s(replace(hardware, node_gb_per_s=1.0), 2) == pytest.approx(28.0)
 
 
-def test_a_step_that_mostly_waits_for_communication_warns() -> None:
+def test_a_step_that_mostly_waits_for_communication_says_so() -> None:
     """Muon / Adam was 1.002 over a step of which FSDP's communication took 75 %, and nothing said so."""
-    slow, notes = simulate(replace(TINY, sequence_flops=6e6))
+    slow, _ = simulate(replace(TINY, sequence_flops=6e6))
     exposed = slow["adam_ms"]["communication"]
     assert exposed == slow["assumptions"]["communication_ms"] - slow["adam_ms"]["forward_backward"] > 0
     assert slow["communication_share"] == exposed / slow["adam_ms"]["total"] > 0.5
-    assert "of Adam's step waits for FSDP's communication" in notes[0]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("llama3-70b", 512), ("moe-large", 128)])
@@ -164,7 +163,7 @@ def test_the_shipped_configs_fit_and_compute_while_they_communicate(name: str, w
     """At the size that the file's first lines name."""
     assert f"--world-size {world_size}\n" in (CONFIGS / f"{name}.yaml").read_text("utf-8")
     model = read_model(CONFIGS / f"{name}.yaml", world_size)
-    figures, _ = simulate(model, world_size=world_size, mfu=training_step.MFU)
+    figures, _ = simulate(model, training_step.MFU, world_size=world_size)
     assert figures["communication_share"] == 0
     assert memory(model, 2**31)["fits"]
 

@@ -90,13 +90,7 @@ def run(args: argparse.Namespace) -> int:
         figures["memory"] = training_step.memory(model, config, figures["extra_bytes"], hardware)
         if model.global_batch is not None:
             figures["training_step"], warnings = training_step.simulate(
-                model,
-                world_size=args.world_size,
-                muon_step_ms=figures["step_ms"],
-                imbalance=figures["max_over_mean"],
-                settings=settings,
-                hardware=hardware,
-                mfu=args.mfu,
+                model, figures, settings=settings, hardware=hardware, mfu=args.mfu
             )
             figures["notes"] += warnings
     write_json(args.json, figures)

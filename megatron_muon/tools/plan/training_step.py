@@ -6,7 +6,7 @@ FSDP's gathers and reductions run beside forward and backward; elementwise work 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,6 @@ MFU = 0.45
 
 Megatron-LM gives 41 % (2B) to 48 % (462B) on H100, https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
 The more, the shorter the step that Muon adds to."""
-
-MAX_COMMUNICATION = 0.5
-"""Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
 
 UNITS = "optim_grads_params"
 """The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
@@ -159,23 +156,16 @@ def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> di
 
 
 def simulate(
-    model: Model,
-    *,
-    world_size: int,
-    muon_step_ms: float,
-    imbalance: float,
-    settings: Settings,
-    hardware: Hardware,
-    mfu: float,
+    model: Model, plan: Mapping[str, Any], *, settings: Settings, hardware: Hardware, mfu: float
 ) -> tuple[dict[str, Any], list[str]]:
     """Milliseconds of a training step with Adam and with Muon, part by part, and what they assume; warnings.
 
-    `muon_step_ms` and `imbalance`, the largest load of an owner over the mean, are the plan's. The model has a batch.
+    `plan` has the figures of the plan. The model has a batch.
     """
     assert model.global_batch is not None
     peak_tflops = hardware.tflops(half=model.half) / PRODUCT_SHARE
     flops = model.sequence_flops * model.global_batch  # by Megatron's count: causal attention, no recomputation
-    compute_ms = flops / (world_size * peak_tflops * 1e12 * mfu) * 1e3
+    compute_ms = flops / (plan["world_size"] * peak_tflops * 1e12 * mfu) * 1e3
     sequences = model.global_batch / model.replicas
     micro_batches = max(math.ceil(sequences / model.micro_batch), 1)
     communication_ms = model.communication_s(hardware, micro_batches) * 1e3
@@ -189,20 +179,19 @@ def simulate(
         "communication": max(communication_ms - compute_ms, 0.0),  # what they do not hide
         "norm_clip_install": passes_ms(held, NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes),
     }
-    owned = imbalance * muon / model.copies  # an element has one owner, however many ranks hold it
+    owned = plan["max_over_mean"] * muon / model.copies  # an element has one owner, however many ranks hold it
     of_muon = passes_ms(muon, holder_bytes(settings)) + passes_ms(owned, owner_bytes(settings))
     adam = {**common, "adam": passes_ms(held, ADAM_BYTES)}
-    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "elementwise": of_muon, "muon_step": muon_step_ms}
+    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "elementwise": of_muon, "muon_step": plan["step_ms"]}
     for each in (adam, ours):
         each["total"] = sum(each.values())
     gathers, reductions = model.collectives(micro_batches)
-    share = adam["communication"] / adam["total"]
     figures = {
         "tokens": model.global_batch * model.sequence_length,
         "adam_ms": adam,
         "muon_ms": ours,
         "muon_over_adam": ours["total"] / adam["total"],
-        "communication_share": share,
+        "communication_share": adam["communication"] / adam["total"],
         "assumptions": {
             "model_flops": flops,
             "mfu": mfu,
@@ -215,15 +204,10 @@ def simulate(
             "muon_parameters_per_rank": muon,
         },
     }
-    return figures, list(_warnings(model, share, sequences))
+    return figures, list(_warnings(model, sequences))
 
 
-def _warnings(model: Model, communication: float, sequences: float) -> Iterator[str]:
-    if communication > MAX_COMMUNICATION:
-        yield (
-            f"{communication:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
-            "reason; try larger micro-batches, a larger batch, more expert-parallel ranks, or HSDP"
-        )
+def _warnings(model: Model, sequences: float) -> Iterator[str]:
     if sequences < 1:
         yield f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens"
     if not model.has_vocabulary:

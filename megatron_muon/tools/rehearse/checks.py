@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_muon.tools.plan.estimate import KindPlan
+from megatron_muon.tools.rehearse.rank import STEPS
 from megatron_muon.tools.rehearse.recorder import Call, Members, RankTrace, Wait
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
@@ -36,11 +37,6 @@ class Recorded:
 
     traces: dict[int, RankTrace]
     plans: Sequence[KindPlan]
-
-    @property
-    def steps(self) -> range:
-        """Numbers of the steps."""
-        return range(min(len(trace.steps) for trace in self.traces.values()))
 
     def planned(self, rank: int) -> dict[str, Any]:
         """What the plans of a rank's groups, which step one by one, say of it."""
@@ -72,7 +68,7 @@ def check(recorded: Recorded) -> list[Finding]:
             found.append(Finding("step", (rank,), f"the rank did not finish: {trace.failure}"))
     if any(trace.failure for trace in recorded.traces.values()):
         return found
-    for step in recorded.steps:
+    for step in range(STEPS):
         calls = recorded.calls(step)
         found += [*order(step, calls), *pairs(step, calls), *stuck(recorded, step), *blocks(recorded, step)]
     return [*found, *each_rank(recorded)]
@@ -96,8 +92,7 @@ def order(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Fi
 def _said(call: Call | None) -> str:
     if call is None:
         return "none"
-    root = f" from {call.root}" if call.root >= 0 else ""
-    return f"{call.op} of {call.dtype}{f', {call.nbytes:,} bytes' if call.nbytes else ''}{root}"
+    return f"{call.op} of {call.dtype}{f', {call.nbytes:,} bytes' if call.nbytes else ''}"
 
 
 def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
@@ -164,7 +159,7 @@ def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
             for rank in group:
                 for part, times in recorded.traces[rank].steps[step].orthogonalized.items():
                     done[part.name, part.block] += [(part.place, part.parts, rank)] * times
-            for matrix, owner in zip(kind.group.layout.matrices, kind.of(group[0]).plan.owners, strict=True):
+            for matrix in kind.group.layout.matrices:
                 for block in range(len(matrix.blocks)):
                     parts = sorted(done[matrix.name, block])
                     count = parts[0][1] if parts else 1
@@ -173,8 +168,7 @@ def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
                         text = (
                             f"step {step}: {matrix.name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
                         )
-                        ranks = sorted({rank for *_, rank in parts}) or [group[owner]]
-                        yield Finding("blocks", tuple(ranks), text)
+                        yield Finding("blocks", tuple(sorted({rank for *_, rank in parts})) or group, text)
 
 
 def each_rank(recorded: Recorded) -> Iterator[Finding]:
@@ -183,7 +177,7 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
         last, planned, own = trace.steps[-1], recorded.planned(rank), (rank,)
         if trace.digest != planned["digest"]:
             yield Finding("plan", own, f"rank {rank} has plan {trace.digest}, the planner has {planned['digest']}")
-        for step in recorded.steps:
+        for step in range(STEPS):
             waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
             for number, call in enumerate(trace.steps[step].calls):
                 if number not in waited:
@@ -208,15 +202,10 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
 
 
 def received_bytes(trace: RankTrace, step: int) -> int:
-    """Bytes that a rank receives from others in a step's all-to-alls, broadcasts and gatherings."""
+    """Bytes that a rank receives from others in a step's all-to-alls."""
     total = 0
     for call in trace.steps[step].calls:
-        members = trace.groups[call.group].ranks
-        here = members.index(trace.rank)
         if call.received is not None:
+            here = trace.groups[call.group].ranks.index(trace.rank)
             total += int(call.received.sizes[call.received.peers != here].sum())
-        elif call.op == "broadcast" and call.root != here:
-            total += call.nbytes
-        elif call.op == "all_gather":
-            total += call.nbytes * (len(members) - 1)
     return total

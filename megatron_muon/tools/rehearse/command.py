@@ -133,8 +133,7 @@ def show(figures: dict[str, Any]) -> None:
             who = ", ".join(map(str, finding["ranks"][:SHOWN]))
             print_line(f"{finding['check']}, ranks {who}: {finding['text']}", "red")
     for name, number in found.items():
-        if number > SHOWN:
-            print_line(f"{name}: {number - SHOWN:,} more", "red")
+        print_line(f"{name}: {number:,} in all", "red")
     if not found:
         print_line("ranks, layout and plan agree", "green")
 

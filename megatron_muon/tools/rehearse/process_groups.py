@@ -65,10 +65,6 @@ class RecordingGroup(dist.ProcessGroup):
         return self._start("all_reduce", tensors[0], nbytes=tensors[0].nbytes)
 
     @override
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
-        return self._start("broadcast", tensors[0], nbytes=tensors[0].nbytes, root=opts.rootRank)
-
-    @override
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
         if not isinstance(tensor, FakeTensor):
             output.view(self.size(), -1).copy_(tensor.view(1, -1))

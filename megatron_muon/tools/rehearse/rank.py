@@ -35,22 +35,20 @@ STEPS = 2
 BATCH = 8
 """Ranks that a process is given at a time."""
 
-PlanKey = tuple[str, tuple[int, ...]]
-"""The name of a kind of groups, and how their ranks lie in nodes."""
-
 
 @dataclass
 class Rehearsal:
     """What ranks have in common; `groups` are planned, dense matrices first.
 
-    A plan that is missing in `plans` is made by the first rank as in training, and the others take it.
+    A plan that is missing in `plans`, by the name of a kind of groups and how their ranks lie in nodes, is made by the
+    first rank as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
     groups: Sequence[Group]
     world_size: int
     hardware: Hardware
-    plans: dict[PlanKey, Plan] = field(default_factory=dict)
+    plans: dict[tuple[str, tuple[int, ...]], Plan] = field(default_factory=dict)
 
 
 _shared: Rehearsal

@@ -58,22 +58,21 @@ class Split(NamedTuple):
 class Call(NamedTuple):
     """A collective that has been started.
 
-    `nbytes` is the size of the tensor that is reduced or broadcast, or of this rank's part of what is gathered, the
-    same on every rank. An all-to-all has `sent` and `received` instead.
+    `nbytes` is the size of the tensor that is reduced, or of this rank's part of what is gathered, the same on every
+    rank. An all-to-all has `sent` and `received` instead.
     """
 
     group: int  # index in the trace's groups
     op: str
     dtype: str
     nbytes: int = 0
-    root: int = -1  # the rank in the group that broadcasts
     sent: Split | None = None
     received: Split | None = None
 
     @property
-    def signature(self) -> tuple[str, str, int, int]:
+    def signature(self) -> tuple[str, str, int]:
         """What must be the same on every member."""
-        return self.op, self.dtype, self.nbytes, self.root
+        return self.op, self.dtype, self.nbytes
 
 
 class Wait(NamedTuple):
