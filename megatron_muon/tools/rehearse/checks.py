@@ -113,7 +113,9 @@ def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
                 key = members, counts[rank, members]
                 counts[rank, members] += 1
                 started[rank].append(key)
-                absent.setdefault(key, events.keys() & set(members.ranks)).discard(rank)
+                if key not in absent:
+                    absent[key] = events.keys() & set(members.ranks)
+                absent[key].discard(rank)
         running = {rank for rank, key in waiting.items() if not absent[key]}
         for rank in running:
             del waiting[rank]
