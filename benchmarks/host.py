@@ -1,11 +1,11 @@
-"""What the host of rank 0 takes for an optimizer step of the shipped models, beside what `megatron-muon plan` counts.
+"""What the host of rank 0 takes for an optimizer step of the shipped models.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--configs FILE.yaml ...] [--ranks N ...]
 
 The rank's real optimizer steps with the owners and waves of the plan, on matrices of as many rows and a few columns, so
 that products and copies take next to nothing, in a process group that answers at once. The time is that of the
 processor, the least of some steps. On a CPU there is no driver to launch kernels, nor are blocks iterated in the same
-parts as on a GPU; the plan counts 5 microseconds a kernel, 2 a view, 1 an allocation, 30 a collective.
+parts as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ import torch
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.tools.plan.command import settings_of
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, plan_kind
-from megatron_muon.tools.plan.host import counts_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, node_pattern, plan_group
 from megatron_muon.tools.plan.matrices import read_model
 from megatron_muon.tools.rehearse import machine, process_groups
 from megatron_muon.tools.rehearse import rank as of_rank
 from megatron_muon.tools.rehearse.recorder import Recorder
-from megatron_muon.tools.rehearse.trace import RankTrace
 
 STEPS, COLUMNS = 8, 8
 
@@ -39,7 +37,7 @@ class _Timed(Recorder):
     """Notes how long steps take, and records nothing."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(0, torch.device("cpu"))
         self.seconds: list[float] = []
 
     @contextlib.contextmanager
@@ -62,27 +60,26 @@ def narrow(layout: Layout) -> Layout:
     return Layout(layout.world_size, tuple(map(matrix, layout.matrices)))
 
 
-def host_ms(config: Path, ranks: int) -> tuple[float, float]:
-    """Milliseconds of a step of rank 0: measured, and by the plan's counts."""
+def host_ms(config: Path, ranks: int) -> float:
+    """Milliseconds of a step of rank 0."""
     hardware = HARDWARE["h100-sxm"]
-    planned = read_model(config, ranks)
-    planned.settings.lr = planned.settings.lr or 0.0
-    kinds = [plan_kind(group, settings_of(planned.settings, hardware), hardware, ranks) for group in planned.groups]
-    counted = sum(hardware.host_s(counts_of(kind.of(0).plan, 0)) for kind in kinds)
-    groups: list[Group] = [replace(group, layout=narrow(group.layout)) for group in planned.groups]
-    rehearsal = of_rank.Rehearsal(planned.settings, groups, ranks, hardware)
-    for group, kind in zip(groups, kinds, strict=True):
-        key = rehearsal.plan_key(group, group.members(0, ranks))
-        rehearsal.plans[key] = replace(kind.of(0).plan, layout=group.layout)
+    settings, groups, _ = read_model(config, ranks)
+    settings.lr = settings.lr or 0.0
+    narrowed: list[Group] = [replace(group, layout=narrow(group.layout)) for group in groups]
+    rehearsal = of_rank.Rehearsal(settings, narrowed, ranks, hardware)
+    for group, narrow_one in zip(groups, narrowed, strict=True):
+        key = group.name, node_pattern(group.members(0, ranks), hardware)
+        plan = plan_group(group, settings_of(settings, hardware), hardware).plan
+        rehearsal.plans[key] = replace(plan, layout=narrow_one.layout)
     recorder = _Timed()
     with (
-        process_groups.world(0, ranks, recorder),
+        process_groups.world(ranks, recorder),
         mock.patch.object(machine, "DEVICE", torch.device("cpu")),
         mock.patch.object(of_rank, "STEPS", STEPS),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        of_rank._run(0, rehearsal, recorder, RankTrace(0))
-    return min(recorder.seconds) * 1e3, counted * 1e3
+        of_rank.run(rehearsal, recorder)
+    return min(recorder.seconds) * 1e3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,11 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024))
     args = parser.parse_args(argv)
     cpu.install(force=True)
-    print("| model | ranks | host, ms | by the plan's counts, ms |\n| --- | --- | --- | --- |")
+    print("| model | ranks | host, ms |\n| --- | --- | --- |")
     for config in args.configs:
         for ranks in args.ranks:
-            measured, counted = host_ms(config, ranks)
-            print(f"| {config.stem} | {ranks:,} | {measured:.2f} | {counted:.2f} |", flush=True)
+            print(f"| {config.stem} | {ranks:,} | {host_ms(config, ranks):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megatron_muon import cli
 MODELS = ("llama3-8b", "llama3-70b", "moe-large")
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096)
 HEADINGS = (
-    *("model", "ranks", "step, ms", "Newton-Schulz, ms", "exchange, ms", "host, ms"),
+    *("model", "ranks", "step, ms", "Newton-Schulz, ms", "exchange, ms"),
     *("extra memory, MiB", "load, max / mean", "Muon / Adam", "waiting for communication"),
 )
 
@@ -39,13 +39,13 @@ def planned(config: Path, ranks: int, hardware: str) -> dict[str, Any]:
 
 def cells(model: str, figures: dict[str, Any]) -> list[str]:
     """A line of the table; of a plan without a training step the last two cells are dashes."""
-    ms, step = figures["estimated_ms"], figures.get("training_step")
+    step = figures.get("training_step")
     return [
         model,
         f"{figures['world_size']:,}",
-        *(f"{ms[part]:,.1f}" for part in ("step", "ns", "exchange", "host")),
-        f"{figures['extra_bytes_max'] / 2**20:,.0f}",
-        f"{figures['ns_load']['max_over_mean']:.2f}",
+        *(f"{figures[part]:,.1f}" for part in ("step_ms", "ns_ms", "exchange_ms")),
+        f"{figures['extra_bytes'] / 2**20:,.0f}",
+        f"{figures['max_over_mean']:.2f}",
         *((f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}") if step else "--"),
     ]
 

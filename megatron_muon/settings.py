@@ -115,10 +115,6 @@ class MuonSettings:
     muon_share_replicated: bool = False
     """with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all"""
 
-    muon_dump_layout: str | None = _field(None, metavar="FILE")
-    """write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts also to
-    NAME.experts.SUFFIX"""
-
     muon_metrics_interval: int = _field(0, default=METRICS_INTERVAL, metavar="K")
     """with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of every K-th
     step, and log them under muon/; 0 never"""

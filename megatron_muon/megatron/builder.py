@@ -21,7 +21,6 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
 from megatron_muon.fsdp.shards import layout_of
-from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.main_weights import MainWeights, keep_matrix_weights
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
@@ -83,8 +82,6 @@ def build_muon(
     if device.type != "cpu" and config.muon_ns_device == "cpu":
         elsewhere = {"device": torch.device("cpu"), "group": mp.over_gloo(group)}
     muon = make_muon(groups, held, config, names, offload=offload, weights=weights, scratch=scratch, **elsewhere)
-    if config.muon_dump_layout is not None and dist.get_rank() == 0:
-        dump_layout(config.muon_dump_layout, layout, dist.get_process_group_ranks(group), is_expert=is_expert)
     return muon, matrices
 
 

@@ -122,10 +122,6 @@ def _groups(
     selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
-        raise UserError(
-            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
-        )
     return groups, selection.parameter_names(model_chunks)
 
 

@@ -3,7 +3,6 @@
 Each run costs 10 to 20 seconds of imports, so each shows several things at once.
 """
 
-import json
 import math
 import os
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 from megatron_muon import cli as command
 from megatron_muon.errors import ExitStatus
-from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.tools.train.events import read_events
 from tests.support import cli
 
@@ -148,31 +146,6 @@ def test_a_continued_run_is_the_uninterrupted_one(tmp_path, corpus):
         assert found == {step: expected[step] for step in (5, 6, 7, 8)}, tag
 
 
-def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
-    """What rank 0 writes before training is what the ranks hold, with the blocks of QKV."""
-    file = tmp_path / "layout.json"
-    one = ("--global-batch-size", "4", "--train-iters", "1", "--muon-dump-layout", "layout.json")
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SHARDED, *one).checked()
-    assert len(run.losses) == 1
-    (note,) = notes(run, "layout.json: ")
-    assert run.output.index(note) < run.output.index("iteration        1/")
-
-    layout = read_layout(file)
-    assert layout.world_size == 2
-    matrices = {matrix.name: matrix for matrix in layout.matrices}
-    assert len(matrices) == table(run)["muon"][0] == 12
-    assert sum(matrix.numel for matrix in matrices.values()) == table(run)["muon"][1]
-    assert matrices["decoder.layers.1.mlp.linear_fc1.weight"].shape == (102, 39)
-    assert any(len(matrix.shards) == 2 for matrix in matrices.values())
-    assert matrices["decoder.layers.2.self_attention.linear_qkv.weight"].blocks == [(39, 39)] * 3
-
-    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == ExitStatus.OK
-    assert "at 2 ranks" in capsys.readouterr().out
-    figures = json.loads((tmp_path / "plan.json").read_text())
-    assert (figures["world_size"], figures["matrices"]) == (2, 12)
-    assert figures["exchange_bytes"]["max_per_rank"] > 0
-
-
 def test_one_process_needs_no_torchrun(tmp_path, corpus):
     """It ended in `environment variable MASTER_ADDR expected`, after 890 lines."""
     torchruns = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -238,15 +211,8 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
     over = ("--muon-fp32-matmul-prec", "highest", "--expert-model-parallel-size", "2")
     two = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=2).checked()
-    dump = ("--muon-dump-layout", "layout.json")
-    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, *dump, ranks=4).checked()
+    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=4).checked()
     assert_learns(four, 6)
-    dense, expert = (read_layout(tmp_path / name) for name in ("layout.json", "layout.experts.json"))
-    assert (dense.world_size, expert.world_size) == (4, 2)
-    assert all(".experts." in matrix.name for matrix in expert.matrices)
-    assert not any(".experts." in matrix.name for matrix in dense.matrices)
-    assert len(dense.matrices) + len(expert.matrices) == table(four)["muon"][0]
-    assert [len(notes(four, f"{name}: ")) for name in ("layout.json", "layout.experts.json")] == [1, 1]
     assert four.losses == pytest.approx(two.losses, abs=1e-4)
     norms = [[iteration.grad_norm for iteration in run.iterations] for run in (two, four)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)

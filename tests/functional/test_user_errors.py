@@ -88,11 +88,6 @@ CASES |= {
         ("no offload directory", (*RUN, *OFFLOAD, "absent"), ("absent: cannot write there (No such file", "make it")),
         ("an offload file", (*RUN, *OFFLOAD, "a-file"), ("a-file: cannot write there (Not a directory)",)),
         ("an offload directory of the system", (*RUN, *OFFLOAD, "/proc"), ("/proc: cannot write there",)),
-        (
-            "a layout without a folder",
-            (*RUN, *OFFLOAD[:2], "--muon-dump-layout", "absent/x.json"),
-            ("absent/x.json", "name a file in a folder that is there"),
-        ),
         # Story: each was a traceback, or a training that never ended well.
         ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long", "traceback is in")),
         ("no interval of validation", (*RUN, "--eval-interval", "0"), ("--eval-interval 0", "--eval-iters 0")),

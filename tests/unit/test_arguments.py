@@ -205,13 +205,12 @@ def test_mistakes_that_do_not_depend_on_each_other_are_told_at_once(parser, tmp_
 
 OF_MUON = (
     *("--muon-lr 0.1", "--muon-ns gram", "--muon-split-gated-mlp --swiglu", "--muon-split-heads"),
-    *("--muon-exclude router linear_fc?", "--muon-dump-layout layout.json", "--muon-share-replicated"),
+    *("--muon-exclude router linear_fc?", "--muon-share-replicated"),
 )
 IN_PARTS = r"--muon-tp-mode (distributed|duplicated) is not supported with {} and .* 2; use --muon-tp-mode blockwise"
 
 REFUSED = [  # beside what test_refusals.py asks a script too
     ("--optimizer adaptive_muon", "--optimizer adaptive_muon needs --use-megatron-fsdp"),
-    (f"{NO_SHARD} --muon-dump-layout x.json", r"nothing to write with .* no_shard: .* whole matrices; use optim"),
     (f"{NO_SHARD} --muon-ns gram", "--muon-ns has no effect here"),
     (f"{NO_SHARD} --num-distributed-optimizer-instances 2", "2 has nothing to shard with .* no_shard"),
     (f"{MUON} --muon-share-replicated", r"is for .* no_shard: optim.* shares the work already"),

@@ -66,8 +66,8 @@ class Enqueued(TorchDispatchMode):
 @contextlib.contextmanager
 def on_fake_gpu(**variant: Any) -> Iterator[ShardedMuon]:
     """The Muon of rank 1 of four on fake tensors."""
-    recorder = Recorder(machine.DEVICE)
-    with process_groups.world(1, RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
+    recorder = Recorder(1, machine.DEVICE)
+    with process_groups.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
         group = dist.new_group(range(RANKS))
         layout = Layout(RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)))
         orthogonalizer = Orthogonalizer(

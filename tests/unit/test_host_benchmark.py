@@ -21,7 +21,6 @@ def test_a_shipped_model_is_measured() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     *_, line = run.stdout.splitlines()
-    _, model, ranks, measured, counted, _ = (cell.strip() for cell in line.split("|"))
+    _, model, ranks, measured, _ = (cell.strip() for cell in line.split("|"))
     assert (model, ranks) == ("quickstart", "4")
-    assert 0.0 < float(counted) < 10.0
     assert float(measured) > 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from megatron_muon.core.probe import SILENT
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.patterns import steps_of
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.layout_file import read_layout, write_layout
 from megatron_muon.settings import steps_for
 from tests.support.rows import ByMatrix
 
@@ -133,12 +131,6 @@ def test_the_planner_spreads_work_by_steps_and_the_digest_has_them() -> None:
     other, named = plan(5, 0, 0, 0)
     assert named.digest() != even.digest()
     assert other.digest() != layout.digest()
-
-
-def test_a_captured_layout_keeps_steps(tmp_path: Path) -> None:
-    layout = Layout(2, (replicated("a", (4, 3), 2), replicated("b", (4, 3), 2, steps=8)))
-    write_layout(tmp_path / "layout.json", layout)
-    assert read_layout(tmp_path / "layout.json") == layout
 
 
 def test_muon_for_any_model_takes_steps_by_name() -> None:

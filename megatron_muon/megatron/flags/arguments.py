@@ -149,7 +149,7 @@ def check_settings(
     def muon() -> None:
         refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=device == "cpu", has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
-            check_places(args, first_rank=environ.get("RANK", "0") == "0")
+            check_places(args)
 
     world_size = int(environ.get("WORLD_SIZE", "1"))
     checks = [lambda: check_parallelism(args, world_size), lambda: refusals.apply(_of_models(args)), muon]

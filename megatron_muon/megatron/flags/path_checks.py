@@ -11,7 +11,6 @@ from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.core.numbers import is_number
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.vocabulary import check_vocabulary, read_head, require_files
-from megatron_muon.megatron.layout_file import check_dump_file
 
 
 def require_data(args: argparse.Namespace) -> None:
@@ -85,11 +84,9 @@ def check_writable(directory: Path, flag: str) -> None:
         raise UserError(f"{flag} {directory}: cannot write there ({error.strerror}); give another") from error
 
 
-def check_places(args: argparse.Namespace, *, first_rank: bool) -> None:
-    """Refuse places that Muon could not write to; the first rank writes the layout, others need not have its folder."""
+def check_places(args: argparse.Namespace) -> None:
+    """Refuse places that Muon could not write to."""
     if args.muon_offload == "nvme":
         from megatron_muon.offload.files import require_writable
 
         require_writable(Path(args.muon_offload_dir))
-    if args.muon_dump_layout is not None and first_rank:
-        check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))

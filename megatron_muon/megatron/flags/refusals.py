@@ -224,8 +224,6 @@ def _unheeded(run: MuonRun) -> Rules:
     gated = run.model.gated_linear_unit if run.has_model else run.model.swiglu
     if settings.muon_split_gated_mlp and not gated:
         yield "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out"
-    if run.replicated and settings.muon_dump_layout is not None:
-        yield f"--muon-dump-layout has nothing to write with {NO_SHARD}: every rank holds whole matrices; use optim"
     if needs_whole_updates(settings) and settings.muon_team_size not in ("auto", "1"):
         yield f"--muon-team-size {settings.muon_team_size}: NorMuon needs whole updates; use --muon-team-size 1"
     if run.megatrons_own and steps_for(settings):

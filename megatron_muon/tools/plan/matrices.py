@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.fsdp.cuts import Places, bucket_shards
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.flags.config_file import check_flags, load_config, merge
+from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.model import on_meta
 from megatron_muon.megatron.model import parameters as mp
@@ -58,20 +59,19 @@ class _Environment(dict[str, str]):
         return f"${{{name}}}"
 
 
-def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
+def read_model(path: Path, world_size: int, flags: Sequence[str] = (), *, device: str = "cuda") -> Planned:
     """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model.
 
-    What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
-    tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
+    `flags` go before the file's. What says nothing about matrices and ranks need not fit: paths may have placeholders,
+    batches any size, data and tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
 
     Raises:
         UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
             shard.
     """
-    args, global_batch = _arguments(path, world_size, device)
+    args, global_batch = _arguments(path, world_size, flags, device)
     names = {field.name for field in fields(MuonOptimizerConfig)}
     settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
-    settings.muon_dump_layout = None
     with validation.explained():
         groups, parameters, vocabulary = _groups(args, settings)
         counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
@@ -80,7 +80,7 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
             copies=args.num_distributed_optimizer_instances,
             sequence_flops=float(training.num_floating_point_operations(counted, 1)),
             sequence_length=args.seq_length,
-            vocabulary=vocabulary if args.vocab_size != 1 else None,
+            has_vocabulary=args.vocab_size != 1,
             global_batch=global_batch,
             micro_batch=args.micro_batch_size,
             replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
@@ -92,15 +92,15 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
     return Planned(settings, groups, model)
 
 
-def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Namespace, int | None]:
+def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -> tuple[argparse.Namespace, int | None]:
     """Validated arguments for a model of local layers, and the config's global batch, which need not fit."""
     parser = arguments.build_parser()
-    config = load_config(path, _Environment(os.environ))
+    config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
     check_flags(config, parser)
-    given = dict(config.flags)
-    optimizer = given.get("--optimizer", ("",))[0]
-    flags = merge(config, ("--optimizer", optimizer if optimizer in MUONS else "muon", "--use-megatron-fsdp"))
-    args = arguments.parse(parser, (*arguments.missing_defaults(parser, flags, device=device), *flags))
+    line = [*merge(config, flags), "--use-megatron-fsdp"]
+    if arguments.parse(parser, line).optimizer not in MUONS:
+        line += ["--optimizer", "muon"]
+    args = arguments.parse(parser, (*arguments.missing_defaults(parser, line, device=device), *line))
     for flag, value, planned in (
         ("--yaml-cfg", args.yaml_cfg, (None,)),
         ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
@@ -109,7 +109,7 @@ def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Names
         if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
     args.rank, args.world_size = 0, world_size
-    if "--transformer-impl" not in given and device == "cuda":
+    if device == "cuda" and not any(word.partition("=")[0] == "--transformer-impl" for word in line):
         args.transformer_impl = "transformer_engine"
     arguments.check_parallelism(args, world_size)
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"

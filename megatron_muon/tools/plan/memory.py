@@ -30,17 +30,13 @@ def extra_bytes(plan: Plan) -> Ints:
     nothing = np.zeros(plan.layout.world_size, dtype=np.int64)
     made = np.max([nothing, *(each.pop(_MADE) for each in (*waves, *fillers))], axis=0)
     order = schedule(len(waves), len(fillers))
-    moments = moments_of(order)
-    most = nothing
-    for moment in range(MOMENTS * len(order)):
-        taken = nothing.copy()
-        for when, buffers in zip(moments, [*waves, *fillers], strict=True):
-            for name, size in buffers.items():
-                (first, after), (last, until) = LIFETIMES[name]
-                if when[first] + after <= moment <= when[last] + until:
-                    taken += size
-        most = np.maximum(most, taken)
-    return most + made
+    taken = np.zeros((MOMENTS * len(order) + 1, len(nothing)), dtype=np.int64)
+    for when, buffers in zip(moments_of(order), [*waves, *fillers], strict=True):
+        for name, size in buffers.items():
+            (first, after), (last, until) = LIFETIMES[name]
+            taken[when[first] + after : when[last] + until + 1] += size
+    found: Ints = taken.max(axis=0) + made
+    return found
 
 
 def _wave(plan: Plan, indices: Sequence[int]) -> dict[str, Ints]:
@@ -73,14 +69,13 @@ def _fillers(plan: Plan) -> list[dict[str, Ints]]:
     parts = [plan.fillers(rank) for rank in range(ranks)]
     found: list[dict[str, Ints]] = []
     for number in range(max(map(len, parts), default=0)):
-        held, largest = (np.zeros(ranks, dtype=np.int64) for _ in range(2))
-        owned: dict[int, tuple[list[Matrix], list[BlockSlice]]] = {}
-        for rank, of_rank in enumerate(parts):
-            if number < len(of_rank):
-                matrices = [plan.layout.matrices[index] for index in of_rank[number]]
-                held[rank] = sum(matrix.numel for matrix in matrices)
-                largest[rank] = max(matrix.numel for matrix in matrices)
-                owned[rank] = matrices, []
+        owned: dict[int, tuple[list[Matrix], list[BlockSlice]]] = {
+            rank: ([plan.layout.matrices[index] for index in of_rank[number]], [])
+            for rank, of_rank in enumerate(parts)
+            if number < len(of_rank)
+        }
+        sizes = [[matrix.numel for matrix in owned.get(rank, ([], []))[0]] for rank in range(ranks)]
+        held, largest = np.array([sum(each) for each in sizes]), np.array([max(each, default=0) for each in sizes])
         found.append(_buffers(plan, held, largest, owned, own=held))
     return found
 

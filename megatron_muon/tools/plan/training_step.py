@@ -1,4 +1,4 @@
-"""A whole training step on paper, with Adam and with Muon: the memory of a GPU, the time, and what both assume.
+"""A whole training step on paper, with Adam and with Muon: the memory of a GPU, and the time.
 
 FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the memory's rate.
 """
@@ -6,7 +6,7 @@ FSDP's gathers and reductions run beside forward and backward; elementwise work 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,18 +18,14 @@ MFU = 0.45
 Megatron-LM gives 41 % (2B) to 48 % (462B) on H100, https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
 The more, the shorter the step that Muon adds to."""
 
-MAX_COMMUNICATION = 0.5
-"""Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
-
 UNITS = "optim_grads_params"
 """The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
 
 # Bytes that move for each parameter, in fp32 and in passes that find nothing in a cache.
 NORM_BYTES, CLIP_BYTES = 4, 8  # reads the gradient; reads and writes it
 ADAM_BYTES = 28  # one fused pass: reads gradient, weight and two moments, writes all but the gradient
-MOMENTUM_BYTES, LOOK_AHEAD_BYTES = 12, 12  # each reads two tensors and writes one
-APPLY_BYTES = 16  # decay and update each read and write the weight
-CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28  # beyond that (`core.rules`)
+MOMENTUM_BYTES = 24  # momentum and look-ahead each read two tensors and write one
+APPLY_BYTES = 20  # decay and update each read and write the weight; the update is read
 
 # Bytes that lie in memory for each parameter.
 MAIN_BYTES, MOMENTS_BYTES = 4, 8  # the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
@@ -65,7 +61,7 @@ class Model:
     copies: int  # of the optimizer's state: HSDP's instances
     sequence_flops: float  # of a sequence, forward and backward
     sequence_length: int  # tokens
-    vocabulary: int | None  # padded rows of embedding and output layer; None where neither flag nor tokenizer tells
+    has_vocabulary: bool  # whether a flag or the tokenizer tells the size of the embedding
     global_batch: int | None  # sequences of a step; None where the config names none
     micro_batch: int  # sequences of a data-parallel rank at a time
     replicas: int  # data-parallel ranks
@@ -73,11 +69,6 @@ class Model:
     half: bool  # trains in bf16, and not in fp32
     reduced_bytes: int  # of an element of the gradients when they are reduced
     activation_bytes: float | None = None  # of a micro-batch on a rank; None where Megatron has no formula
-
-    @property
-    def tokens(self) -> int | None:
-        """Of a step, as the config has them."""
-        return None if self.global_batch is None else self.global_batch * self.sequence_length
 
     @property
     def weight_bytes(self) -> int:
@@ -109,19 +100,19 @@ class Model:
 
 
 class Planned(NamedTuple):
-    """What a plan is of."""
+    """What is planned of an experiment file: its `MuonOptimizerConfig`, its groups, its model."""
 
-    settings: Any  # MuonSettings, of a config MuonOptimizerConfig
+    config: Any
     groups: list[Group]
-    model: Model | None  # where it is known
+    model: Model
 
 
 def holder_bytes(settings: Settings) -> int:
-    """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
-    ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
-    packed = 2 * settings.memory.element_bytes  # to what travels, and back
-    variants = CAUTIOUS_BYTES * settings.cautious + HYPERBALL_BYTES * settings.hyperball
-    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + variants + packed
+    """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step.
+
+    Momentum, what travels and back, and applying.
+    """
+    return MOMENTUM_BYTES + 2 * settings.memory.element_bytes + APPLY_BYTES
 
 
 def owner_bytes(settings: Settings) -> int:
@@ -133,17 +124,17 @@ def owner_bytes(settings: Settings) -> int:
     return 9 * settings.memory.element_bytes + 3 * (2 if settings.iteration.half else 4)
 
 
-def memory(model: Model, settings: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
+def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
     """Bytes of a GPU's memory by purpose, with Adam and with Muon, where Muon's step takes `step_bytes` beside.
 
-    Weights and gradients lie as Megatron-FSDP shards them; `settings` are Muon's of the run.
+    Weights and gradients lie as Megatron-FSDP shards them; `config` has Muon's settings.
     """
     held, muon = model.held(), model.held("muon")
     whole = sum(kind.count / kind.parts for kind in model.parameters)
-    kept = 1 - settings.muon_offload_fraction * (settings.muon_offload != "none")  # on the device
-    kept_too = kept if settings.muon_offload_state == "all" else 1.0
-    adaptive = getattr(settings, "optimizer", "") == "adaptive_muon" and settings.adaptive_muon_moment2_method
-    momentum = STORED_BYTES[settings.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
+    kept = 1 - config.muon_offload_fraction * (config.muon_offload != "none")  # on the device
+    kept_too = kept if config.muon_offload_state == "all" else 1.0
+    adaptive = getattr(config, "optimizer", "") == "adaptive_muon" and config.adaptive_muon_moment2_method
+    momentum = STORED_BYTES[config.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
     weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
     common = {
         "gradients": model.reduced_bytes * (whole if model.strategy == "optim" else held),
@@ -165,95 +156,59 @@ def memory(model: Model, settings: Any, step_bytes: int, hardware: Hardware) -> 
 
 
 def simulate(
-    model: Model,
-    tokens: int,
-    *,
-    world_size: int,
-    muon_step_ms: float,
-    imbalance: float,
-    settings: Settings,
-    hardware: Hardware,
-    mfu: float,
-) -> dict[str, Any]:
-    """Milliseconds of a training step of so many tokens with Adam and with Muon, part by part, and what they assume.
+    model: Model, plan: Mapping[str, Any], *, settings: Settings, hardware: Hardware, mfu: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Milliseconds of a training step with Adam and with Muon, part by part, and what they assume; warnings.
 
-    `muon_step_ms` and `imbalance`, the largest load of an owner over the mean, are the plan's.
+    `plan` has the figures of the plan. The model has a batch.
     """
-    peak_tflops = (hardware.bf16_tflops if model.half else hardware.fp32_tflops) / PRODUCT_SHARE
-    flops = model.sequence_flops * tokens / model.sequence_length
-    compute_ms = flops / (world_size * peak_tflops * 1e12 * mfu) * 1e3
-    of_a_rank = tokens / model.replicas / model.sequence_length  # sequences
-    micro_batches = max(math.ceil(of_a_rank / model.micro_batch), 1)
+    assert model.global_batch is not None
+    peak_tflops = hardware.tflops(half=model.half) / PRODUCT_SHARE
+    flops = model.sequence_flops * model.global_batch  # by Megatron's count: causal attention, no recomputation
+    compute_ms = flops / (plan["world_size"] * peak_tflops * 1e12 * mfu) * 1e3
+    sequences = model.global_batch / model.replicas
+    micro_batches = max(math.ceil(sequences / model.micro_batch), 1)
     communication_ms = model.communication_s(hardware, micro_batches) * 1e3
     held, muon = model.held(), model.held("muon")
-    both_bytes = NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes
 
     def passes_ms(parameters: float, moved: float) -> float:
         return parameters * moved / hardware.memory_gb_per_s / 1e6
 
     common = {
         "forward_backward": compute_ms,
-        "exposed_communication": max(communication_ms - compute_ms, 0.0),
-        "norm_clip_install": passes_ms(held, both_bytes),
+        "communication": max(communication_ms - compute_ms, 0.0),  # what they do not hide
+        "norm_clip_install": passes_ms(held, NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes),
     }
+    owned = plan["max_over_mean"] * muon / model.copies  # an element has one owner, however many ranks hold it
+    of_muon = passes_ms(muon, holder_bytes(settings)) + passes_ms(owned, owner_bytes(settings))
     adam = {**common, "adam": passes_ms(held, ADAM_BYTES)}
-    owned = imbalance * muon / model.copies  # an element has one owner, however many ranks hold it
-    elementwise = passes_ms(muon, holder_bytes(settings)) + passes_ms(owned, owner_bytes(settings))
-    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "muon_elementwise": elementwise}
-    ours["muon_step"] = muon_step_ms
+    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "elementwise": of_muon, "muon_step": plan["step_ms"]}
+    for each in (adam, ours):
+        each["total"] = sum(each.values())
     gathers, reductions = model.collectives(micro_batches)
-    share = adam["exposed_communication"] / sum(adam.values())
-    return {
-        "tokens": tokens,
-        "adam_ms": {**adam, "total": sum(adam.values())},
-        "muon_ms": {**ours, "total": sum(ours.values())},
-        "muon_over_adam": sum(ours.values()) / sum(adam.values()),
-        "communication_share": share,
+    figures = {
+        "tokens": model.global_batch * model.sequence_length,
+        "adam_ms": adam,
+        "muon_ms": ours,
+        "muon_over_adam": ours["total"] / adam["total"],
+        "communication_share": adam["communication"] / adam["total"],
         "assumptions": {
-            "model_flops": flops,  # by Megatron's count: causal attention, no recomputation
+            "model_flops": flops,
             "mfu": mfu,
             "peak_tflops": peak_tflops,
-            "sequences_per_data_parallel_rank": of_a_rank,
             "micro_batches": micro_batches,
             "weight_gathers": gathers,
             "gradient_reductions": reductions,
             "communication_ms": communication_ms,
             "parameters_per_rank": held,
             "muon_parameters_per_rank": muon,
-            "muon_parameters_owned": owned,
-            "both_bytes": both_bytes,  # of a parameter: norm, clipping, weights installed
-            **_constants(model, settings, hardware),
         },
-        "notes": list(_warnings(model, share, of_a_rank)),
     }
+    return figures, list(_warnings(model, sequences))
 
 
-def _constants(model: Model, settings: Settings, hardware: Hardware) -> dict[str, Any]:
-    """Assumptions that do not depend on the batch."""
-    return {
-        "sequence_length": model.sequence_length,
-        "vocabulary": model.vocabulary,
-        "weight_bytes": model.weight_bytes,
-        "gradient_bytes": model.reduced_bytes,
-        "node_gb_per_s": hardware.node_gb_per_s,
-        "network_gb_per_s": hardware.network_gb_per_s,
-        "memory_gb_per_s": hardware.memory_gb_per_s,
-        "adam_bytes": ADAM_BYTES,
-        "muon_holder_bytes": holder_bytes(settings),
-        "muon_owner_bytes": owner_bytes(settings),
-    }
-
-
-def _warnings(model: Model, communication: float, sequences: float) -> Iterator[str]:
-    if communication > MAX_COMMUNICATION:
-        yield (
-            f"{communication:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
-            "reason; try larger micro-batches, a larger batch, more expert-parallel ranks, or HSDP"
-        )
+def _warnings(model: Model, sequences: float) -> Iterator[str]:
     if sequences < 1:
-        yield (
-            f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens: such a step "
-            f"needs {math.ceil(1 / sequences)} context-parallel ranks for a sequence, or shorter ones"
-        )
-    if model.vocabulary is None:
+        yield f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens"
+    if not model.has_vocabulary:
         yield "the size of the vocabulary is not known and counts as none; add --vocab-size to the config"

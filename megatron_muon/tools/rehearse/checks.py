@@ -9,13 +9,13 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.layout import Ints
 from megatron_muon.tools.plan.estimate import KindPlan
-from megatron_muon.tools.rehearse.trace import Call, Members, RankTrace, Wait
+from megatron_muon.tools.rehearse.rank import STEPS
+from megatron_muon.tools.rehearse.recorder import Call, Members, RankTrace, Wait
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
@@ -33,33 +33,29 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A rehearsal's traces, by rank, beside what was planned.
-
-    `has_memory` is false where the plans lack some of a step's memory: momentum that is staged or stored rounded.
-    """
+    """A rehearsal's traces, by rank, beside what was planned."""
 
     traces: dict[int, RankTrace]
     plans: Sequence[KindPlan]
-    world_size: int
-    has_memory: bool = True
 
-    @property
-    def steps(self) -> range:
-        """Numbers of the steps."""
-        return range(min(len(trace.steps) for trace in self.traces.values()))
+    def planned(self, rank: int) -> dict[str, Any]:
+        """What the plans of a rank's groups, which step one by one, say of it."""
+        each = [(kind.of(rank), kind.members(rank).index(rank)) for kind in self.plans]
+        return {
+            "digest": "-".join(item.digest for item, _ in each),
+            "received_bytes": sum(item.received[place] for item, place in each),
+            "extra_bytes": max(int(item.extra[place]) for item, place in each),
+            "flops": sum(item.plan.loads[place] for item, place in each),
+        }
 
-    def calls(self) -> Iterator[tuple[int, Members, dict[int, list[Call]]]]:
-        """The collectives of each step and process group, by the rank in the world."""
-        for step in self.steps:
-            found: dict[Members, dict[int, list[Call]]] = defaultdict(dict)
-            for rank, trace in self.traces.items():
-                by_group: dict[int, list[Call]] = defaultdict(list)
-                for call in trace.steps[step].calls:
-                    by_group[call.group].append(call)
-                for index, members in enumerate(trace.groups):
-                    found[members][rank] = by_group[index]
-            for members, by_rank in found.items():
-                yield step, members, by_rank
+    def calls(self, step: int) -> dict[Members, dict[int, list[Call]]]:
+        """A step's collectives of each process group, by the rank in the world."""
+        found: dict[Members, dict[int, list[Call]]] = defaultdict(dict)
+        for rank, trace in self.traces.items():
+            calls = trace.steps[step].calls
+            for index, members in enumerate(trace.groups):
+                found[members][rank] = [call for call in calls if call.group == index]
+        return found
 
 
 def check(recorded: Recorded) -> list[Finding]:
@@ -72,16 +68,18 @@ def check(recorded: Recorded) -> list[Finding]:
             found.append(Finding("step", (rank,), f"the rank did not finish: {trace.failure}"))
     if any(trace.failure for trace in recorded.traces.values()):
         return found
-    return [*found, *order(recorded), *pairs(recorded), *each_rank(recorded), *blocks(recorded)]
+    for step in range(STEPS):
+        calls = recorded.calls(step)
+        found += [*order(step, calls), *pairs(step, calls), *stuck(recorded, step), *blocks(recorded, step)]
+    return [*found, *each_rank(recorded)]
 
 
-def order(recorded: Recorded) -> Iterator[Finding]:
+def order(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Finding]:
     """On each process group the members start the same collectives in the same order."""
-    for step, _, by_rank in recorded.calls():
+    for by_rank in calls.values():
         first, *others = by_rank
         for rank in others:
-            calls = itertools.zip_longest(by_rank[first], by_rank[rank])
-            for number, (one, other) in enumerate(calls):
+            for number, (one, other) in enumerate(itertools.zip_longest(by_rank[first], by_rank[rank])):
                 if one is None or other is None or one.signature != other.signature:
                     text = (
                         f"step {step}, collective {number} of their group: rank {first} starts {_said(one)}, rank "
@@ -94,55 +92,76 @@ def order(recorded: Recorded) -> Iterator[Finding]:
 def _said(call: Call | None) -> str:
     if call is None:
         return "none"
-    root = f" from {call.root}" if call.root >= 0 else ""
-    return f"{call.op} of {call.dtype}{f', {call.nbytes:,} bytes' if call.nbytes else ''}{root} in {call.phase}"
+    return f"{call.op} of {call.dtype}{f', {call.nbytes:,} bytes' if call.nbytes else ''}"
 
 
-def pairs(recorded: Recorded) -> Iterator[Finding]:
+def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
+    """No rank waits for a collective that another one does not start, as where two take their groups in two orders."""
+    events = {rank: iter(trace.steps[step].events) for rank, trace in recorded.traces.items()}
+    started: dict[int, list[tuple[Members, int]]] = {rank: [] for rank in events}  # with their numbers in the group
+    counts: Counter[tuple[int, Members]] = Counter()
+    absent: dict[tuple[Members, int], set[int]] = {}  # recorded members that have not started it
+    waiting: dict[int, tuple[Members, int]] = {}
+    running = set(events)
+    while running:
+        for rank in running:
+            for event in events[rank]:
+                if isinstance(event, Wait):
+                    waiting[rank] = started[rank][event.call]
+                    break
+                members = recorded.traces[rank].groups[event.group]
+                key = members, counts[rank, members]
+                counts[rank, members] += 1
+                started[rank].append(key)
+                if key not in absent:
+                    absent[key] = events.keys() & set(members.ranks)
+                absent[key].discard(rank)
+        running = {rank for rank, key in waiting.items() if not absent[key]}
+        for rank in running:
+            del waiting[rank]
+    for rank, (members, number) in waiting.items():
+        other = min(absent[members, number])
+        text = f"step {step}: rank {rank} waits for collective {number} of their group, which {other} does not start"
+        yield Finding("order", (rank, other), text)
+
+
+def pairs(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Finding]:
     """What one rank sends to another in an all-to-all is what the other expects of it."""
-    for step, members, by_rank in recorded.calls():
-        for number, calls in enumerate(zip(*by_rank.values(), strict=False)):
-            if any(call.sent is None or call.received is None for call in calls):
-                continue
-            of_places = dict(zip(map(members.ranks.index, by_rank), calls, strict=True))
-            for source, target, sent, expected in itertools.islice(_unlike(of_places, len(members.ranks)), _SHOWN):
+    for members, by_rank in calls.items():
+        for number, each in enumerate(zip(*by_rank.values(), strict=False)):
+            of_places = dict(zip(map(members.ranks.index, by_rank), each, strict=True))
+            for source, target, sent, expected in itertools.islice(_unlike(of_places, sorted(of_places)), _SHOWN):
                 ranks = members.ranks[source], members.ranks[target]
                 text = (
-                    f"step {step}, collective {number} of their group, {calls[0].phase}: rank {ranks[0]} sends "
-                    f"{sent:,} bytes to rank {ranks[1]}, which expects {expected:,}"
+                    f"step {step}, collective {number} of their group: rank {ranks[0]} sends {sent:,} bytes to rank "
+                    f"{ranks[1]}, which expects {expected:,}"
                 )
                 yield Finding("bytes", ranks, text)
 
 
-def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """`(source, target, bytes sent, bytes expected)` where the two differ, of ranks in the group that are recorded."""
-    sent = [(place * size + call.sent.peers, call.sent.sizes) for place, call in calls.items() if call.sent]
-    expected = [
-        (call.received.peers * size + place, call.received.sizes) for place, call in calls.items() if call.received
-    ]
-    keys, sizes = (np.concatenate(column) for column in zip(*sent, *expected, strict=True))
-    count = sum(len(peers) for peers, _ in sent)
-    pairs, numbers = np.unique(keys, return_inverse=True)
-    there, here = (
-        np.bincount(numbers[part], weights=sizes[part], minlength=len(pairs)).astype(np.int64)
-        for part in (slice(count, None), slice(count))
-    )
-    known = np.isin(pairs // size, list(calls)) & np.isin(pairs % size, list(calls))
-    for at in np.nonzero(known & (here != there))[0]:
-        yield int(pairs[at] // size), int(pairs[at] % size), int(here[at]), int(there[at])
+def _unlike(calls: dict[int, Call], places: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """`(source, target, bytes sent, bytes expected)` where the two differ, of ascending places that are recorded."""
+    sent, expected = np.zeros((2, len(places), len(places)), dtype=np.int64)
+    for number, place in enumerate(places):
+        for split, column in ((calls[place].sent, sent[number]), (calls[place].received, expected[:, number])):
+            if split is not None:
+                known = np.isin(split.peers, places)
+                column[np.searchsorted(places, split.peers[known])] = split.sizes[known]
+    for source, target in np.argwhere(sent != expected):
+        yield places[source], places[target], int(sent[source, target]), int(expected[source, target])
 
 
-def blocks(recorded: Recorded) -> Iterator[Finding]:
+def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
     """Every part of every block is orthogonalised once in a step, by whatever ranks of its process group."""
-    for kind, step in itertools.product(recorded.plans, recorded.steps):
-        for group in kind.members.tolist():
+    for kind in recorded.plans:
+        for group in dict.fromkeys(tuple(kind.members(rank)) for rank in recorded.traces):
             if not recorded.traces.keys() >= set(group):
                 continue  # others, who are not recorded, may have it
             done: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
             for rank in group:
                 for part, times in recorded.traces[rank].steps[step].orthogonalized.items():
                     done[part.name, part.block] += [(part.place, part.parts, rank)] * times
-            for matrix, owner in zip(kind.group.layout.matrices, kind.of(group[0]).plan.owners, strict=True):
+            for matrix in kind.group.layout.matrices:
                 for block in range(len(matrix.blocks)):
                     parts = sorted(done[matrix.name, block])
                     count = parts[0][1] if parts else 1
@@ -151,61 +170,44 @@ def blocks(recorded: Recorded) -> Iterator[Finding]:
                         text = (
                             f"step {step}: {matrix.name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
                         )
-                        ranks = sorted({rank for *_, rank in parts}) or [group[owner]]
-                        yield Finding("blocks", tuple(ranks), text)
+                        yield Finding("blocks", tuple(sorted({rank for *_, rank in parts})) or group, text)
 
 
 def each_rank(recorded: Recorded) -> Iterator[Finding]:
     """Each rank has the plan of `megatron-muon plan`, waits for what it starts, and takes what the plan says."""
-    bytes_planned = planned_bytes(recorded)
-    memory_planned = np.max([kind.of_ranks(lambda item: item.extra) for kind in recorded.plans], axis=0)  # one by one
     for rank, trace in recorded.traces.items():
-        last, own = trace.steps[-1], (rank,)
-        digests = [kind.of(rank).digest for kind in recorded.plans]
-        if trace.plans and trace.plans != digests:
-            other = next((one for one, its in recorded.traces.items() if its.plans == digests), None)
-            whose = "the planner" if other is None else f"rank {other}"
-            text = f"rank {rank} has plan {'-'.join(trace.plans)}, {whose} has {'-'.join(digests)}"
-            yield Finding("plan", own if other is None else (other, rank), text)
-        for step in recorded.steps:
+        last, planned, own = trace.steps[-1], recorded.planned(rank), (rank,)
+        if trace.digest != planned["digest"]:
+            yield Finding("plan", own, f"rank {rank} has plan {trace.digest}, the planner has {planned['digest']}")
+        for step in range(STEPS):
             waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
             for number, call in enumerate(trace.steps[step].calls):
                 if number not in waited:
                     text = f"step {step}, collective {number} of the rank is never waited for: {_said(call)}"
                     yield Finding("wait", own, text)
-        if (received := received_bytes(trace, -1)) != bytes_planned[rank]:
-            text = f"the rank receives {received:,} bytes in a step, the plan says {bytes_planned[rank]:,}"
+        if (received := received_bytes(trace, -1)) != planned["received_bytes"]:
+            text = f"the rank receives {received:,} bytes in a step, the plan says {planned['received_bytes']:,}"
             yield Finding("bytes", own, text)
         if kept := last.end_bytes - last.begin_bytes:
             yield Finding("leak", own, f"each step leaves {kept:,} bytes more in use")
         for kind in recorded.plans:
-            allowed, taken = kind.of(rank).plan.buffer_bytes, last.taken_bytes(kind.group.name)
+            allowed, taken = kind.of(rank).plan.buffer_bytes, last.taken[kind.group.name]
             if taken > allowed + SLACK_BYTES:
                 text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
                 yield Finding("memory", own, text)
-        if recorded.has_memory and last.extra_bytes > TOLERANCE * memory_planned[rank] + SLACK_BYTES:
+        if last.extra_bytes > TOLERANCE * planned["extra_bytes"] + SLACK_BYTES:
             text = (
-                f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state, in {last.peak_phase}; "
-                f"the plan says at most {memory_planned[rank]:,}"
+                f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state; the plan says at most "
+                f"{planned['extra_bytes']:,}"
             )
             yield Finding("memory", own, text)
 
 
-def planned_bytes(recorded: Recorded) -> Ints:
-    """Bytes that each rank of the run receives in a step by its plans."""
-    return np.sum([kind.of_ranks(lambda item: item.plan.exchanged_bytes()) for kind in recorded.plans], axis=0)
-
-
 def received_bytes(trace: RankTrace, step: int) -> int:
-    """Bytes that a rank receives from others in a step's all-to-alls, broadcasts and gatherings."""
+    """Bytes that a rank receives from others in a step's all-to-alls."""
     total = 0
     for call in trace.steps[step].calls:
-        members = trace.groups[call.group].ranks
-        here = members.index(trace.rank)
         if call.received is not None:
+            here = trace.groups[call.group].ranks.index(trace.rank)
             total += int(call.received.sizes[call.received.peers != here].sum())
-        elif call.op == "broadcast" and call.root != here:
-            total += call.nbytes
-        elif call.op == "all_gather":
-            total += call.nbytes * (len(members) - 1)
     return total

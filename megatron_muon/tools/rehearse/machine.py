@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_muon import cpu
 from megatron_muon.core import newton_schulz
@@ -31,23 +29,14 @@ DEVICE = torch.device("cuda", 0)
 def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     """Fake tensors on the machine's GPU, recorded; its nodes as torchrun tells of them."""
     assert not cpu.installed(), "the CPU stands in for the device that fake tensors are to be on"
-    stream, driver = mock.MagicMock(), mock.MagicMock()  # on a stream, what is enqueued has happened
+    stream = mock.MagicMock()  # on a stream, what is enqueued has happened
     stream.record_event.return_value = stream
     stream.synchronize.side_effect = lambda: recorder.host_waits("synchronize of a stream or an event")
-    driver.cudaHostRegister.return_value = 0  # locks host memory, which takes no time here
-
-    def submit(executor: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Do at once what threads that move momentum would do: these may wait, and the fake mode is of one thread."""
-        future: Future[Any] = Future()
-        recorder.is_beside_host = True
-        future.set_result(fn(*args, **kwargs))
-        recorder.is_beside_host = False
-        return future
 
     def kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         assert a.dtype == out.dtype == torch.bfloat16
         assert all(one is None or one.is_contiguous() for one in (a, c, out))
-        recorder.kernel(len(a) ** 2 * a.shape[1], out)
+        recorder.product(len(a) ** 2 * a.shape[1])
 
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)  # as `newton_schulz.products_on` tells them apart
     nodes = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(hardware.node_ranks)})
@@ -60,11 +49,8 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
             "current_stream": lambda device=None: stream,
             "stream": lambda stream: contextlib.nullcontext(),
             "set_device": lambda device: None,
-            "cudart": lambda: driver,
         }.items():
             patches.replace(torch.cuda, name, value)
-        patches.replace(ThreadPoolExecutor, "submit", submit, takes=("fn",))
-        patches.replace(FakeTensor, "data_ptr", lambda tensor: 0)  # of memory that begins at a page
         patches.replace(newton_schulz, "symmetric_kernel", kernel)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
         patches.replace(muon_utils.triton_kernels, "tsyrk_ex", lambda a: a)  # which is tuned before the first step

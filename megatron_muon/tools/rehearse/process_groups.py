@@ -1,7 +1,7 @@
 """A backend of torch.distributed that carries nothing and records everything: the process groups of a rehearsal.
 
-torch's own fake backend has no way to tell that a collective has been waited for, and a step's time hangs on that.
-Groups are torch's: made by `init_process_group` and `new_group`, seen by whatever asks torch.distributed.
+torch's own fake backend has no way to tell that a collective has been waited for. Groups are torch's: made by
+`init_process_group` and `new_group`, seen by whatever asks torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.core import collectives
 from megatron_muon.patching import Patches
-from megatron_muon.tools.rehearse.recorder import Recorder
-from megatron_muon.tools.rehearse.trace import Members, Split
+from megatron_muon.tools.rehearse.recorder import Call, Members, Recorder, Split
 
 BACKEND = "rehearsal"
 _current: list[Recorder] = []
@@ -49,34 +48,27 @@ class RecordingGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # an overload that torch does not annotate
-        same = sum(members.ranks == tuple(ranks) for members in recorder.groups)
-        recorder.groups.append(Members(tuple(ranks), same))
-        self._index, self._recorder = len(recorder.groups) - 1, recorder
+        groups = recorder.trace.groups
+        groups.append(Members(tuple(ranks), sum(members.ranks == tuple(ranks) for members in groups)))
+        self._index, self._recorder = len(groups) - 1, recorder
 
     def getBackendName(self) -> str:  # noqa: N802
         """What torch.distributed calls the group's backend."""
         return BACKEND
 
-    def _start(self, op: str, tensor: torch.Tensor, nbytes: int = 0, **details: Any) -> _Started:
-        return _Started(self._recorder, self._recorder.call(self._index, op, tensor.dtype, nbytes, **details))
+    def _start(self, op: str, tensor: torch.Tensor, **details: Any) -> _Started:
+        call = Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details)
+        return _Started(self._recorder, self._recorder.call(call))
 
     @override
     def allreduce(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
-        return self._start("all_reduce", tensors[0], tensors[0].nbytes)
-
-    @override
-    def broadcast(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
-        return self._start("broadcast", tensors[0], tensors[0].nbytes, root=opts.rootRank)
+        return self._start("all_reduce", tensors[0], nbytes=tensors[0].nbytes)
 
     @override
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
         if not isinstance(tensor, FakeTensor):
             output.view(self.size(), -1).copy_(tensor.view(1, -1))
-        return self._start("all_gather", tensor, tensor.nbytes)
-
-    @override
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
-        return self._start("reduce_scatter", output, output.nbytes)
+        return self._start("all_gather", tensor, nbytes=tensor.nbytes)
 
     @override
     def alltoall_base(
@@ -85,13 +77,8 @@ class RecordingGroup(dist.ProcessGroup):
         sent, received = self._split(tensor, input_sizes), self._split(output, output_sizes)
         return self._start("all_to_all", tensor, sent=sent, received=received)
 
-    @override
-    def barrier(self, opts: Any = None) -> _Started:
-        return self._start("barrier", torch.empty(0))
-
     # As torch 2.13 calls them.
     all_gather_single = _allgather_base  # type: ignore[assignment]
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _split(self, tensor: torch.Tensor, counts: Sequence[int]) -> Split:
@@ -99,7 +86,7 @@ class RecordingGroup(dist.ProcessGroup):
         if each.sum() != len(tensor):
             raise ValueError(f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}")
         (peers,) = each.nonzero()
-        return Split(peers, each[peers] * (tensor.nbytes // max(len(tensor), 1)))
+        return Split(peers, each[peers] * tensor.itemsize)
 
 
 def _create(options: Any, _: Any) -> RecordingGroup:
@@ -108,8 +95,8 @@ def _create(options: Any, _: Any) -> RecordingGroup:
 
 
 @contextlib.contextmanager
-def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
-    """torch.distributed as `rank` of `world_size` has it, its collectives recorded."""
+def world(world_size: int, recorder: Recorder) -> Iterator[None]:
+    """torch.distributed as the recorder's rank of `world_size` has it, its collectives recorded."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     _current.append(recorder)
@@ -117,7 +104,7 @@ def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
         patches.replace(dist, "all_gather_object", _all_say_the_same, takes=("object_list", "obj", "group"))
         patches.replace(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
         patches.replace(sys, "excepthook", sys.excepthook)  # torch puts one of its own before it, for every rank
-        dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
+        dist.init_process_group(BACKEND, rank=recorder.trace.rank, world_size=world_size, store=FakeStore())
         try:
             yield
         finally:

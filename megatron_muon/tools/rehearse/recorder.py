@@ -1,7 +1,8 @@
-"""Records what a rank enqueues on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
+"""Records what a rank does on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
 A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of the host are real.
 Memory of the device is counted by storage, from the operation that makes it until nothing refers to it any more.
+The record is plain data, which processes hand to each other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import functools
 import sys
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -26,57 +28,127 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron_muon.core.layout import Ints
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.tools.rehearse.trace import Call, Members, Part, Products, StepTrace, Wait
 
 PACKAGE = Path(__file__).resolve().parents[2]
-_OTHER = "other"
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
-
-_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
-"""Tensors of each list that one launch takes, by how many lists it has."""
-_CHUNK, _CHUNKS = 65_536, 320
-"""Elements of a block of threads, and blocks of a launch."""
-
-_NONE = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "record_stream", "set_"}
-_TWO = {"baddbmm", "addmm"}
-"""With an output that is not their base they copy first."""
 
 HOST_WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised by the fake mode where the host asks for a value: there is none."""
 
 
-class Recorder(FakeTensorMode):
-    """The record of one rank; memory and products of `device` count."""
+class Members(NamedTuple):
+    """A process group, the same on each of its ranks: their global ranks, and how many such groups came before it."""
 
-    def __init__(self, device: torch.device) -> None:
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Split(NamedTuple):
+    """Bytes for peers, or from them: the peers' ranks in the group, ascending, and the bytes of each, never zero."""
+
+    peers: Ints
+    sizes: Ints
+
+
+class Call(NamedTuple):
+    """A collective that has been started.
+
+    `nbytes` is the size of the tensor that is reduced, or of this rank's part of what is gathered, the same on every
+    rank. An all-to-all has `sent` and `received` instead.
+    """
+
+    group: int  # index in the trace's groups
+    op: str
+    dtype: str
+    nbytes: int = 0
+    sent: Split | None = None
+    received: Split | None = None
+
+    @property
+    def signature(self) -> tuple[str, str, int]:
+        """What must be the same on every member."""
+        return self.op, self.dtype, self.nbytes
+
+
+class Wait(NamedTuple):
+    """What is enqueued next waits for a collective, by its number among the step's."""
+
+    call: int
+
+
+class Part(NamedTuple):
+    """A part of a block of a matrix, counted from 0; a block that is not cut is one part."""
+
+    name: str
+    block: int
+    place: int
+    parts: int
+
+
+@dataclass
+class StepTrace:
+    """One step, and the memory of tensors on the device in it."""
+
+    events: list[Call | Wait] = field(default_factory=list)  # in the order of the host
+    orthogonalized: Counter[Part] = field(default_factory=Counter)  # how often this rank has done which part
+    flops: int = 0  # of all products
+    operations: int = 0  # of torch that are not views
+    begin_bytes: int = 0
+    end_bytes: int = 0
+    taken: dict[str, int] = field(default_factory=dict)  # beyond weights, gradients and state, by kind of group
+
+    @property
+    def calls(self) -> list[Call]:
+        """The collectives."""
+        return [event for event in self.events if isinstance(event, Call)]
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most memory beyond weights, gradients and state: buffers, and what is made within the step."""
+        return max(self.taken.values(), default=0)
+
+
+@dataclass
+class RankTrace:
+    """One rank: its process groups, the digest of its plans, its steps.
+
+    `failure` says in a line why it did not finish, `synchronizations` where the host waited for the device in a step.
+    """
+
+    rank: int
+    groups: list[Members] = field(default_factory=list)
+    digest: str = ""
+    steps: list[StepTrace] = field(default_factory=list)
+    failure: str = ""
+    synchronizations: list[str] = field(default_factory=list)
+
+
+class Recorder(FakeTensorMode):
+    """The record of one rank; memory of `device` counts."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)  # copies between host and device
-        self.groups: list[Members] = []
-        self.steps: list[StepTrace] = []
-        self.synchronizations: list[str] = []
+        self.trace = RankTrace(rank)
         self._device = device
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._live_bytes = 0
+        self._live_bytes = self._peak_bytes = 0
         self._step: StepTrace | None = None
-        self._calls = 0
-        self._phase = self._matrices = _OTHER
-        self.is_beside_host = False  # in what another thread would do: that it waits holds up no host
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
-        step, self._step = self._step, None if func.is_view else self._step  # what it makes of a view is no other view
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        self._step = step
-        if self._step is not None:
-            self._enqueued(kernels=launches(func, args, kwargs), views=int(func.is_view))
+        if self._step is not None and func.namespace == "aten":
+            self._step.operations += not func.is_view
         if func.overloadpacket in _PRODUCTS:
-            self._enqueued(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
+            self.product(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         if _makes_memory(func):
             for tensor in (result,) if isinstance(result, FakeTensor) else tree_leaves(result):
                 if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
@@ -90,91 +162,52 @@ class Recorder(FakeTensorMode):
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
-    def kernel(self, flops: int, result: torch.Tensor) -> None:
-        """A product of so many operations has been launched that torch knows nothing of."""
-        self._enqueued(flops, result, kernels=1)
+    def product(self, flops: int) -> None:
+        """A product of so many operations has been launched."""
+        if self._step is not None:
+            self._step.flops += flops
 
-    def _enqueued(
-        self, flops: int = 0, result: torch.Tensor | None = None, *, kernels: int = 0, views: int = 0, made: int = 0
-    ) -> None:
-        """The host has enqueued, or made, so much; with `result` a product of so many operations."""
-        if self._step is None or not (flops or kernels or views or made):
-            return
-        events, half = self._step.events, result is not None and result.dtype.itemsize < 4
-        last = events[-1] if events else None
-        mixed = isinstance(last, Products) and last.flops and result is not None and last.half != half
-        if not isinstance(last, Products) or last.phase != self._phase or mixed:
-            last = Products(self._phase, 0, half)
-            events.append(last)
-        last.flops += flops
-        last.half = half if result is not None else last.half
-        last.kernels += kernels
-        last.views += views
-        last.allocations += made
-
-    def call(self, group: int, op: str, dtype: torch.dtype, nbytes: int = 0, **details: Any) -> int | None:
+    def call(self, call: Call) -> int | None:
         """A collective has been started; its number in the step."""
         if self._step is None:
             return None
-        name = str(dtype).removeprefix("torch.")
-        self._step.events.append(Call(group, op, name, nbytes, **{"root": -1, **details}, phase=self._phase))
-        self._calls += 1
-        return self._calls - 1
+        self._step.events.append(call)
+        return len(self._step.calls) - 1
 
     def wait(self, call: int | None) -> None:
-        """The products that come next wait for a collective."""
+        """What comes next waits for a collective."""
         if self._step is not None and call is not None:
-            self._step.events.append(Wait(call, self._phase))
+            self._step.events.append(Wait(call))
 
     def host_waits(self, what: str) -> None:
         """The host waits for the device."""
-        if self._step is not None and not self.is_beside_host:
-            self.synchronizations.append(f"{what} at {place(traceback.extract_stack(sys._getframe(1)))}")
+        if self._step is not None:
+            where = place(traceback.extract_stack(sys._getframe(1)))
+            self.trace.synchronizations.append(f"{what} at {where}")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
-        self._step = step = StepTrace(begin_bytes=self._live_bytes, peak_bytes=self._live_bytes)
-        self._calls = 0
+        self._step = step = StepTrace(begin_bytes=self._live_bytes)
         yield
         step.end_bytes, self._step = self._live_bytes, None
-        self.steps.append(step)
+        self.trace.steps.append(step)
 
     @contextlib.contextmanager
     def group(self, name: str, kept_bytes: int) -> Iterator[None]:
         """Around what a step does with a group of matrices, in so many bytes of buffers that are kept between steps."""
-        self._matrices = name
-        if self._step is not None:
-            self._step.kept[name] = kept_bytes
-            self._step.peaks.setdefault(name, self._live_bytes)
+        self._peak_bytes = self._live_bytes
         yield
-        self._matrices = _OTHER
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Around a phase; of phases within each other the innermost counts."""
-        outer, self._phase = self._phase, name
-        yield
-        self._phase = outer
-
-    def orthogonalized(self, part: Part) -> None:
-        """A part of a matrix has been orthogonalised."""
         if self._step is not None:
-            self._step.orthogonalized[part] += 1
+            self._step.taken[name] = kept_bytes + max(self._peak_bytes - self._step.begin_bytes, 0)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._live:
-            return
-        self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
-        self._live_bytes += size
-        self._enqueued(made=1)
-        if (step := self._step) is None:
-            return
-        if self._live_bytes > step.peak_bytes:
-            step.peak_bytes, step.peak_phase = self._live_bytes, self._phase
-        step.peaks[self._matrices] = max(self._live_bytes, step.peaks.get(self._matrices, -1))
+        if key not in self._live:
+            self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+            self._live_bytes += size
+            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     def _forget(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key)[1]
@@ -187,7 +220,7 @@ class Recorder(FakeTensorMode):
             return
         if source.device.type == "cuda":
             self.host_waits("a copy to host memory")
-        elif self.steps:
+        elif self.trace.steps:
             self.host_waits("a copy from host memory")
 
 
@@ -196,63 +229,18 @@ def _makes_memory(func: Any) -> bool:
     return any(value.alias_info is None for value in func._schema.returns)
 
 
-class Phases(Probe):
-    """Tells a recorder the phases of a step, and which parts of the matrices of these names it orthogonalises."""
+class Orthogonalized(Probe):
+    """Tells a recorder which parts of the matrices of these names a step orthogonalises."""
 
     def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
         self._recorder, self._names = recorder, names
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
-        for slot in slots:
-            self._recorder.orthogonalized(Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)))
-
-    @override
-    def phase(self, name: str, wave: int | None = None) -> AbstractContextManager[None]:
-        return self._recorder.phase(name)
-
-
-def launches(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Kernels that CUDA launches for an operation, `func` as a dispatch mode sees it.
-
-    A view is none, a `_foreach_` call one for each list that CUDA's fast path makes of it, or one a tensor on the slow
-    path. Source: ATen's ForeachUtils.h, ForeachBinaryOpList.cu and MultiTensorApply.cuh of torch 2.13. Launches inside
-    cuBLAS and NCCL are not known.
-    """
-    name = func.overloadpacket.__name__
-    if func.is_view or name in _NONE or func.namespace == "prim":
-        return 0
-    if name.startswith("_foreach_"):
-        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], torch.Tensor)]
-        return _of_lists(lists) if _are_fast(lists, may_cast=name == "_foreach_copy_") else len(lists[0])
-    return 2 if name in _TWO and kwargs.get("out") is not None and kwargs["out"] is not args[0] else 1
-
-
-def _of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
-    count, tensors, chunks = 0, 0, 0
-    for tensor in lists[0]:
-        tensors += 1
-        for _ in range(-(-tensor.numel() // _CHUNK)):
-            chunks += 1
-            if chunks == _CHUNKS:
-                count, tensors, chunks = count + 1, 1, 0
-        if tensors == _TENSORS[len(lists)]:
-            count, tensors, chunks = count + 1, 0, 0
-    return count + (chunks > 0)
-
-
-def _are_fast(lists: Sequence[Sequence[torch.Tensor]], *, may_cast: bool) -> bool:
-    """Whether the fast path takes them: a dtype in each list, sizes and strides alike, dense without overlap."""
-    dtypes = [{tensor.dtype for tensor in tensors} for tensors in lists]
-    if any(len(found) > 1 for found in dtypes) or (not may_cast and any(found != dtypes[0] for found in dtypes)):
-        return False
-    for first, *others in zip(*lists, strict=True):
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
-        if extent != max(first.numel(), 1):
-            return False
-        if any(other.shape != first.shape or other.stride() != first.stride() for other in others):
-            return False
-    return True
+        if (step := self._recorder._step) is not None:
+            step.orthogonalized.update(
+                Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots
+            )
 
 
 def place(stack: Sequence[traceback.FrameSummary]) -> str:
