@@ -27,11 +27,9 @@ _PIECES = 100
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides what is written, beside the input's bytes: flags of `data prepare`, as the manifest has them.
+    """Flags of `data prepare`, as the manifest has them.
 
-    Attributes:
-        stdlib: the Python whose standard library is the input; "" for other input.
-        suffixes: of files in directories; empty means every file. A file named explicitly is always taken.
+    `stdlib` is the Python whose standard library is the input; `suffixes` choose files in directories, none means all.
     """
 
     tokenizer: TokenizerSpec = TokenizerSpec()

@@ -82,10 +82,7 @@ def build(spec: TokenizerSpec) -> Any:
 
 
 def build_megatron(args: argparse.Namespace) -> Any:
-    """Builds megatron-core's tokenizer from arguments in the words of its command line.
-
-    A missing package, and a model that does not load, are UserErrors.
-    """
+    """Megatron-core's tokenizer; a missing package, and a model that does not load, are UserErrors."""
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 

@@ -12,17 +12,8 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 
-GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
+KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 """What config.json calls them: its `model_type`."""
-
-_CLASSES = {
-    GPT2: "GPT2LMHeadModel",
-    LLAMA: "LlamaForCausalLM",
-    QWEN2: "Qwen2ForCausalLM",
-    QWEN3: "Qwen3ForCausalLM",
-    MIXTRAL: "MixtralForCausalLM",
-    QWEN3_MOE: "Qwen3MoeForCausalLM",
-}
 
 _MISTRAL = "mistral"
 """Llama under another name, but for a sliding window."""
@@ -93,17 +84,17 @@ _OTHER_FLAGS = {
 
 
 def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str, Any]:
-    """The content of config.json, but for dtype and token ids, of a run with these arguments.
-
-    Its `vocab` tokens may be given where the arguments do not say it; else the vocabulary is the padded one.
+    """The content of config.json, but for dtype and token ids, of a run with these arguments, of `vocab` tokens.
 
     Raises:
         UserError: something of it has no counterpart among the model types, by the flag's name.
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     kind = _model_type(args)
     ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
     config = {
-        "architectures": [_CLASSES[kind]],
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
         "model_type": kind,
         "vocab_size": vocab or args.vocab_size or args.padded_vocab_size,
         "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
@@ -205,9 +196,8 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: it is a model of another type.
     """
     kind = LLAMA if config["model_type"] == _MISTRAL else config["model_type"]
-    if kind not in _CLASSES:
-        known = ", ".join([*_CLASSES, _MISTRAL])
-        raise UserError(f"config.json describes a model of type {config['model_type']}; import knows {known}")
+    if kind not in KINDS:
+        raise UserError(f"config.json describes a model of type {kind}; import knows {', '.join([*KINDS, _MISTRAL])}")
     flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
     hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
     ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden

@@ -76,10 +76,7 @@ class _Place(NamedTuple):
 class Weights:
     """The weights of a run's, --save's or an iteration's folder; with `verify` files must have their checksums.
 
-    Attributes:
-        folder: the iteration's.
-        args: Megatron's arguments of the run that wrote it, with its `iteration`.
-        shapes: of each weight, by name.
+    `folder` is the iteration's, `args` are Megatron's arguments of the run, `shapes` are those of each weight by name.
 
     Raises:
         UserError: it is incomplete or damaged, or not a checkpoint with weights and arguments.
@@ -105,8 +102,6 @@ class Weights:
         places = self._stacked() if is_torch_dist else self._by_layer()
         self._places = {_local(name): place for name, place in places}
         self.shapes = {name: place.sizes[place.lead :] for name, place in self._places.items()}
-        if not self.shapes:
-            raise UserError(f"{folder} holds no weights of a model")
 
     @property
     def trained_in(self) -> torch.dtype:
@@ -158,9 +153,8 @@ class Weights:
                 if match:
                     local = f"{STACKED}{at[0] if layer is None else layer}.{local}"
                 for half, ending in enumerate(("_w", "_v") if gated else ("",)):
-                    offsets = (*at, *(half * size if dim == 0 else 0 for dim, size in enumerate(sizes)))
-                    sizes_in_it = (*(1 for _ in at), *sizes)
-                    yield local + ending, _Place(name, tuple(entry.size), offsets, sizes_in_it, lead)
+                    offsets = (*at, half * sizes[0], *(0 for _ in sizes[1:]))
+                    yield local + ending, _Place(name, tuple(entry.size), offsets, (*(1 for _ in at), *sizes), lead)
 
 
 def _local(name: str) -> str:

@@ -66,9 +66,7 @@ def export_model(args: argparse.Namespace) -> None:
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         if source.tokenizer is not None:
             source.tokenizer.save_pretrained(out)
-    what = f"{config['architectures'][0]}, {size / 1e6:,.1f} MB in {config['torch_dtype']}"
-    print(f"{args.out}: {what}, from {weights.folder}")
-    print(f"try it: megatron-muon generate --checkpoint {args.out} --prompt 'Once upon a time'")
+    print(f"{args.out}: {config['architectures'][0]}, {size / 1e6:,.1f} MB, from {weights.folder}")
 
 
 def import_model(args: argparse.Namespace) -> None:
@@ -102,11 +100,8 @@ def import_model(args: argparse.Namespace) -> None:
             tokenizer.save_pretrained(out / _TOKENIZER)
         head = f"# {folder.name}, imported. Add data, learning rates and batch sizes, here or by --set.\n"
         (out / _EXPERIMENT).write_text(head + yaml.safe_dump({"MODEL_ARGS": flags}, sort_keys=False), "utf-8")
-    print(f"{args.out}: {ours['model_type']} of {run_args.num_layers} layers, {len(table)} weights")
-    print(
-        f"next: megatron-muon train --config {args.out / _EXPERIMENT} --nproc N --set data_path=PREFIX "
-        "--set lr=RATE --set train_iters=STEPS --set micro_batch_size=1 --set global_batch_size=SIZE"
-    )
+    what = f"{ours['model_type']} of {run_args.num_layers} layers, {len(table)} weights"
+    print(f"{args.out}: {what}; train it with --config {args.out / _EXPERIMENT}")
 
 
 def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -132,7 +127,8 @@ def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which gets the name `out` at the end, and none where anything fails.
 
-    A `UserError` where `out` holds something already, or cannot be written.
+    Raises:
+        UserError: `out` holds something already, or cannot be written.
     """
     aside = out.with_name(out.name + ".unfinished")
     try:

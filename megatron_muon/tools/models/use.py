@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -150,7 +149,5 @@ def _bytes(tokenizer: Any, ids: Any) -> int:
     """Bytes of the text that these ids stand for; the end of a document is none."""
     if is_of_bytes(tokenizer):
         return int((ids < 256).sum())
-    end = tokenizer.eos_token_id
-    bounds = [0, *((ids == end).nonzero()[0] + 1), len(ids)] if end is not None else [0, len(ids)]
-    documents = (ids[a:b].tolist() for a, b in itertools.pairwise(bounds))
-    return sum(len(tokenizer.decode(part, skip_special_tokens=True).encode()) for part in documents)
+    documents = np.split(ids, (ids == tokenizer.eos_token_id).nonzero()[0] + 1)
+    return sum(len(tokenizer.decode(part.tolist(), skip_special_tokens=True).encode()) for part in documents)
