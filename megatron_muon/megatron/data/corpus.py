@@ -11,8 +11,8 @@ import contextlib
 import fcntl
 import os
 import platform
-import shutil
 import sysconfig
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -108,12 +108,8 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     skipped: Counter[str] = Counter()
-    # One name, so that the lock's next holder clears what a killed process left.
-    partial = paths.bin.with_name(f".{paths.prefix.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        bin_, idx, manifest_file = files = [partial / path.name for path in paths.all]
+    with tempfile.TemporaryDirectory(dir=paths.prefix.parent, prefix=f".{paths.prefix.name}.") as partial:
+        bin_, idx, manifest_file = files = [Path(partial, path.name) for path in paths.all]
         builder = IndexedDatasetBuilder(str(bin_), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         with builder.data_file:
             for document in read_documents(watch(found), settings.json_key, skipped):
@@ -137,6 +133,4 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
             index.unlink()
         for file, place in zip(files, paths.all, strict=True):
             os.replace(file, place)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return manifest

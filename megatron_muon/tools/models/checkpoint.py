@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,9 +191,7 @@ def write(
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
     writer.fs = written = SummedFiles()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
-        save(objects, storage_writer=writer, planner=_Planner(places, read, dtype), no_dist=True)
+    save(objects, storage_writer=writer, planner=_Planner(places, read, dtype), no_dist=True)
     if layout == TORCH_DIST:
         mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
         (Path(writer.path) / _TORCH_DIST_MARK).write_text(json.dumps(mark), "utf-8")

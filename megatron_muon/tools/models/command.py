@@ -89,5 +89,5 @@ def run(args: argparse.Namespace) -> int:
             from megatron_muon.tools.models import use
 
             work = use.generate if args.command == "generate" else use.evaluate
-    work(args)
+        work(args)
     return 0

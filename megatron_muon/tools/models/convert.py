@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
-from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.tokenizers import HUGGING_FACE, IN_TRAINING
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.tools.models import mapping
@@ -48,9 +48,8 @@ _BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_fre
 def export_model(args: argparse.Namespace) -> None:
     """`megatron-muon export`."""
     with new_folder(args.out) as out:
-        with quiet_imports():
-            weights = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
-            dtype = weights.trained_in if args.dtype == "auto" else getattr(torch, args.dtype)
+        weights = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
+        dtype = weights.trained_in if args.dtype == "auto" else getattr(torch, args.dtype)
         if args.to == TORCH_DIST:
             check_named(weights.args)
             write(
@@ -59,8 +58,7 @@ def export_model(args: argparse.Namespace) -> None:
             )  # fmt: skip
             print(f"{args.out}: torch_dist, iteration {weights.iteration}, from {weights.folder}")
             return
-        with quiet_imports():
-            source = counterpart(weights, args.tokenizer)
+        source = counterpart(weights, args.tokenizer)
         size = write_tensors(out, source.rules, source.read, dtype=dtype)
         config = source.config | {"torch_dtype": str(dtype).removeprefix("torch.")}
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -73,16 +71,15 @@ def import_model(args: argparse.Namespace) -> None:
     """`megatron-muon import`."""
     folder: Path = args.folder
     with new_folder(args.out) as out:
-        with quiet_imports():
-            if not (folder / "config.json").is_file():
-                raise UserError(f"{folder} has no config.json; give the folder that save_pretrained or a download made")
-            config = from_folder(AutoConfig, folder).to_dict()
-            tokenizer = from_folder(AutoTokenizer, folder) if any(folder.glob("tokenizer*")) else None
-            flags = _flags(args.out.resolve(), config, tokenizer)
-            argv = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
-            run_args = arguments.parse(arguments.build_parser(), argv)
-            run_args.padded_vocab_size, run_args.iteration = -(-config["vocab_size"] // _DIVISOR) * _DIVISOR, 0
-            check_nothing_is_lost(config, run_args)
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder} has no config.json; give the folder that save_pretrained or a download made")
+        config = from_folder(AutoConfig, folder).to_dict()
+        tokenizer = from_folder(AutoTokenizer, folder) if any(folder.glob("tokenizer*")) else None
+        flags = _flags(args.out.resolve(), config, tokenizer)
+        argv = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+        run_args = arguments.parse(arguments.build_parser(), argv)
+        run_args.padded_vocab_size, run_args.iteration = -(-config["vocab_size"] // _DIVISOR) * _DIVISOR, 0
+        check_nothing_is_lost(config, run_args)
         ours = to_config(run_args)
         tensors = open_tensors(folder, prefix="transformer." if ours["model_type"] == "gpt2" else "")
         if config["tie_word_embeddings"]:

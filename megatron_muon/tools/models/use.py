@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import TextStreamer
 
-from megatron_muon.errors import RunFailedError, UserError, quiet_imports
+from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.megatron.data.vocabulary import read_head
 from megatron_muon.tools.models.model import Loaded, is_of_bytes, load
 from megatron_muon.tools.parser import write_json
@@ -33,14 +33,11 @@ class Printer(TextStreamer):
 
 def generate(args: argparse.Namespace) -> None:
     """`megatron-muon generate`."""
-    with quiet_imports():
-        before = load(args, untrained=True) if args.untrained else None
-        after = load(args)
-    if before is not None:
+    if args.untrained:
         print("before training:")
-        _write(before, args)
+        _write(load(args, untrained=True), args)
         print("\nafter training:")
-    _write(after, args)
+    _write(load(args), args)
 
 
 def _write(loaded: Loaded, args: argparse.Namespace) -> None:
@@ -72,18 +69,8 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """`megatron-muon eval`."""
-    with quiet_imports():
-        if args.text is None:
-            dtype = read_head(args.data)[0]
-        else:
-            try:
-                text = args.text.read_bytes().decode("utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"--text {args.text} is not a text file in UTF-8 ({error})") from None
-        loaded = load(args)
-    name = args.data or str(args.text)
-    ids = np.memmap(args.data + ".bin", dtype, "r") if args.text is None else _tokenized(text, loaded.tokenizer)
-    ids = ids[: args.max_tokens]
+    loaded, name = load(args), args.data or str(args.text)
+    ids = _ids(args, loaded.tokenizer)[: args.max_tokens]
     if not ids.size:
         raise UserError(f"{name} holds no token")
     config, length = loaded.model.config, args.sequence_length or loaded.sequence_length
@@ -118,11 +105,15 @@ def evaluate(args: argparse.Namespace) -> None:
     print(f", bits per byte {figures['bits_per_byte']:.4f}" if size else "")
 
 
-def _tokenized(text: str, tokenizer: Any) -> Any:
-    """The ids that `data prepare` makes of a document."""
-    if not text:
-        return np.array([], np.int64)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def _ids(args: argparse.Namespace, tokenizer: Any) -> Any:
+    """The ids of --data, or those that `data prepare` makes of --text."""
+    if args.text is None:
+        return np.memmap(args.data + ".bin", read_head(args.data)[0], "r")
+    try:
+        text = args.text.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {args.text} is not a text file in UTF-8 ({error})") from None
+    end = [] if tokenizer.eos_token_id is None or not text else [tokenizer.eos_token_id]
     return np.array([*tokenizer(text)["input_ids"], *end], np.int64)
 
 
