@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import TextStreamer
 
-from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.errors import RunFailedError, UserError, reason_of
 from megatron_muon.megatron.data.vocabulary import read_head
 from megatron_muon.tools.models.model import Loaded, is_of_bytes, load
 from megatron_muon.tools.parser import write_json
@@ -56,15 +56,12 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
     if args.temperature:
         how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     inputs = torch.tensor([ids], device=model.device)
-    model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=min(args.max_new_tokens, left),
-        streamer=Printer(tokenizer, skip_special_tokens=True),
-        pad_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **how,
-    )
+    how |= {"pad_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    how |= {"max_new_tokens": min(args.max_new_tokens, left), "attention_mask": torch.ones_like(inputs)}
+    try:
+        model.generate(inputs, streamer=Printer(tokenizer, skip_special_tokens=True), **how)
+    except (ValueError, RuntimeError) as error:  # settings that make no sense, or weights that are not finite
+        raise UserError(f"nothing can be drawn: {reason_of(error)}") from error
 
 
 def evaluate(args: argparse.Namespace) -> None:
