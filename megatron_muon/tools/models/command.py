@@ -14,7 +14,7 @@ Writes a checkpoint in a form that other software reads: hf, a folder that trans
 load (safetensors, config.json, tokenizer), or torch_dist, for Megatron's own tools. One process does it without a GPU;
 memory stays near the largest tensor. What the target has no counterpart for is refused.
 
-example:
+examples:
   megatron-muon export --checkpoint runs/first --to hf exported/first
 """,
     "import": """\
@@ -22,14 +22,14 @@ Writes a model of Hugging Face (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 Mo
 --finetune, tokenizer and flags with it: OUT/model.yaml is an experiment file to add data and learning rates to.
 Nothing is downloaded: FOLDER is a local one. What Megatron has no flag for is refused.
 
-example:
+examples:
   megatron-muon import --from hf models/Llama-3.2-1B imported/llama
 """,
     "generate": """\
 Has a checkpoint, or a folder that export has written, continue a prompt. The model is that of export, in memory, and
 generation is that of transformers; it needs no GPU. These are models that continue text: they have learned no dialogue.
 
-example:
+examples:
   megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
 """,
     "eval": """\
@@ -37,7 +37,7 @@ Loss, perplexity and bits per byte of a checkpoint, or of a folder that export h
 megatron-muon data prepare has made into tokens. Documents are taken one after the other and cut into samples as in
 training; every token is predicted once. Bits per byte compare models with different tokenizers.
 
-example:
+examples:
   megatron-muon eval --checkpoint runs/first --text README.md
 """,
 }
