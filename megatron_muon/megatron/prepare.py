@@ -13,8 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron import OWNS_PLACES
-from megatron_muon.megatron.data import ensure_stdlib_corpus
+from megatron_muon.megatron import OWNS_PLACES, data
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
@@ -141,7 +140,7 @@ def _check(args: argparse.Namespace, *, device: str, writes: bool, elsewhere: bo
 
     is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
     if is_quickstart and writes:
-        ensure_stdlib_corpus(QUICKSTART_DATA)
+        data.prepare([], QUICKSTART_DATA, data.Settings(stdlib=data.STDLIB), overwrite=True)
     check_data = not elsewhere and (writes or not is_quickstart)
     arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
     unknown: list[str] | None = [] if elsewhere else None

@@ -107,11 +107,10 @@ def _validate(args: argparse.Namespace) -> None:
 def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> None:
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
-    from megatron_muon.megatron.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
+    from megatron_muon.megatron.data.tokenizers import TokenizerSpec, build_megatron, check_spec
 
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
-    if args.tokenizer_type in TOKENIZER_TYPES:
-        check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
+    check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
     if elsewhere:  # package and files may be there, and a hub that cannot be reached is waited for a minute
         return
     if args.tokenizer_type != "NullTokenizer":

@@ -48,7 +48,7 @@ def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
         ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
         [*train, *(("--", *flags) if flags else ())],
         ["summary", str(out)],
-        ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained", "--wrap", "96"],
+        ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"],
     ]
 
 

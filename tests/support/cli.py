@@ -178,4 +178,5 @@ def make_corpus(directory: Path) -> tuple[str, ...]:
     documents = (" ".join(chance.choices(words, k=120)) for _ in range(60))
     source = directory / "documents.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
-    return prepare([source], directory / "tiny").flags
+    prepare([source], directory / "tiny")
+    return ("--data-path", str(directory / "tiny"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import stat
 from collections.abc import Callable
@@ -20,34 +19,30 @@ from torch import Tensor
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data.tokenizers import TokenizerSpec
 from megatron_muon.tools.models import convert, mapping
-from megatron_muon.tools.models.architecture import Architecture
-from megatron_muon.tools.models.checkpoint import STACKED, Weights, write
-from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
-from megatron_muon.tools.models.mapping import Rule, hf_shapes, rules
-from megatron_muon.tools.models.model import build_tokenizer, counterpart, is_of_bytes, spec_of
+from megatron_muon.tools.models.checkpoint import FSDP_DTENSOR, STACKED, TORCH_DIST, Weights, write
+from megatron_muon.tools.models.mapping import Rule, hf_shapes
+from megatron_muon.tools.models.model import counterpart, is_of_bytes, tokenizer_of
 from megatron_muon.tools.models.use import Printer, losses
-from tests.unit.test_models_mapping import MODELS, args_of
+from tests.unit.test_models_mapping import ROWS, args_of, rules
 
 
-def values(model: Architecture) -> Callable[[Rule], Tensor]:
+def values(name: str) -> Callable[[Rule], Tensor]:
     """Other numbers for every weight, the same at every call; rows that pad are zeros."""
     chance = torch.Generator().manual_seed(3)
-    made = {rule.megatron: torch.randn(rule.shape, generator=chance) for rule in rules(model)}
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if name in made:
-            made[name][model.vocab :] = 0
+    made = {rule.megatron: torch.randn(rule.shape, generator=chance) for rule in rules(name)}
+    for end in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if end in made:
+            made[end][11:] = 0
     return lambda rule: made[rule.megatron]
 
 
 def saved(place: Path, name: str, layout: str = FSDP_DTENSOR, *, impl: str = "local", **args: object) -> Path:
     """A checkpoint of a model with these arguments; the folder of its iteration."""
-    model = MODELS[name]
-    table, read = {rule.megatron: rule for rule in rules(model) if rule.megatron}, values(model)
+    table, read = {rule.megatron: rule for rule in rules(name)}, values(name)
     write(
         place, {name: rule.shape for name, rule in table.items()}, lambda name: read(table[name]), layout=layout,
-        args=args_of(model, transformer_impl=impl, **args), iteration=7, dtype=torch.float32,
+        args=args_of(name, transformer_impl=impl, **args), iteration=7, dtype=torch.float32,
     )  # fmt: skip
     return place / "iter_0000007"
 
@@ -74,7 +69,7 @@ def test_weights_that_hugging_face_has_no_place_for_go_to_torch_dist_and_come_ba
     for number, impl in enumerate(("local", "transformer_engine")):  # the second reads what the first has written
         write(
             tmp_path / impl, shapes, lambda name, read=read: read(name).clone(), layout=TORCH_DIST,
-            args=args_of(MODELS["llama"], transformer_impl=impl, **layers), iteration=number, dtype=torch.float32,
+            args=args_of("llama", transformer_impl=impl, **layers), iteration=number, dtype=torch.float32,
         )  # fmt: skip
         found = Weights(tmp_path / impl)
         read = found.read
@@ -94,13 +89,12 @@ def test_weights_that_hugging_face_has_no_place_for_go_to_torch_dist_and_come_ba
 def test_weights_are_those_that_were_written_under_any_names(
     tmp_path: Path, name: str, layout: str, layers: str
 ) -> None:
-    model = MODELS[name]
-    read = values(model)
+    read = values(name)
     impl = layers.replace("grouped", "transformer_engine")
     found = saved(tmp_path, name, layout, impl=impl, moe_grouped_gemm=layers == "grouped")
     weights = Weights(tmp_path)
-    assert weights.shapes == {rule.megatron: rule.shape for rule in rules(model)}
-    assert all(torch.equal(weights.read(rule.megatron), read(rule)) for rule in rules(model))
+    assert weights.shapes == {rule.megatron: rule.shape for rule in rules(name)}
+    assert all(torch.equal(weights.read(rule.megatron), read(rule)) for rule in rules(name))
     assert (weights.folder, weights.iteration) == (found, 7)
     assert files.problems(found) == []
     if (name, layout) == ("llama", FSDP_DTENSOR):  # negative control: the names are not alike
@@ -109,9 +103,8 @@ def test_weights_are_those_that_were_written_under_any_names(
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
 def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: str) -> None:
-    model = MODELS[name]
-    read = values(model)
-    total = convert.write_tensors(tmp_path, rules(model), read, dtype=torch.float32, limit=2000)
+    read = values(name)
+    total = convert.write_tensors(tmp_path, rules(name), read, dtype=torch.float32, limit=2000)
     index = json.loads((tmp_path / convert.INDEX).read_text())
     assert index["metadata"]["total_size"] == total
     sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
@@ -119,9 +112,9 @@ def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: s
     assert max(sizes) < 2000 + 4000  # and a header
     tensors = convert.open_tensors(tmp_path)
     mapping.check(
-        tmp_path, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, hf_shapes(rules(model))
+        tmp_path, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}, hf_shapes(rules(name))
     )
-    for rule in rules(model):
+    for rule in rules(name):
         assert torch.equal(rule.join([tensors[part][:] for part in rule.hf]), read(rule))
     assert stat.S_IMODE(next(tmp_path.glob("*.safetensors")).stat().st_mode) & 0o044  # not for one user alone
 
@@ -130,15 +123,15 @@ def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["export", "--checkpoint", str(saved(tmp_path / "run", "llama")), "--to", "hf",
-        str(tmp_path / "hf"), "--tokenizer", "none"]) == 0  # fmt: skip
-    model, whole, out = MODELS["llama"], rules(MODELS["llama"]), str(tmp_path / "out")
+        str(tmp_path / "hf")]) == 0  # fmt: skip
+    whole, out = rules("llama"), str(tmp_path / "out")
     for table, says in (
         (whole[1:], "lacks model.embed_tokens.weight"),
         ([*whole, Rule("", ("more.weight",), (2,))], "has, without a counterpart, more.weight"),
-        (rules(replace(model, vocab=9)), "has another shape of lm_head.weight, model.embed_tokens.weight"),
+        (rules("llama", vocab_size=9), "has another shape of lm_head.weight, model.embed_tokens.weight"),
         (None, "cannot be read"),
     ):
-        read = values(model)
+        read = values("llama")
         if table is not None:
             convert.write_tensors(
                 tmp_path / "hf", table, lambda rule, read=read: read(rule) if rule.megatron else torch.zeros(2),
@@ -153,15 +146,14 @@ def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
 
 def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
     """As those of the published gpt2 do, which hold masks beside weights."""
-    model = MODELS["gpt2"]
-    bare = [replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf)) for rule in rules(model)]
+    bare = [replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf)) for rule in rules("gpt2")]
     mask = Rule("mask", ("h.0.attn.bias",), (1, 1, 4, 4))
-    read = values(model)
+    read = values("gpt2")
     convert.write_tensors(
         tmp_path, [*bare, mask], lambda rule: torch.ones(rule.shape) if rule is mask else read(rule),
         dtype=torch.float32, limit=10**9,
     )  # fmt: skip
-    assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == hf_shapes(rules(model)).keys()
+    assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == hf_shapes(rules("gpt2")).keys()
 
 
 def damage(found: Path) -> None:
@@ -180,105 +172,71 @@ def damage(found: Path) -> None:
         ("export --to hf OUT", lambda found: (found / ".metadata").write_bytes(b"\x80garbage"), ".metadata"),
         ("export --to hf OUT", lambda found: found.rename(found.with_name("iter_0000008")), "does not exist"),
         ("export --to hf OUT", lambda found: (found.parent / files.TRACKER).unlink(), "has no latest_checkpointed"),
-        ("export --to hf OUT", lambda found: (found.parent / "config.json").touch(), "is a folder of Hugging Face"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, harm: Callable[[Path], object], says: str
 ) -> None:
+    from megatron_muon.megatron.data import prepare
+
     harm(saved(tmp_path / "run", "llama"))
-    words = [{"OUT": str(tmp_path / "out"), "DATA": make_data(tmp_path)}.get(word, word) for word in command.split()]
+    (tmp_path / "text.txt").write_text("some text", "utf-8")
+    prepare([tmp_path / "text.txt"], tmp_path / "text")
+    places = {"OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "text")}
+    words = [places.get(word, word) for word in command.split()]
     assert cli.main([words[0], "--checkpoint", str(tmp_path / "run"), *words[1:]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (tmp_path / "out").exists()
 
 
-def make_data(place: Path) -> str:
-    """Prepared data of one short document."""
-    from megatron_muon.megatron.data import prepare
-
-    source = place / "text.txt"
-    source.write_text("some text", "utf-8")
-    prepare([source], place / "text")
-    return str(place / "text")
-
-
 def test_weights_that_the_arguments_do_not_tell_of_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "llama", num_layers=1)
     with pytest.raises(UserError, match=r"without a counterpart, decoder.layers.1.input_layernorm.weight"):
-        counterpart(Weights(tmp_path), "none")
+        counterpart(Weights(tmp_path), None)
 
 
-def test_rows_that_pad_an_unknown_vocabulary_are_kept_with_a_warning(
+def test_without_a_tokenizer_there_is_a_warning_and_rows_that_pad_an_unknown_vocabulary_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path / "no")}
     found = saved(tmp_path / "run", "llama", vocab_size=None, **settings)
-    assert counterpart(Weights(found), "none").model.vocab == MODELS["llama"].rows
-    assert "the rows that pad it to 16 are kept" in capsys.readouterr().err
-    assert cli.main(["export", "--checkpoint", str(found), "--to", "torch_dist", "--tokenizer", "x", "out"]) == 2
-    assert "--tokenizer is for --to hf" in capsys.readouterr().err
+    assert counterpart(Weights(found), None).config["vocab_size"] == ROWS
+    assert "without a tokenizer: " in capsys.readouterr().err
+    for more in ([], ["--tokenizer", str(tmp_path / "no")]):
+        assert cli.main(["generate", "--checkpoint", str(found), "--prompt", "a", *more]) == 2
+        assert "tokenizer" in capsys.readouterr().err
 
 
-def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Path) -> None:
+def test_an_export_has_its_name_when_it_is_complete_and_replaces_nothing(tmp_path: Path) -> None:
     """It once deleted the run that it had read."""
-    out, source = tmp_path / "out", tmp_path / "run" / "iter_0000001"
-    source.mkdir(parents=True)
-    (out / "deep").mkdir(parents=True)
-    for place, overwrite, says in (
-        (out, False, "is there already"),
-        (out, True, "is not a model that export or import has written"),
-        (tmp_path / "run", True, "lie one in the other"),
-        (source / "hf", False, "lie one in the other"),
-    ):
-        with pytest.raises(UserError, match=says), convert.new_folder(place, source=source, overwrite=overwrite):
-            pass
-    (out / "config.json").touch()
-    with pytest.raises(RuntimeError), convert.new_folder(out, source=source, overwrite=True):
-        raise RuntimeError  # in the middle: the old one is there still
-    assert (out / "deep").exists()
-    with convert.new_folder(out, source=source, overwrite=True) as new:
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError), convert.new_folder(out):
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+    with convert.new_folder(out) as new:
         (new / "new").touch()
-    assert [file.name for file in out.iterdir()] == ["new"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "run"]
+    with pytest.raises(UserError, match="is there already"), convert.new_folder(out):
+        pass
+    assert [file.name for file in tmp_path.rglob("*")] == ["out", "new"]
 
 
 @given(st.text(), st.sampled_from(["", "<eod>", "<unused256>", " "]))
 def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
-    from megatron_muon.megatron.data import tokenizers
+    from megatron.core.tokenizers.text.libraries.bytelevel_tokenizer import ByteLevelTokenizer
 
-    built = build_tokenizer(TokenizerSpec())
+    built = tokenizer_of(args_of("llama", tokenizer_type="NullTokenizer", vocab_size=257))
     whole = (text + more).encode("utf-8", "replace").decode()
-    theirs = tokenizers.build(TokenizerSpec()).tokenize(whole)
+    theirs = ByteLevelTokenizer(vocab_size=256).text_to_ids(whole)
     assert built(whole)["input_ids"] == list(theirs) == list(whole.encode())
     assert built.decode(built(whole)["input_ids"]) == whole
     assert built.eos_token_id == 256
     assert is_of_bytes(built)
 
 
-def test_the_tokenizer_is_the_one_of_the_data_or_the_runs(tmp_path: Path) -> None:
-    def of(**settings: object) -> TokenizerSpec:
-        absent = {"tokenizer_type": "NullTokenizer", "tokenizer_model": None, "vocab_size": None, "data_path": None}
-        return spec_of(argparse.Namespace(**{**absent, **settings}))
-
-    assert of(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").model == "m"
-    assert of(vocab_size=300, data_path=["0.3", make_data(tmp_path)]).tokenizer_type == "ByteLevelTokenizer"
-    assert of(vocab_size=257).tokenizer_type == "ByteLevelTokenizer"
-    with pytest.raises(UserError, match="NullTokenizer has no counterpart in transformers; give one"):
-        build_tokenizer(of(vocab_size=300))
-
-
-def test_what_a_model_writes_is_broken_at_the_width_and_does_not_reach_the_terminals_controls(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Printer(None, None).on_finalized_text("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d")
+def test_what_a_model_writes_does_not_reach_the_terminals_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer(None).on_finalized_text("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d")
     assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd\u3000\u200d"
-    show = Printer(None, 4)
-    for part in ("ab", "cdef", "\n", "ghij", "k"):
-        show.on_finalized_text(part)
-    show.on_finalized_text("lmn", stream_end=True)
-    assert capsys.readouterr().out == "abcd\nef\nghij\nklmn\n"
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 8, 9, 16, 17, 23])

@@ -54,7 +54,7 @@ CASES = {
     "recomputation": ("--recompute-granularity full", 'if self.recompute_granularity != "selective":'),
 }
 if importlib.util.find_spec("wget") is None:
-    CASES["default tokenizer"] = ("--tokenizer-type GPT2BPETokenizer", "--vocab-file FILE")
+    CASES["default tokenizer"] = ("--tokenizer-type GPT2BPETokenizer", "the flags that megatron-muon data prepare")
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ Importing this package is cheap: torch and megatron-core are imported only when 
 not read data for training; megatron-core's own datasets do that.
 """
 
-from megatron_muon.megatron.data.corpus import PreparedData, ensure_stdlib_corpus, prepare
+from megatron_muon.megatron.data.corpus import STDLIB, prepare
 from megatron_muon.megatron.data.sources import Settings
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
 
-__all__ = ["PreparedData", "Settings", "TokenizerSpec", "ensure_stdlib_corpus", "prepare"]
+__all__ = ["STDLIB", "Settings", "TokenizerSpec", "prepare"]

@@ -11,10 +11,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import itertools
-import multiprocessing
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,19 +24,11 @@ BYTE_LEVEL, IN_TRAINING, HUGGING_FACE = "ByteLevelTokenizer", "NullTokenizer", "
 BYTE_LEVEL_VOCAB_SIZE = 257
 """256 byte values and one end-of-document id."""
 
-SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-"""Names of one tokenizer."""
-
-TOKENIZER_TYPES = (BYTE_LEVEL, IN_TRAINING, HUGGING_FACE, *SENTENCEPIECE, "TikTokenizer")
-"""The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
-
-_HF = (HUGGING_FACE, "SFTTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
-_PACKAGES = dict.fromkeys(_HF, "transformers") | dict.fromkeys(SENTENCEPIECE, "sentencepiece")
-_PACKAGES["TikTokenizer"] = "tiktoken"
+_PACKAGES = {HUGGING_FACE: "transformers", "SentencePieceTokenizer": "sentencepiece", "TikTokenizer": "tiktoken"}
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
-_DOCUMENTS_PER_WORKER = 128
-"""How many are under way at a time, so that memory stays bounded however long the input is."""
+TOKENIZER_TYPES = (BYTE_LEVEL, *_PACKAGES)
+"""Those of `data prepare`."""
 
 Document = tuple[str, str]
 """Where it stands, and its text."""
@@ -68,29 +57,24 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
 def check_spec(spec: TokenizerSpec) -> None:
     """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
     kind, size, least = spec.tokenizer_type, spec.vocab_size, BYTE_LEVEL_VOCAB_SIZE
-    if kind not in TOKENIZER_TYPES:
-        raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
-    if kind == BYTE_LEVEL and spec.model is not None:
-        raise UserError(f"--tokenizer-model {spec.model}: {kind} has no model; leave it out")
     if kind == BYTE_LEVEL and size is not None and size < least:
         raise UserError(f"--vocab-size {size} is too small for {kind}, which has {least} ids; give at least {least}")
-    if kind == IN_TRAINING and (size is None or size < 1):
+    if kind == IN_TRAINING and not size:
         raise UserError(f"{kind} (text that already holds ids) needs --vocab-size N")
-    if kind not in (BYTE_LEVEL, IN_TRAINING) and not spec.model:
+    if kind in _PACKAGES and not spec.model:
         raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
 
 @functools.cache
 def build(spec: TokenizerSpec) -> Any:
-    """Megatron-core's tokenizer: it has `tokenize`, `vocab_size` and, mostly, `eod`. Built once in a process."""
-    check_spec(spec)
-    with quiet_imports():
-        from megatron.core.tokenizers import MegatronTokenizer
-        from megatron.training.config import TokenizerConfig
+    """Megatron-core's tokenizer, except for bytes: it has `tokenize`, `vocab_size` and `eod`."""
     if spec.tokenizer_type == BYTE_LEVEL:
-        eod = (spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE) - 1
-        more = {"vocab_size": eod, "special_tokens": ["<eod>"], "_eos_id": eod}
-        return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}, **more)
+        size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
+        of_bytes = SimpleNamespace(vocab_size=size, eod=size - 1)
+        of_bytes.tokenize = lambda text: np.frombuffer(text.encode(), np.uint8)
+        return of_bytes
+    with quiet_imports():
+        from megatron.training.config import TokenizerConfig
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
     args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
     args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
@@ -98,58 +82,26 @@ def build(spec: TokenizerSpec) -> Any:
 
 
 def build_megatron(args: argparse.Namespace) -> Any:
-    """Builds megatron-core's tokenizer from arguments in the words of its command line.
-
-    What `check_spec` refuses, a missing package, and a model that does not load are UserErrors.
-    """
+    """Megatron-core's tokenizer; a missing package, and a model that does not load, are UserErrors."""
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     kind, model = args.tokenizer_type, args.tokenizer_model
-    if kind in TOKENIZER_TYPES:
-        check_spec(TokenizerSpec(kind, model, args.vocab_size))
-    files = args.vocab_file and args.merge_file
-    if kind == "GPT2BPETokenizer" and not files and importlib.util.find_spec("wget") is None:
-        raise UserError(
-            f"--tokenizer-type {kind}, Megatron's default, needs --vocab-file FILE and --merge-file FILE; for data of "
-            "megatron-muon data prepare give the flags that it printed, such as --tokenizer-type NullTokenizer "
-            "--vocab-size N"
-        )
     if (package := _PACKAGES.get(kind)) and importlib.util.find_spec(package) is None:
         raise UserError(f"--tokenizer-type {kind} needs the package {package}; type pip install {package}")
     try:
         return build_tokenizer(args)
     except Exception as error:  # each tokenizer library has exceptions of its own
         named = "" if model is None else f" --tokenizer-model {model}"
-        raise UserError(f"--tokenizer-type {kind}{named}: {' '.join(str(error).split())}") from error
+        words, flags = " ".join(str(error).split()), "the flags that megatron-muon data prepare has printed"
+        raise UserError(f"--tokenizer-type {kind}{named}: {words}; for its data give {flags}") from error
 
 
-def encode_documents(
-    documents: Iterable[Document], spec: TokenizerSpec, workers: int
-) -> Iterator[npt.NDArray[np.int32]]:
-    """Yields the ids of every document, in order; one worker is this process."""
-    encode = functools.partial(_encode, spec)
-    if workers == 1:
-        yield from map(encode, documents)
-        return
-    # Spawned, not forked: torch and a progress bar have threads, whose locks a fork would copy while held.
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
-        for group in itertools.batched(documents, workers * _DOCUMENTS_PER_WORKER):
-            yield from executor.map(encode, group, chunksize=_DOCUMENTS_PER_WORKER // 4)
-
-
-def _encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
+def encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
+    """The ids of a document, and the one that ends it."""
     place, text = document
     tokenizer = build(spec)
     try:
-        # What the byte-level `tokenize` gives, without a Python integer for each byte.
-        is_bytes = spec.tokenizer_type == BYTE_LEVEL
-        ids = np.array(np.frombuffer(text.encode(), np.uint8) if is_bytes else tokenizer.tokenize(text), np.int64)
-    except (ValueError, TypeError, OverflowError) as error:
+        return np.append(np.array(tokenizer.tokenize(text), np.int32), np.int32(tokenizer.eod))
+    except (ValueError, TypeError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
-    if ids.size and (ids.max() >= tokenizer.vocab_size or ids.min() < 0):
-        raise UserError(
-            f"{place}: token ids reach from {ids.min()} to {ids.max()}, the vocabulary has {tokenizer.vocab_size}; "
-            "give a larger --vocab-size"
-        )
-    return ids.astype(np.int32)

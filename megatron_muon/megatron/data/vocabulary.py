@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data.corpus import OutputPaths, model_digest
-from megatron_muon.megatron.data.tokenizers import IN_TRAINING, SENTENCEPIECE, TokenizerSpec
+from megatron_muon.megatron.data.corpus import OutputPaths
+from megatron_muon.megatron.data.tokenizers import IN_TRAINING, TokenizerSpec
 
 _SAMPLE_TOKENS = 1 << 20
 
@@ -20,39 +20,25 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
     """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents.
 
     Raises:
-        UserError: the index cannot be read or is damaged, or `PREFIX.bin` is shorter than it says.
+        UserError: a file is not there, the index is damaged, or `PREFIX.bin` is shorter than it says.
     """
+    remedy = f"type: megatron-muon data prepare --input TEXT --output {prefix}"
+    for file in (Path(prefix + ".bin"), Path(prefix + ".idx")):
+        if not file.exists():
+            raise UserError(f"{file} does not exist; give the prefix of a .bin and an .idx file, or {remedy}")
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    file = prefix + ".idx"
     try:
-        index = _IndexReader(file, multimodal=False)
+        index = _IndexReader(str(file), multimodal=False)
         dtype = np.dtype(index.dtype)
         assert dtype.kind in "iu", dtype
         size = Path(prefix + ".bin").stat().st_size
-    except OSError as error:
-        raise UserError(f"{error.filename or file} cannot be read ({error.strerror})") from None
-    except (AssertionError, struct.error, ValueError):  # another file, one cut short, or of a type unknown to Megatron
-        raise UserError(
-            f"{file} is not an index of Megatron's data, or is damaged; type: "
-            f"megatron-muon data prepare --input TEXT --output {prefix}"
-        ) from None
+    except (OSError, AssertionError, struct.error, ValueError):  # or of a type unknown to Megatron
+        raise UserError(f"{file} is not an index of Megatron's data, or is damaged; {remedy}") from None
     least = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * dtype.itemsize if len(index) else 0
     if size < least:
         raise UserError(f"{prefix}.bin is cut short: {size:,} of {least:,} bytes; copy it again, or prepare it anew")
     return dtype, index.sequence_count
-
-
-def require_files(prefix: str, flag: str) -> None:
-    """Refuses a prefix, given by a flag, without PREFIX.bin or PREFIX.idx."""
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).exists():
-            if prefix.endswith((".bin", ".idx")) and Path(prefix).exists():
-                raise UserError(f"{flag} {prefix}: leave {prefix[-4:]} out; type {flag} {prefix[:-4]}")
-            raise UserError(
-                f"{prefix}{suffix} does not exist; {flag} takes the prefix of a .bin and an .idx file; type "
-                f"megatron-muon data prepare --input TEXT --output {prefix}"
-            )
 
 
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
@@ -61,35 +47,21 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning is looked at. A run's
     NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
     """
-    manifest = OutputPaths(Path(prefix)).read_manifest()
-    rows = args.padded_vocab_size
+    manifest, rows = OutputPaths(Path(prefix)).read_manifest(), args.padded_vocab_size
+    run = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     if manifest is None:
         ids = np.fromfile(prefix + ".bin", read_head(prefix)[0], count=_SAMPLE_TOKENS)
-        if ids.size and (largest := ids.max()) >= rows:
-            raise UserError(
-                f"{prefix} holds token id {largest}, and the model has {rows} (--tokenizer-type {args.tokenizer_type}, "
-                "vocabulary padded); give the tokenizer or --vocab-size with which the data was made"
-            )
-        return
-    run, made = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size), manifest.settings.tokenizer
-    reads = made.in_training()
-    size = manifest.vocab_size or reads.vocab_size or 0
-    differs = run.tokenizer_type != IN_TRAINING and not _is_same(reads, run, manifest.settings.tokenizer_digest)
+        differs, size, remedy = False, int(ids.max()) + 1 if ids.size else 0, "the --vocab-size of the data"
+        made_with = "a tokenizer that is not known"
+    else:
+        made = manifest.settings.tokenizer
+        reads = made.in_training()
+        theirs, ours = ([spec.tokenizer_type, Path(spec.model or "").name] for spec in (reads, run))
+        differs = run.tokenizer_type != IN_TRAINING and theirs != ours  # in whatever folder
+        size, remedy = manifest.vocab_size or reads.vocab_size or 0, " ".join(reads.flags())
+        made_with = " ".join(made.flags()[1:])
     if differs or size > rows:
-        made_with, has = (" ".join(spec.flags()[1:]) for spec in (made, run))
         raise UserError(
-            f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has {has} and a model of {rows} "
-            f"(padded); train with {' '.join(reads.flags())}, or prepare the text with this run's tokenizer"
+            f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has {' '.join(run.flags()[1:])} and "
+            f"a model of {rows} (padded); train with {remedy}, or prepare the text with this run's tokenizer"
         )
-
-
-def _is_same(made: TokenizerSpec, run: TokenizerSpec, digest: str) -> bool:
-    """Whether two are the same tokenizer, by the digest of its files where both are known, else by its name."""
-    kinds = {made.tokenizer_type, run.tokenizer_type}
-    if len(kinds) > 1 and not kinds <= {*SENTENCEPIECE}:
-        return False
-    if made.model == run.model:
-        return True
-    if digest and (found := model_digest(run)):
-        return digest == found
-    return Path(made.model or "").name == Path(run.model or "").name

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.core.numbers import is_number
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data.vocabulary import check_vocabulary, read_head, require_files
+from megatron_muon.megatron.data.vocabulary import check_vocabulary, read_head
 
 
 def require_data(args: argparse.Namespace) -> None:
@@ -22,7 +22,6 @@ def require_data(args: argparse.Namespace) -> None:
         made = "(made by megatron-muon data prepare)"
         raise UserError(f"no training data: give --data-path PREFIX {made}, or --mock-data for random tokens")
     for prefix in prefixes:
-        require_files(prefix, "--data-path")
         read_head(prefix)
         if prefix in (args.data_path or ()):
             _check_split(prefix, args.split or "969, 30, 1", needs_validation=bool(args.eval_iters))

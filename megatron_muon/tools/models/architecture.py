@@ -1,19 +1,18 @@
-"""The models that Megatron and Hugging Face both have: one table for export and import.
+"""The models that Megatron and Hugging Face both have: `to_config` for export, `to_flags` for import.
 
-`Architecture` says what one is, `KINDS` how config.json describes it, `_FLAGS` how Megatron's command line does. What
-has no counterpart on the other side is refused by its key or its flag.
+Megatron's side is the arguments of a run, Hugging Face's the content of config.json. What has no counterpart on the
+other side is refused by its flag or its key.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_muon.errors import UserError
 
-GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
+KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 """What config.json calls them: its `model_type`."""
 
 _MISTRAL = "mistral"
@@ -23,125 +22,22 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """The constants of megatron-core's `RotaryEmbedding._apply_scaling`."""
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""One function under two names."""
+"""Two names of GELU by its tanh approximation, which megatron-core's fused kernel computes."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A GPT. `hidden`, `ffn`, `head_dim` are widths; `rows` is `vocab` padded, as Megatron's embedding has them.
-
-    Attributes:
-        gated: RMSNorm, SwiGLU and rotary positions, as Llama; else LayerNorm, GELU and learned positions, as GPT-2.
-        groups: heads of keys and values.
-        linear_bias: linear layers have a bias; `qkv_bias`: the projection to query, key and value does.
-        qk_norm: an RMSNorm over each head of query and key.
-        experts: in every layer, of which each token takes `topk`; 0 for a dense model.
-        tanh_gelu: GELU by its tanh approximation, as megatron-core's fused kernel computes it.
-        rope_scaling: the factor of Llama 3.1's scaling of rotary frequencies, None without.
-    """
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    head_dim: int
-    vocab: int
-    rows: int
-    positions: int
-    norm_eps: float
-    tied: bool
-    gated: bool
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: int = 0
-    topk: int = 0
-    rope_base: float = 10000.0
-    rope_scaling: float | None = None
-    tanh_gelu: bool = False
-    init_std: float = 0.02
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-
-    @property
-    def model_type(self) -> str:
-        """Its name in config.json."""
-        if not self.gated:
-            return GPT2
-        if self.experts:
-            return QWEN3_MOE if self.qk_norm else MIXTRAL
-        if self.qk_norm:
-            return QWEN3
-        return QWEN2 if self.qkv_bias and not self.linear_bias else LLAMA
-
-    @property
-    def activation(self) -> str:
-        """As config.json names it."""
-        return "silu" if self.gated else _TANH_GELU[0] if self.tanh_gelu else "gelu"
-
-    @property
-    def rope(self) -> dict[str, Any] | None:
-        """`rope_scaling` as config.json has it."""
-        factor = self.rope_scaling
-        return None if factor is None else {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
-
-
-class Kind(NamedTuple):
-    """One `model_type`: its class in transformers, the field of each key of config.json, and keys of one value only."""
-
-    model_class: str
-    keys: Mapping[str, str]
-    constants: Mapping[str, Any]
-
-
-_COMMON = {"vocab_size": "vocab", "tie_word_embeddings": "tied", "initializer_range": "init_std"}
-_GPT2_KEYS = _COMMON | {
-    "n_positions": "positions",
-    "n_embd": "hidden",
-    "n_layer": "layers",
-    "n_head": "heads",
-    "n_inner": "ffn",
-    "activation_function": "activation",
-    "layer_norm_epsilon": "norm_eps",
-    "resid_pdrop": "dropout",
-    "embd_pdrop": "dropout",
-    "attn_pdrop": "attention_dropout",
+_KEYS = {
+    "--num-layers": ("num_hidden_layers", "n_layer"),
+    "--hidden-size": ("hidden_size", "n_embd"),
+    "--ffn-hidden-size": ("intermediate_size", "n_inner"),
+    "--num-attention-heads": ("num_attention_heads", "n_head"),
+    "--kv-channels": ("head_dim", "head_dim"),
+    "--max-position-embeddings": ("max_position_embeddings", "n_positions"),
+    "--norm-epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "--init-method-std": ("initializer_range", "initializer_range"),
+    "--hidden-dropout": ("", "resid_pdrop"),
+    "--attention-dropout": ("attention_dropout", "attn_pdrop"),
+    "--vocab-size": ("vocab_size", "vocab_size"),
 }
-_LLAMA_KEYS = _COMMON | {
-    "hidden_size": "hidden",
-    "intermediate_size": "ffn",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "groups",
-    "head_dim": "head_dim",
-    "hidden_act": "activation",
-    "max_position_embeddings": "positions",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_base",
-    "rope_scaling": "rope",
-    "attention_dropout": "attention_dropout",
-}
-_NO_WINDOW = {"use_sliding_window": False}
-_SPARSE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-KINDS = {
-    GPT2: Kind("GPT2LMHeadModel", _GPT2_KEYS, {}),
-    LLAMA: Kind("LlamaForCausalLM", _LLAMA_KEYS | {"attention_bias": "linear_bias", "mlp_bias": "linear_bias"}, {}),
-    QWEN2: Kind("Qwen2ForCausalLM", _LLAMA_KEYS, _NO_WINDOW),
-    QWEN3: Kind("Qwen3ForCausalLM", _LLAMA_KEYS, {"attention_bias": False, **_NO_WINDOW}),
-    MIXTRAL: Kind(
-        "MixtralForCausalLM",
-        _LLAMA_KEYS | {"num_local_experts": "experts", "num_experts_per_tok": "topk"},
-        {"sliding_window": None},
-    ),
-    QWEN3_MOE: Kind(
-        "Qwen3MoeForCausalLM",
-        _LLAMA_KEYS | {"num_experts": "experts", "num_experts_per_tok": "topk", "moe_intermediate_size": "ffn"},
-        {**_SPARSE, "attention_bias": False, **_NO_WINDOW},
-    ),
-}
-"""All model types; order and names of keys are those that transformers 4 and 5 read."""
+"""Flags, and the keys that say the same of a model like Llama, and of GPT-2."""
 
 _SAYS_NOTHING = {
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
@@ -151,87 +47,6 @@ _SAYS_NOTHING = {
     "summary_first_dropout", "summary_proj_to_labels",
 }  # fmt: skip
 """Keys of config.json that do not change what a model computes, or that others say again."""
-
-
-def to_config(model: Architecture) -> dict[str, Any]:
-    """The content of config.json but for dtype and token ids."""
-    kind = KINDS[model.model_type]
-    said = {key: getattr(model, field) for key, field in kind.keys.items()}
-    return {"architectures": [kind.model_class], "model_type": model.model_type, **said, **kind.constants}
-
-
-def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
-    """The architecture of a config.json with all defaults (`PretrainedConfig.to_dict()`); `rows` of the embedding.
-
-    Raises:
-        UserError: Megatron has no flag for something of it, by its key.
-    """
-    name = LLAMA if config["model_type"] == _MISTRAL else config["model_type"]
-    if name not in KINDS:
-        known = ", ".join([*KINDS, _MISTRAL])
-        raise UserError(f"config.json describes a model of type {config['model_type']}; import knows {known}")
-    said = {field.name for field in fields(Architecture)}
-    rope = config.get("rope_parameters") or {**config, **(config.get("rope_scaling") or {})}
-    found = {of: config[key] for key, of in KINDS[name].keys.items() if of in said and key in config}
-    bias = name == GPT2 or (name == LLAMA and bool(config.get("attention_bias")))
-    found |= {
-        "ffn": found["ffn"] or 4 * found["hidden"],
-        "groups": found.get("groups") or found["heads"],
-        "head_dim": found.get("head_dim") or found["hidden"] // found["heads"],
-        "experts": config.get("num_local_experts") or config.get("num_experts") or 0,
-        "linear_bias": bias,
-        "qkv_bias": bias or name == QWEN2,
-    }
-    if name == GPT2:
-        found["tanh_gelu"] = config["activation_function"] in _TANH_GELU
-    else:
-        found |= {"rope_base": float(rope["rope_theta"]), "rope_scaling": rope.get("factor")}
-    model = Architecture(rows=rows, gated=name != GPT2, qk_norm=name in (QWEN3, QWEN3_MOE), **found)
-    _refuse_what_is_lost(config, model)
-    if model.topk == 1:
-        raise UserError("config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here")
-    return model
-
-
-def _refuse_what_is_lost(config: Mapping[str, Any], model: Architecture) -> None:
-    """Refuses a config.json that says more than an `Architecture` can: the two are compared key by key."""
-    from transformers import AutoConfig
-
-    ours = to_config(model)
-    kept = AutoConfig.for_model(ours["model_type"], **{k: v for k, v in ours.items() if k != "model_type"}).to_dict()
-    nothing: tuple[Any, ...] = (None, False, 0, [])
-    follow = ("n_inner", "head_dim")  # from others, where they are null
-    said = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
-    if config["model_type"] == QWEN3_MOE:
-        said.pop("intermediate_size", None)  # of dense layers, of which there are none
-    if said.get("activation_function") in _TANH_GELU:
-        said["activation_function"] = kept["activation_function"]
-    lost = [
-        f"{key} {value}"
-        for key, value in said.items()
-        if value != kept.get(key) and (value not in nothing or (kept.get(key) not in nothing and key not in follow))
-    ]
-    if lost:
-        raise UserError(f"config.json describes what Megatron has no flag for: {', '.join(lost)}")
-
-
-_FLAGS = {
-    "layers": "--num-layers",
-    "hidden": "--hidden-size",
-    "ffn": "--ffn-hidden-size",
-    "heads": "--num-attention-heads",
-    "head_dim": "--kv-channels",
-    "positions": "--max-position-embeddings",
-    "norm_eps": "--norm-epsilon",
-    "init_std": "--init-method-std",
-    "dropout": "--hidden-dropout",
-    "attention_dropout": "--attention-dropout",
-    "vocab": "--vocab-size",
-}
-"""Flags with the value of a field."""
-
-_DESTINATIONS = {"--norm-epsilon": "layernorm_epsilon", "--apply-layernorm-1p": "layernorm_zero_centered_gamma"}
-"""Flags whose attribute has another name."""
 
 _OTHER_WEIGHTS = (
     "experimental_attention_variant", "linear_attention_freq", "mtp_num_layers", "spec", "yaml_cfg",
@@ -259,107 +74,178 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1, None),
     "moe_router_score_function": ("softmax",),
 }
-"""Settings that change what a model computes and that `Architecture` does not have, with the values that do not."""
+"""Settings that change what a model computes and that no config.json has, with the values that do not."""
+
+_OTHER_FLAGS = {
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "add_bias_linear": "no --disable-bias-linear:",
+}
+"""Flags of attributes with another name."""
 
 
-def from_args(args: argparse.Namespace, *, vocab: int | None = None) -> Architecture:
-    """The architecture of a run with these validated arguments; `vocab` tokens where the arguments do not say it.
+def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str, Any]:
+    """The content of config.json, but for dtype and token ids, of a run with these arguments, of `vocab` tokens.
 
     Raises:
-        UserError: something of it has no counterpart among the model types of config.json, by the flag's name.
+        UserError: something of it has no counterpart among the model types, by the flag's name.
     """
-    refused = _given(args, NEUTRAL)
-    style = (args.normalization, args.position_embedding_type, bool(args.swiglu))
-    gated = style == ("RMSNorm", "rope", True)
-    if not gated and style != ("LayerNorm", "learned_absolute", False):
-        refused.append("--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style))
-    experts = args.num_experts or 0
-    if experts and getattr(args, "moe_router_load_balancing_type", None) in ("sinkhorn", ["sinkhorn"]):
-        refused.append("--moe-router-load-balancing-type sinkhorn")
-    fields: dict[str, Any] = {
-        field: getattr(args, _DESTINATIONS.get(flag, flag.removeprefix("--").replace("-", "_")), None)
-        for field, flag in _FLAGS.items()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = _model_type(args)
+    ffn = (args.num_experts and args.moe_ffn_hidden_size) or args.ffn_hidden_size
+    config = {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],
+        "model_type": kind,
+        "vocab_size": vocab or args.vocab_size or args.padded_vocab_size,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "initializer_range": args.init_method_std,
     }
-    fields |= {
-        "ffn": (getattr(args, "moe_ffn_hidden_size", None) if experts else None) or args.ffn_hidden_size,
-        "groups": (args.num_query_groups if args.group_query_attention else None) or args.num_attention_heads,
+    if kind == GPT2:
+        return config | {
+            "n_positions": args.max_position_embeddings,
+            "n_embd": args.hidden_size,
+            "n_layer": args.num_layers,
+            "n_head": args.num_attention_heads,
+            "n_inner": ffn,
+            "activation_function": _TANH_GELU[0] if args.bias_gelu_fusion else "gelu",
+            "layer_norm_epsilon": args.layernorm_epsilon,
+            "resid_pdrop": args.hidden_dropout,
+            "embd_pdrop": args.hidden_dropout,
+            "attn_pdrop": args.attention_dropout,
+        }
+    scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3_ROPE}
+    config |= {
+        "hidden_size": args.hidden_size,
+        "intermediate_size": ffn,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_attention_heads,
+        "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         "head_dim": args.kv_channels or args.hidden_size // args.num_attention_heads,
-        "vocab": vocab or getattr(args, "vocab_size", None) or args.padded_vocab_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "rope_theta": float(args.rotary_base),
+        "rope_scaling": scaling if args.use_rope_scaling else None,
+        "attention_dropout": args.attention_dropout,
     }
-    model = Architecture(
-        **fields,
-        rows=args.padded_vocab_size,
-        tied=not args.untie_embeddings_and_output_weights,
-        gated=gated,
-        linear_bias=args.add_bias_linear,
-        qkv_bias=args.add_bias_linear or args.add_qkv_bias,
-        qk_norm=args.qk_layernorm,
-        experts=experts,
-        topk=args.moe_router_topk if experts else 0,
-        rope_base=float(args.rotary_base),
-        rope_scaling=args.rope_scaling_factor if args.use_rope_scaling else None,
-        tanh_gelu=not gated and bool(args.bias_gelu_fusion),
-    )
-    if refused := refused + _without_key(model):
+    if kind == LLAMA:
+        config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
+    if kind == MIXTRAL:
+        config |= {"num_local_experts": args.num_experts, "num_experts_per_tok": args.moe_router_topk}
+        config["sliding_window"] = None
+    if kind == QWEN3_MOE:
+        config |= {"num_experts": args.num_experts, "num_experts_per_tok": args.moe_router_topk}
+        config |= {"moe_intermediate_size": ffn, "norm_topk_prob": True, "decoder_sparse_step": 1}
+        config["mlp_only_layers"] = []
+    if kind in (QWEN3, QWEN3_MOE):
+        config["attention_bias"] = False
+    if kind in (QWEN2, QWEN3, QWEN3_MOE):
+        config["use_sliding_window"] = False
+    return config
+
+
+def _model_type(args: argparse.Namespace) -> str:
+    style = (args.normalization, args.position_embedding_type, bool(args.swiglu))
+    if style == ("LayerNorm", "learned_absolute", False):
+        kind = GPT2
+    elif args.num_experts:
+        kind = QWEN3_MOE if args.qk_layernorm else MIXTRAL
+    elif args.qk_layernorm:
+        kind = QWEN3
+    else:
+        kind = QWEN2 if args.add_qkv_bias and not args.add_bias_linear else LLAMA
+    neutral = NEUTRAL
+    if kind == GPT2:
+        neutral = neutral | dict.fromkeys(("group_query_attention", "qk_layernorm", "num_experts"), (None, False))
+    if kind in (MIXTRAL, QWEN3, QWEN3_MOE):
+        neutral = neutral | dict.fromkeys(("add_bias_linear", "add_qkv_bias"), (None, False))
+    per_head, rest = divmod(args.hidden_size, args.num_attention_heads)
+    if kind in (GPT2, QWEN2) or (kind == LLAMA and rest):  # which transformers refuses to load
+        neutral = neutral | {"kv_channels": (None, None if rest else per_head)}
+    refused = _given(args, neutral)
+    if kind != GPT2 and style != ("RMSNorm", "rope", True):
+        refused.append("--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style))
+    if args.num_experts and args.moe_router_load_balancing_type in ("sinkhorn", ["sinkhorn"]):
+        refused.append("--moe-router-load-balancing-type sinkhorn")
+    if refused:
         raise UserError(
             "no architecture of Hugging Face that export knows (GPT-2, Llama, Qwen 2 and 3, Mixtral, Qwen 3 MoE) has "
             + "; ".join(refused)
         )
-    return model
+    return kind
 
 
 def check_named(args: argparse.Namespace) -> None:
     """Refuses, by the flag's name, a run's model whose weights have names in torch_dist that are not known here."""
-    if given := _given(args, _OTHER_WEIGHTS):
+    if given := _given(args, dict.fromkeys(_OTHER_WEIGHTS, (None, False))):
         raise UserError(f"export to torch_dist does not know the weights of a model with {'; '.join(given)}")
 
 
-def _given(args: argparse.Namespace, settings: Iterable[str]) -> list[str]:
+def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> list[str]:
     """The settings that have none of their neutral values, as flags."""
-    flags = {name: flag for flag, name in _DESTINATIONS.items()}
-    given = [name for name in settings if getattr(args, name, NEUTRAL[name][0]) not in NEUTRAL[name]]
-    return [f"{flags.get(name, '--' + name.replace('_', '-'))} {getattr(args, name)}" for name in given]
+    given = {name: value for name, value in vars(args).items() if name in neutral and value not in neutral[name]}
+    return [f"{_OTHER_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}" for name, value in given.items()]
 
 
-def _without_key(model: Architecture) -> list[str]:
-    """What its own config.json has no key for, by Megatron's flags."""
-    kind, is_gpt2 = model.model_type, model.model_type == GPT2
-    width = model.head_dim * model.heads
-    cases = {
-        f"LayerNorm with --num-query-groups {model.groups}": is_gpt2 and model.groups != model.heads,
-        "LayerNorm with --qk-layernorm": is_gpt2 and model.qk_norm,
-        "LayerNorm with --num-experts": is_gpt2 and model.experts,
-        "biases (--add-qkv-bias, or no --disable-bias-linear) with --num-experts or --qk-layernorm": (
-            kind in (MIXTRAL, QWEN3_MOE, QWEN3) and (model.linear_bias or model.qkv_bias)
-        ),
-        f"--kv-channels {model.head_dim} with {model.heads} heads of a hidden size of {model.hidden}": (
-            (kind in (GPT2, QWEN2) and width != model.hidden)
-            or (kind == LLAMA and model.hidden % model.heads)  # transformers refuses to load it
-        ),
-    }
-    return [what for what, is_so in cases.items() if is_so]
+def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of Megatron's command line, as MODEL_ARGS, that build the model of a config.json with all defaults.
 
+    Whether they say all of it, `check_nothing_is_lost` tells afterwards.
 
-def to_flags(model: Architecture) -> dict[str, Any]:
-    """The flags of Megatron's command line that build it, as MODEL_ARGS of an experiment file."""
-    flags: dict[str, Any] = {flag: getattr(model, field) for field, flag in _FLAGS.items()}
-    if model.groups != model.heads:
-        flags |= {"--group-query-attention": True, "--num-query-groups": model.groups}
-    if model.gated:
-        flags |= {"--normalization": "RMSNorm", "--swiglu": True, "--position-embedding-type": "rope"}
-        flags["--rotary-base"] = int(model.rope_base) if model.rope_base.is_integer() else model.rope_base
-    else:
+    Raises:
+        UserError: it is a model of another type.
+    """
+    kind = LLAMA if config["model_type"] == _MISTRAL else config["model_type"]
+    if kind not in KINDS:
+        raise UserError(f"config.json describes a model of type {kind}; import knows {', '.join([*KINDS, _MISTRAL])}")
+    flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
+    hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
+    ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden
+    flags |= {"--ffn-hidden-size": ffn, "--kv-channels": flags["--kv-channels"] or hidden // heads}
+    flags["--hidden-dropout"] = flags["--hidden-dropout"] or 0.0
+    groups = config.get("num_key_value_heads") or heads
+    if groups != heads:
+        flags |= {"--group-query-attention": True, "--num-query-groups": groups}
+    if kind == GPT2:
         flags |= {"--normalization": "LayerNorm", "--position-embedding-type": "learned_absolute"}
-    if model.rope_scaling is not None:
-        flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": model.rope_scaling}
-    if model.experts:
-        flags |= {"--num-experts": model.experts, "--moe-router-topk": model.topk, "--moe-ffn-hidden-size": model.ffn}
-        flags["--moe-router-load-balancing-type"] = "aux_loss"
+    else:
+        rope = config.get("rope_parameters") or {**config, **(config.get("rope_scaling") or {})}
+        base = float(rope["rope_theta"])
+        flags |= {"--normalization": "RMSNorm", "--swiglu": True, "--position-embedding-type": "rope"}
+        flags["--rotary-base"] = int(base) if base.is_integer() else base
+        if rope.get("factor") is not None:
+            flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope["factor"]}
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        flags |= {"--num-experts": experts, "--moe-router-topk": config["num_experts_per_tok"]}
+        flags |= {"--moe-ffn-hidden-size": ffn, "--moe-router-load-balancing-type": "aux_loss"}
+    has_bias = kind == GPT2 or (kind == LLAMA and config.get("attention_bias"))
     bare = {
-        "--disable-bias-linear": not model.linear_bias,
-        "--add-qkv-bias": model.qkv_bias and not model.linear_bias,
-        "--qk-layernorm": model.qk_norm,
-        "--no-bias-gelu-fusion": not model.gated and not model.tanh_gelu,
-        "--untie-embeddings-and-output-weights": not model.tied,
+        "--disable-bias-linear": not has_bias,
+        "--add-qkv-bias": kind == QWEN2,
+        "--qk-layernorm": kind in (QWEN3, QWEN3_MOE),
+        "--no-bias-gelu-fusion": kind == GPT2 and config["activation_function"] not in _TANH_GELU,
+        "--untie-embeddings-and-output-weights": not config["tie_word_embeddings"],
     }
     return flags | {flag: True for flag, given in bare.items() if given}
+
+
+def check_nothing_is_lost(config: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Refuses a config.json, by its keys, that says more than the arguments that were made of it do."""
+    from transformers import AutoConfig
+
+    ours = to_config(args)
+    kept = AutoConfig.for_model(ours.pop("model_type"), **ours).to_dict()
+    nothing: tuple[Any, ...] = (None, False, 0, [])
+    derived = ("n_inner", "head_dim")  # where they are null
+    said = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+    if config["model_type"] == QWEN3_MOE:
+        said.pop("intermediate_size", None)  # of dense layers, of which there are none
+    if said.get("activation_function") in _TANH_GELU:
+        said["activation_function"] = kept["activation_function"]
+    lost = [
+        f"{key} {value}"
+        for key, value in said.items()
+        if value != kept.get(key) and (value not in nothing or (kept.get(key) not in nothing and key not in derived))
+    ]
+    if lost:
+        raise UserError(f"config.json describes what Megatron has no flag for: {', '.join(lost)}")

@@ -9,12 +9,10 @@ what is written are those of megatron-core 0.19's own saves, without optimizer s
 from __future__ import annotations
 
 import argparse
-import io
 import itertools
 import json
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +36,9 @@ from megatron_muon.checkpoint import content, files
 from megatron_muon.checkpoint.summed_files import SummedFiles
 from megatron_muon.checkpoint.unpickling import Reader
 from megatron_muon.errors import UserError
-from megatron_muon.tools.models.command import FSDP_DTENSOR, TORCH_DIST
+
+FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+"""Layouts of checkpoints: for Megatron-FSDP, and for runs without it."""
 
 _TORCH_DIST_MARK = "metadata.json"
 """The file by which megatron-core knows a torch_dist checkpoint."""
@@ -63,37 +63,28 @@ _OF_EXPERTS = re.compile(rf"{re.escape(STACKED)}(\d+)\.mlp\.(?:router|experts)\.
 
 
 class _Place(NamedTuple):
-    """Where a weight lies: an entry of the checkpoint, offsets and sizes in it; the first `lead` sizes are 1."""
+    """Where a weight lies: an entry and its `whole` sizes, offsets and sizes in it, of which the first `lead` are 1."""
 
     entry: str
+    whole: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     lead: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sizes[self.lead :]
 
 
 class Weights:
     """The weights of a run's, --save's or an iteration's folder; with `verify` files must have their checksums.
 
-    Attributes:
-        folder: the iteration's.
-        args: Megatron's arguments of the run that wrote it, with its `iteration`.
-        shapes: of each weight, by name.
+    `folder` is the iteration's, `args` are Megatron's arguments of the run, `shapes` are those of each weight by name.
 
     Raises:
         UserError: it is incomplete or damaged, or not a checkpoint with weights and arguments.
     """
 
     def __init__(self, directory: Path, *, verify: bool = True) -> None:
-        if (directory / "config.json").is_file():
-            raise UserError(f"{directory} is a folder of Hugging Face already; give a checkpoint, or import it first")
         self.folder = folder = files.find(directory)
         if wrong := files.problems(folder, verify=verify, threads=2):
-            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder)).replace("to resume from", "")
-            raise UserError(f"this checkpoint cannot be read: {wrong[0]}; {hint.rstrip()}")
+            raise UserError(f"this checkpoint cannot be read: {wrong[0]}")
         self._reader = Reader(folder)
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -104,14 +95,12 @@ class Weights:
         else:
             common = content.read(folder, ["args", "iteration"])
         if not isinstance(common.get("args"), argparse.Namespace):
-            raise UserError(f"{folder} holds no arguments of a run, so what its weights are is not known")
+            raise UserError(f"{folder} holds no arguments of a run")
         self.args: argparse.Namespace = common["args"]
         self.iteration = int(common.get("iteration") or 0)
         places = self._stacked() if is_torch_dist else self._by_layer()
         self._places = {_local(name): place for name, place in places}
-        self.shapes = {name: place.shape for name, place in self._places.items()}
-        if not self.shapes:
-            raise UserError(f"{folder} holds no weights of a model")
+        self.shapes = {name: place.sizes[place.lead :] for name, place in self._places.items()}
 
     @property
     def trained_in(self) -> torch.dtype:
@@ -124,12 +113,12 @@ class Weights:
         entry = self._entries[place.entry]
         chunk = ChunkStorageMetadata(torch.Size(place.offsets), torch.Size(place.sizes))
         items = create_read_items_for_chunk_list(place.entry, entry, [chunk])
-        if [tuple(item.lengths) for item in items] == [place.sizes]:
-            return self._piece(items[0]).reshape(place.shape)
+        if len(items) == 1:
+            return self._piece(items[0]).reshape(self.shapes[name])
         whole = torch.empty(place.sizes, dtype=entry.properties.dtype)
         for item in items:
             narrow_tensor_by_index(whole, item.dest_offsets, item.lengths).copy_(self._piece(item))
-        return whole.view(place.shape)
+        return whole.view(self.shapes[name])
 
     def _piece(self, item: ReadItem) -> Tensor:
         """What a rank wrote, narrowed to what is wanted of it."""
@@ -143,7 +132,7 @@ class Weights:
         """The weights of an fsdp_dtensor checkpoint."""
         for name in content.weight_names(self._entries):
             size = tuple(self._entries[name].size)
-            yield content.plain(name.removeprefix("model.")), _Place(name, (0,) * len(size), size)
+            yield content.plain(name.removeprefix("model.")), _Place(name, size, (0,) * len(size), size)
 
     def _stacked(self) -> Iterator[tuple[str, _Place]]:
         """The weights of a torch_dist checkpoint: layer by layer, expert by expert, and gates by themselves."""
@@ -163,24 +152,14 @@ class Weights:
                 if match:
                     local = f"{STACKED}{at[0] if layer is None else layer}.{local}"
                 for half, ending in enumerate(("_w", "_v") if gated else ("",)):
-                    offsets = (*at, *(half * size if dim == 0 else 0 for dim, size in enumerate(sizes)))
-                    yield local + ending, _Place(name, offsets, (*(1 for _ in at), *sizes), lead)
+                    offsets = (*at, half * sizes[0], *(0 for _ in sizes[1:]))
+                    yield local + ending, _Place(name, tuple(entry.size), offsets, (*(1 for _ in at), *sizes), lead)
 
 
 def _local(name: str) -> str:
     for pattern, replacement in _RENAMED:
         name = re.sub(pattern, replacement, name)
     return name
-
-
-class _Target(NamedTuple):
-    """Where a weight goes: an entry, offsets and sizes in it, and the entry's whole shape."""
-
-    weight: str
-    entry: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    whole: tuple[int, ...]
 
 
 def write(
@@ -193,34 +172,26 @@ def write(
     iteration: int | None,
     dtype: torch.dtype,
 ) -> None:
-    """Writes a checkpoint in a layout of `command` and names it in the tracker file, for a run with these arguments.
+    """Writes a checkpoint for a run with these arguments, whose --load is `save_dir`.
 
-    Args:
-        save_dir: the folder that --load is to name.
-        shapes: of the weights, by name.
-        read: the weight of a name, in any dtype. It is given away: its memory is freed when it is written.
-        layout: `FSDP_DTENSOR` or `TORCH_DIST`.
-        args: of the run that is to load it.
-        iteration: None for what no run of Megatron has trained, a "release".
-        dtype: of the weights in the files.
+    `read` gives the weight of a name of `shapes`, in any dtype, away: its memory is freed when it is written. `dtype`
+    is that of the files. `iteration` is None for what no run of Megatron has trained, a "release".
     """
     is_te = args.transformer_impl == "transformer_engine"
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration or 0}
     if layout == FSDP_DTENSOR:
-        places = [_of_layer(name, shape, is_te, args) for name, shape in shapes.items()]
+        places = {name: _of_layer(name, shape, is_te, args) for name, shape in shapes.items()}
         objects: dict[str, Any] = state
     else:
         sparse = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if is_te else set()
-        places = [_of_stack(name, shape, sparse, args) for name, shape in shapes.items()]
+        places = {name: _of_stack(name, shape, sparse, args) for name, shape in shapes.items()}
         content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
-        objects = {_COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places)}
+        objects = {_COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places.values())}
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
     writer.fs = written = SummedFiles()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
-        save({}, storage_writer=writer, planner=_Planner(places, objects, read, dtype), no_dist=True)
+    save(objects, storage_writer=writer, planner=_Planner(places, read, dtype), no_dist=True)
     if layout == TORCH_DIST:
         mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
         (Path(writer.path) / _TORCH_DIST_MARK).write_text(json.dumps(mark), "utf-8")
@@ -229,31 +200,32 @@ def write(
         stream.write(str(named))
 
 
-def _of_layer(weight: str, shape: tuple[int, ...], is_te: bool, args: argparse.Namespace) -> _Target:
+def _of_layer(name: str, shape: tuple[int, ...], is_te: bool, args: argparse.Namespace) -> _Place:
     """The entry of fsdp_dtensor."""
-    name = weight
     if is_te:
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         if not args.num_experts:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         elif getattr(args, "moe_grouped_gemm", False):
             name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r"\2.\3\1", name)
-    return _Target(weight, f"model.module.{name}", (0,) * len(shape), shape, shape)
+    return _Place(f"model.module.{name}", shape, (0,) * len(shape), shape)
 
 
-def _of_stack(weight: str, shape: tuple[int, ...], sparse: Collection[str], args: argparse.Namespace) -> _Target:
+def _of_stack(name: str, shape: tuple[int, ...], sparse: Collection[str], args: argparse.Namespace) -> _Place:
     """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts.
 
     `sparse` are Transformer Engine's layers with experts, by number: the norm before their experts stays by itself.
     """
-    name, sizes = weight, shape
-    offsets, whole = (0,) * len(sizes), sizes
+    lead: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    offsets, whole = (0,) * len(shape), shape
     if half := re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name):
-        name, whole = half[1], (2 * sizes[0], *sizes[1:])
-        offsets = (sizes[0] * "wv".index(half[2]), *offsets[1:])
+        name, whole = half[1], (2 * shape[0], *shape[1:])
+        offsets = (shape[0] * "wv".index(half[2]), *offsets[1:])
     if layer := re.fullmatch(rf"{re.escape(STACKED)}(\d+)\.(.*)", name):
         alike = getattr(args, "moe_layer_freq", 1) in (1, None)
-        lead, lengths = ((int(layer[1]),), (args.num_layers,)) if alike else ((), ())
+        if alike:
+            lead, lengths = (int(layer[1]),), (args.num_layers,)
         part = layer[2]
         if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
             lead, lengths, part = (*lead, int(expert[1])), (*lengths, args.num_experts), _EXPERTS + expert[2]
@@ -261,20 +233,15 @@ def _of_stack(weight: str, shape: tuple[int, ...], sparse: Collection[str], args
         if layer[1] not in sparse:
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         name = STACKED + (part if alike else f"{layer[1]}.{part}")
-        offsets, whole, sizes = (*lead, *offsets), (*lengths, *whole), (*(1 for _ in lead), *sizes)
-    return _Target(weight, name, offsets, sizes, whole)
+    return _Place(name, (*lengths, *whole), (*lead, *offsets), (*(1 for _ in lead), *shape), len(lead))
 
 
-def _extra_states(places: list[_Target]) -> Iterator[str]:
+def _extra_states(places: Iterable[_Place]) -> Iterator[str]:
     """Entries that hold nothing and that megatron-core's linear layers ask for all the same."""
     for place in places:
         if linear := re.fullmatch(r"(.*\.linear_\w+)\.weight", place.entry):
-            lead = len(place.whole) - 2
-            at, of = (
-                ".".join(map(str, sizes[:lead] or default))
-                for sizes, default in ((place.offsets, "0"), (place.whole, "1"))
-            )
-            yield f"{linear[1]}._extra_state/shard_{at}_{of}"
+            at, of = place.offsets[: place.lead] or (0,), place.whole[: place.lead] or (1,)
+            yield f"{linear[1]}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
 
 
 class _Planner(DefaultSavePlanner):
@@ -284,17 +251,15 @@ class _Planner(DefaultSavePlanner):
     freed here when the next is asked for: without copying ahead, the one before has been written then.
     """
 
-    def __init__(
-        self, places: list[_Target], objects: dict[str, Any], read: Callable[[str], Tensor], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, places: Mapping[str, _Place], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._at = {(place.entry, torch.Size(place.offsets)): place for place in places}
-        self._objects, self._read, self._dtype = objects, read, dtype
+        self._at = {(place.entry, torch.Size(place.offsets)): (name, place) for name, place in places.items()}
+        self._read, self._dtype = read, dtype
         self._written: torch.UntypedStorage | None = None
 
     def create_local_plan(self) -> SavePlan:
-        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
-        for (entry, offsets), place in self._at.items():
+        items = super().create_local_plan().items
+        for (entry, offsets), (_, place) in self._at.items():
             chunk = ChunkStorageMetadata(offsets, torch.Size(place.sizes))
             data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.whole))
             items.append(WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data))
@@ -305,17 +270,13 @@ class _Planner(DefaultSavePlanner):
         """Megatron keeps a router's biases in fp32, so that rounding chooses no other experts."""
         return torch.float32 if entry.endswith("router.expert_bias") else self._dtype
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        index = write_item.index
-        if write_item.type == WriteItemType.BYTE_IO:
-            stream = io.BytesIO()
-            torch.save(self._objects[index.fqn], stream)
-            return stream
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        if index.offset is None:
+            return super().lookup_object(index)
         if self._written is not None:
             self._written.resize_(0)
-        assert index.offset is not None
-        place = self._at[index.fqn, index.offset]
-        weight = self._read(place.weight).to(self._dtype_of(place.entry)).contiguous().view(place.sizes)
+        name, place = self._at[index.fqn, index.offset]
+        weight = self._read(name).to(self._dtype_of(place.entry)).contiguous().view(place.sizes)
         storage = weight.untyped_storage()
         if storage.nbytes() != weight.nbytes or not storage.resizable():  # others', as a mapped file's
             weight = weight.clone()

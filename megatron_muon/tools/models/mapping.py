@@ -1,20 +1,23 @@
 """Which weight of Megatron becomes which tensors of Hugging Face, and how: one table for both ways.
 
 `rules` lists a model's weights in the order in which they are written. A rule takes one weight of Megatron, named as in
-`weights`, to one or more tensors, and back, without a change to any value.
+`checkpoint`, to one or more tensors, and back, without a change to any value.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_muon.checkpoint.content import some
 from megatron_muon.errors import UserError
-from megatron_muon.tools.models.architecture import GPT2, MIXTRAL, Architecture
+from megatron_muon.tools.models.architecture import GPT2, MIXTRAL
 
 
 @dataclass(frozen=True)
@@ -48,60 +51,71 @@ def hf_shapes(rules: Sequence[Rule]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(part.shape) for hf, parts in split for name, part in zip(hf, parts, strict=True)}
 
 
-def rules(model: Architecture) -> list[Rule]:
-    """All weights of a model, the embedding first."""
-    return list(_gpt2(model) if model.model_type == GPT2 else _llama_like(model))
+def rules(config: Mapping[str, Any], args: argparse.Namespace) -> list[Rule]:
+    """All weights of a model, the embedding first: of a run's arguments and what `to_config` has made of them."""
+    if config["model_type"] == GPT2:
+        embedding, between = "transformer.wte.weight", _gpt2(config, args)
+    else:
+        embedding, between = "model.embed_tokens.weight", _llama_like(config, args)
+    hidden, rows, vocab = args.hidden_size, args.padded_vocab_size, config["vocab_size"]
+
+    def vocabulary(ours: str, theirs: str) -> Rule:
+        """Without the rows that pad Megatron's; they come back as zeros."""
+
+        def join(parts: Sequence[Tensor]) -> Tensor:
+            return torch.nn.functional.pad(parts[0], (0, 0, 0, rows - vocab))
+
+        return Rule(ours, (theirs,), (rows, hidden), lambda weight: [weight[:vocab]], join)
+
+    found = [vocabulary("embedding.word_embeddings.weight", embedding), *between]
+    return found if config["tie_word_embeddings"] else [*found, vocabulary("output_layer.weight", "lm_head.weight")]
 
 
-def _llama_like(model: Architecture) -> Iterator[Rule]:
-    hidden, width, bias = model.hidden, model.heads * model.head_dim, model.linear_bias
-    is_mixtral = model.model_type == MIXTRAL
+def _llama_like(config: Mapping[str, Any], args: argparse.Namespace) -> Iterator[Rule]:
+    hidden, head_dim, bias = config["hidden_size"], config["head_dim"], args.add_bias_linear
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    ffn, experts = config["intermediate_size"], args.num_experts or 0
+    is_mixtral = config["model_type"] == MIXTRAL
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
-    yield _vocabulary(model, "embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    for layer in range(model.layers):
+    for layer in range(config["num_hidden_layers"]):
         ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
         attention, self_attn = f"{ours}.self_attention", f"{theirs}.self_attn"
         yield from _module(f"{ours}.input_layernorm", f"{theirs}.input_layernorm", hidden)
-        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
-            yield _qkv(model, f"{attention}.linear_qkv.{kind}", *(f"{self_attn}.{part}_proj.{kind}" for part in "qkv"))
-        for part in "qk" if model.qk_norm else "":
-            yield from _module(f"{attention}.{part}_layernorm", f"{self_attn}.{part}_norm", model.head_dim)
-        yield from _module(f"{attention}.linear_proj", f"{self_attn}.o_proj", hidden, width, bias=bias)
+        for kind in ("weight", "bias") if bias or args.add_qkv_bias else ("weight",):
+            parts = tuple(f"{self_attn}.{part}_proj.{kind}" for part in "qkv")
+            yield _qkv(f"{attention}.linear_qkv.{kind}", parts, (groups, heads // groups, head_dim), hidden)
+        for part in "qk" if args.qk_layernorm else "":
+            yield from _module(f"{attention}.{part}_layernorm", f"{self_attn}.{part}_norm", head_dim)
+        yield from _module(f"{attention}.linear_proj", f"{self_attn}.o_proj", hidden, heads * head_dim, bias=bias)
         yield from _module(f"{ours}.pre_mlp_layernorm", f"{theirs}.post_attention_layernorm", hidden)
         block = f"{theirs}.block_sparse_moe" if is_mixtral else f"{theirs}.mlp"
-        if model.experts:
-            yield from _module(f"{ours}.mlp.router", f"{block}.gate", model.experts, hidden)
-        experts = [(f"{ours}.mlp.experts.local_experts.{n}", f"{block}.experts.{n}") for n in range(model.experts)]
-        for mlp, their_mlp in experts or [(f"{ours}.mlp", block)]:
-            shapes: dict[str, tuple[int, ...]] = {"weight": (model.ffn, hidden)}
-            if bias:
-                shapes["bias"] = (model.ffn,)
-            for kind, shape in shapes.items():
-                for half, name in (("w", gate), ("v", up)):
-                    yield Rule(f"{mlp}.linear_fc1.{kind}_{half}", (f"{their_mlp}.{name}.{kind}",), shape)
-            yield from _module(f"{mlp}.linear_fc2", f"{their_mlp}.{down}", hidden, model.ffn, bias=bias)
+        if experts:
+            yield from _module(f"{ours}.mlp.router", f"{block}.gate", experts, hidden)
+        each = [(f"{ours}.mlp.experts.local_experts.{n}", f"{block}.experts.{n}") for n in range(experts)]
+        for mlp, their_mlp in each or [(f"{ours}.mlp", block)]:
+            for kind, shape in (("weight", (ffn, hidden)), ("bias", (ffn,)))[: 1 + bias]:
+                yield Rule(f"{mlp}.linear_fc1.{kind}_w", (f"{their_mlp}.{gate}.{kind}",), shape)
+                yield Rule(f"{mlp}.linear_fc1.{kind}_v", (f"{their_mlp}.{up}.{kind}",), shape)
+            yield from _module(f"{mlp}.linear_fc2", f"{their_mlp}.{down}", hidden, ffn, bias=bias)
     yield from _module("decoder.final_layernorm", "model.norm", hidden)
-    if not model.tied:
-        yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
 
 
-def _gpt2(model: Architecture) -> Iterator[Rule]:
-    hidden = model.hidden
-    yield _vocabulary(model, "embedding.word_embeddings.weight", "transformer.wte.weight")
-    yield from _module("embedding.position_embeddings", "transformer.wpe", model.positions, hidden)
-    for layer in range(model.layers):
+def _gpt2(config: Mapping[str, Any], args: argparse.Namespace) -> Iterator[Rule]:
+    hidden, heads, ffn, bias = config["n_embd"], config["n_head"], config["n_inner"], args.add_bias_linear
+    cut = (heads, 1, hidden // heads)
+    yield from _module("embedding.position_embeddings", "transformer.wpe", config["n_positions"], hidden)
+    for layer in range(config["n_layer"]):
         ours, theirs = f"decoder.layers.{layer}", f"transformer.h.{layer}"
         qkv, c_attn = f"{ours}.self_attention.linear_qkv", f"{theirs}.attn.c_attn"
         yield from _module(f"{ours}.input_layernorm", f"{theirs}.ln_1", hidden, bias=True)
-        yield _qkv(model, f"{qkv}.weight", f"{c_attn}.weight")
-        yield _qkv(model, f"{qkv}.bias", f"{c_attn}.bias") if model.qkv_bias else _zeros(f"{c_attn}.bias", 3 * hidden)
-        yield from _conv1d(model, f"{ours}.self_attention.linear_proj", f"{theirs}.attn.c_proj", hidden, hidden)
+        yield _qkv(f"{qkv}.weight", (f"{c_attn}.weight",), cut, hidden)
+        has_bias = bias or args.add_qkv_bias
+        yield _qkv(f"{qkv}.bias" if has_bias else "", (f"{c_attn}.bias",), cut, hidden)
+        yield from _conv1d(f"{ours}.self_attention.linear_proj", f"{theirs}.attn.c_proj", hidden, hidden, bias=bias)
         yield from _module(f"{ours}.pre_mlp_layernorm", f"{theirs}.ln_2", hidden, bias=True)
-        yield from _conv1d(model, f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.c_fc", model.ffn, hidden)
-        yield from _conv1d(model, f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.c_proj", hidden, model.ffn)
+        yield from _conv1d(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.c_fc", ffn, hidden, bias=bias)
+        yield from _conv1d(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.c_proj", hidden, ffn, bias=bias)
     yield from _module("decoder.final_layernorm", "transformer.ln_f", hidden, bias=True)
-    if not model.tied:
-        yield _vocabulary(model, "output_layer.weight", "lm_head.weight")
 
 
 def _module(ours: str, theirs: str, *shape: int, bias: bool = False) -> Iterator[Rule]:
@@ -111,58 +125,44 @@ def _module(ours: str, theirs: str, *shape: int, bias: bool = False) -> Iterator
         yield Rule(f"{ours}.bias", (f"{theirs}.bias",), shape[:1])
 
 
-def _zeros(theirs: str, length: int) -> Rule:
-    return Rule("", (theirs,), (length,))
-
-
-def _conv1d(model: Architecture, ours: str, theirs: str, rows: int, columns: int) -> Iterator[Rule]:
-    """A linear layer that GPT-2 has transposed."""
+def _conv1d(ours: str, theirs: str, rows: int, columns: int, *, bias: bool) -> Iterator[Rule]:
+    """A linear layer that GPT-2 has transposed, and always with a bias."""
     yield Rule(f"{ours}.weight", (f"{theirs}.weight",), (rows, columns), lambda w: [w.T], lambda parts: parts[0].T)
-    yield Rule(f"{ours}.bias", (f"{theirs}.bias",), (rows,)) if model.linear_bias else _zeros(f"{theirs}.bias", rows)
+    yield Rule(f"{ours}.bias" if bias else "", (f"{theirs}.bias",), (rows,))
 
 
-def _vocabulary(model: Architecture, ours: str, theirs: str) -> Rule:
-    """An embedding, without the rows that pad Megatron's; they come back as zeros."""
+def _qkv(ours: str, theirs: tuple[str, ...], cut: tuple[int, int, int], hidden: int) -> Rule:
+    """The fused projection, or its bias: for each group its queries, key and value, one below the other.
 
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        return torch.nn.functional.pad(parts[0], (0, 0, 0, model.rows - model.vocab))
-
-    return Rule(ours, (theirs,), (model.rows, model.hidden), lambda weight: [weight[: model.vocab]], join)
-
-
-def _qkv(model: Architecture, ours: str, *theirs: str) -> Rule:
-    """The fused projection: for each group its queries, key and value, one below the other.
-
-    Hugging Face has all queries, all keys, all values: three tensors, or (GPT-2) one that is transposed.
+    Hugging Face has all queries, all keys, all values: three tensors, or (GPT-2) one that is transposed. `cut` are the
+    groups, the heads of queries in each, and the rows of a head.
     """
-    sizes = [model.heads // model.groups * model.head_dim, model.head_dim, model.head_dim]
+    groups, heads, head_dim = cut
+    sizes = [heads * head_dim, head_dim, head_dim]
     fused = len(theirs) == 1
 
     def split(weight: Tensor) -> list[Tensor]:
-        groups = weight.view(model.groups, sum(sizes), *weight.shape[1:])
-        parts = [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
+        whole = weight.view(groups, sum(sizes), *weight.shape[1:])
+        parts = [part.flatten(0, 1) for part in whole.split(sizes, dim=1)]
         return [torch.cat(parts).T if weight.ndim == 2 else torch.cat(parts)] if fused else parts
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         if fused:
-            whole = parts[0].T if parts[0].ndim == 2 else parts[0]
-            parts = whole.split([model.groups * size for size in sizes])
-        groups = [part.reshape(model.groups, size, *part.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(groups, dim=1).flatten(0, 1)
+            parts = (parts[0].T if parts[0].ndim == 2 else parts[0]).split([groups * size for size in sizes])
+        each = [part.reshape(groups, size, *part.shape[1:]) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(each, dim=1).flatten(0, 1)
 
-    rows = model.groups * sum(sizes)
-    return Rule(ours, theirs, (rows,) if ours.endswith("bias") else (rows, model.hidden), split, join)
+    rows = groups * sum(sizes)
+    return Rule(ours, theirs, (rows,) if theirs[0].endswith("bias") else (rows, hidden), split, join)
 
 
 def check(where: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses weights that lack one that is wanted, have one of another shape, or one without a counterpart."""
-    both = wanted.keys() & found.keys()
     wrong = {
         "lacks": wanted.keys() - found.keys(),
-        "has another shape of": {name for name in both if tuple(found[name]) != tuple(wanted[name])},
+        "has another shape of": {name for name in wanted.keys() & found.keys() if found[name] != wanted[name]},
         "has, without a counterpart,": found.keys() - wanted.keys(),
     }
     for what, names in wrong.items():
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(f"{where} {what} {', '.join(sorted(names)[:3])}{more}")
+            raise UserError(f"{where} {what} {some(names, shown=3)}")

@@ -6,9 +6,7 @@ Its tokenizer is one of `transformers` with the same ids for every text.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,32 +17,22 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_muon.errors import UserError, reason_of
-from megatron_muon.megatron.data.corpus import OutputPaths
-from megatron_muon.megatron.data.tokenizers import (
-    BYTE_LEVEL,
-    BYTE_LEVEL_VOCAB_SIZE,
-    HUGGING_FACE,
-    IN_TRAINING,
-    TokenizerSpec,
-)
+from megatron_muon.megatron.data.tokenizers import BYTE_LEVEL_VOCAB_SIZE, HUGGING_FACE, IN_TRAINING
 from megatron_muon.tools.models import mapping
-from megatron_muon.tools.models.architecture import Architecture, from_args, to_config
+from megatron_muon.tools.models.architecture import to_config
 from megatron_muon.tools.models.checkpoint import Weights
 
 _END_OF_DOCUMENT = "<eod>"
-
-_REMEDY = "give one with the same ids, a folder or name that transformers loads: --tokenizer DIR"
 
 _LONGEST = 2048
 """Most tokens of a sample for an exported folder, which does not say how long training's were."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint that has a counterpart; `tokenizer` is one of transformers, None where none was asked for."""
+class Source(NamedTuple):
+    """A checkpoint that has a counterpart: config.json but for the dtype, and a tokenizer of transformers or None."""
 
     weights: Weights
-    model: Architecture
+    config: dict[str, Any]
     rules: list[mapping.Rule]
     tokenizer: Any
 
@@ -52,52 +40,38 @@ class Source:
         """The weight of a rule; zeros where Megatron has none."""
         return self.weights.read(rule.megatron) if rule.megatron else torch.zeros(rule.shape)
 
-    def config(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The content of config.json."""
-        ids = {name: getattr(self.tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return to_config(self.model) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
-
 
 def counterpart(weights: Weights, tokenizer: str | None) -> Source:
-    """A checkpoint as a model of Hugging Face, with this tokenizer: by default the run's, or "none".
+    """A checkpoint as a model of Hugging Face, with this tokenizer, by default the run's if transformers has it.
 
     Raises:
-        UserError: something of the model or of its tokenizer has no counterpart.
+        UserError: something of the model has no counterpart, or its tokenizer does not fit.
     """
     args = weights.args
-    spec = spec_of(args)
-    vocab = args.vocab_size or spec.vocab_size
-    if vocab is None and spec.tokenizer_type == HUGGING_FACE:  # Megatron saves the padded size alone
-        with contextlib.suppress(UserError):
-            vocab = len(build_tokenizer(spec))
-    if vocab is None:
+    try:
+        built = tokenizer_of(args) if tokenizer is None else from_folder(transformers.AutoTokenizer, tokenizer)
+    except UserError as error:
+        if tokenizer is not None:
+            raise
         print(
-            f"megatron-muon: warning: how many tokens the vocabulary has is not known ({spec.tokenizer_type} "
-            f"{spec.model} cannot be loaded): the rows that pad it to {args.padded_vocab_size} are kept",
+            f"megatron-muon: warning: without a tokenizer: {error}; give one with the same ids by --tokenizer DIR",
             file=sys.stderr,
         )
-    model = from_args(args, vocab=vocab)
-    rules = mapping.rules(model)
+        built = None
+    size = None if built is None else len(built)
+    config = to_config(args, vocab=args.vocab_size or size)  # of Hugging Face's, Megatron saves the padded size alone
+    _check_tokens(built, config["vocab_size"])
+    rules = mapping.rules(config, args)
     mapping.check(weights.folder, weights.shapes, {rule.megatron: rule.shape for rule in rules if rule.megatron})
-    if tokenizer == "none":
-        return Source(weights, model, rules, None)
-    built = build_tokenizer(spec if tokenizer is None else TokenizerSpec(HUGGING_FACE, tokenizer))
-    _check_tokens(built, model.vocab)
-    return Source(weights, model, rules, built)
+    config |= {name: getattr(built, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return Source(weights, config, rules, built)
 
 
 def _check_tokens(tokenizer: Any, vocab: int) -> None:
-    if len(tokenizer) > vocab:
+    if tokenizer is not None and len(tokenizer) > vocab:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {vocab}; give its own by --tokenizer DIR"
         )
-
-
-def dtype_of(asked: str, trained_in: torch.dtype, device: str = "") -> torch.dtype:
-    """The dtype of a `--dtype`. On a CPU "auto" is float32: many multiply bfloat16 slowly."""
-    auto = torch.float32 if device == "cpu" else trained_in
-    named: torch.dtype = auto if asked == "auto" else getattr(torch, asked)
-    return named
 
 
 class Loaded(NamedTuple):
@@ -110,80 +84,60 @@ class Loaded(NamedTuple):
 
 
 def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
-    """Loads what a command's arguments name; `untrained`, with random weights instead.
+    """Loads what a command's arguments name, to CUDA where it is there; `untrained`, with random weights instead.
 
     Raises:
-        UserError: as `Weights` and `counterpart`; or there is no tokenizer or no such device.
+        UserError: as `Weights` and `counterpart`; or there is no tokenizer.
     """
     transformers.utils.logging.set_verbosity_error()  # its warnings are about what nobody here has chosen
     transformers.utils.logging.disable_progress_bar()
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if args.tokenizer == "none":
-        raise UserError("--tokenizer none: text needs one; give a folder that transformers loads")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     directory: Path = args.checkpoint
     torch.manual_seed(0)  # of an untrained model
-    if not (directory / "config.json").is_file():
-        source = counterpart(Weights(directory, verify=not args.no_verify_checkpoint), args.tokenizer)
-        model = _in_memory(source, dtype_of(args.dtype, source.weights.trained_in, device), untrained=untrained)
-        where, length, tokenizer = source.weights.folder, source.weights.args.seq_length, source.tokenizer
+    source = None
+    if (directory / "config.json").is_file():
+        config, where = from_folder(transformers.AutoConfig, directory), directory
+        length, trained_in = min(config.max_position_embeddings, _LONGEST), config.dtype or torch.float32
+        tokenizer = from_folder(transformers.AutoTokenizer, args.tokenizer or directory)
+        _check_tokens(tokenizer, config.vocab_size)
     else:
-        model, tokenizer = _exported(args, device, untrained=untrained)
-        where, length = directory, min(model.config.max_position_embeddings, _LONGEST)
-        _check_tokens(tokenizer, model.config.vocab_size)
+        source = counterpart(Weights(directory, verify=not args.no_verify_checkpoint), args.tokenizer)
+        weights, tokenizer = source.weights, source.tokenizer
+        where, length, trained_in = weights.folder, weights.args.seq_length, weights.trained_in
+        config = transformers.AutoConfig.for_model(**source.config)
+    if tokenizer is None:
+        raise UserError(f"text needs a tokenizer, and {where} has none; give one by --tokenizer DIR")
+    dtype = trained_in if device == "cuda" else torch.float32  # many CPUs multiply bfloat16 slowly
+    if untrained:
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
+    elif source is None:
+        model = from_folder(transformers.AutoModelForCausalLM, directory, dtype=dtype)
+    else:
+        state = {name: part for rule in source.rules for name, part in rule.tensors(source.read(rule), dtype)}
+        kind = getattr(transformers, source.config["architectures"][0])
+        model = kind.from_pretrained(None, config=config, state_dict=state)
     return Loaded(model.to(device).eval(), tokenizer, where, length)
 
 
-def _in_memory(source: Source, dtype: torch.dtype, *, untrained: bool) -> Any:
-    content = source.config(dtype)
-    kind = getattr(transformers, content.pop("architectures")[0])
-    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
-    if untrained:
-        return kind(config).to(dtype)
-    state = {name: part for rule in source.rules for name, part in rule.tensors(source.read(rule), dtype)}
-    return kind.from_pretrained(None, config=config, state_dict=state)
-
-
-def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder of Hugging Face, whose own code is never run."""
-    place, auto = str(args.checkpoint), transformers.AutoModelForCausalLM
+def from_folder(loader: Any, place: Path | str, **how: Any) -> Any:
+    """What a class of transformers loads from a folder or by a name; code that lies there is never run."""
     try:
-        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
-        dtype = dtype_of(args.dtype, getattr(config, "dtype", None) or torch.float32, device)
-        if untrained:
-            model = auto.from_config(config, trust_remote_code=False).to(dtype)
-        else:
-            model = auto.from_pretrained(place, dtype=dtype, trust_remote_code=False)
-        return model, transformers.AutoTokenizer.from_pretrained(args.tokenizer or place, trust_remote_code=False)
-    except Exception as error:  # whatever a damaged folder leads to
+        return loader.from_pretrained(str(place), trust_remote_code=False, **how)
+    except Exception as error:  # whatever damaged files lead to
         version = transformers.__version__
         raise UserError(f"{place} cannot be loaded by transformers {version}: {reason_of(error)}") from error
 
 
-def spec_of(args: argparse.Namespace) -> TokenizerSpec:
-    """The tokenizer that made a run's data: of a NullTokenizer the manifest's, else by its size the byte-level one."""
-    spec = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    if spec.tokenizer_type != IN_TRAINING:
-        return spec
-    for prefix in args.data_path or []:  # and weights of a blend, of which there is no manifest
-        if manifest := OutputPaths(Path(prefix)).read_manifest():
-            return manifest.settings.tokenizer
-    return TokenizerSpec(BYTE_LEVEL, vocab_size=args.vocab_size) if args.vocab_size == BYTE_LEVEL_VOCAB_SIZE else spec
+def tokenizer_of(args: argparse.Namespace) -> Any:
+    """A tokenizer of transformers with the ids of a run's; a `UserError` where there is none, or it cannot be loaded.
 
-
-def build_tokenizer(spec: TokenizerSpec) -> Any:
-    """A tokenizer of `transformers`; a `UserError` where there is none for this one, or it cannot be loaded."""
-    if spec.tokenizer_type == BYTE_LEVEL:
-        return _of_bytes(spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
-    if spec.tokenizer_type != HUGGING_FACE:
-        raise UserError(f"--tokenizer-type {spec.tokenizer_type} has no counterpart in transformers; {_REMEDY}")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(spec.model, trust_remote_code=False)
-    except Exception as error:  # each kind of tokenizer has exceptions of its own
-        raise UserError(f"the tokenizer {spec.model} cannot be loaded ({reason_of(error)}); {_REMEDY}") from error
+    In training the byte-level one of `data prepare` is a NullTokenizer of its size.
+    """
+    if args.tokenizer_type == HUGGING_FACE:
+        return from_folder(transformers.AutoTokenizer, args.tokenizer_model)
+    if args.tokenizer_type == IN_TRAINING and args.vocab_size == BYTE_LEVEL_VOCAB_SIZE:
+        return _of_bytes()
+    raise UserError(f"transformers has no --tokenizer-type {args.tokenizer_type} with {args.vocab_size} tokens")
 
 
 def is_of_bytes(tokenizer: Any) -> bool:
@@ -191,14 +145,12 @@ def is_of_bytes(tokenizer: Any) -> bool:
     return bool(tokenizer.eos_token == _END_OF_DOCUMENT) and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
 
 
-def _of_bytes(vocabulary: int) -> Any:
+def _of_bytes() -> Any:
     """The ids of megatron-core's `ByteLevelTokenizer`: a byte is its own id, the last one ends a document.
 
     A BPE without merges over the characters that stand for bytes; what looks like a special token in a text is text.
     """
-    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
-    vocab |= {f"<unused{number}>": number for number in range(256, vocabulary - 1)}
-    vocab[_END_OF_DOCUMENT] = vocabulary - 1
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {_END_OF_DOCUMENT: 256}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
