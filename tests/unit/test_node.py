@@ -20,27 +20,23 @@ CONFIG = ["--config", "run.yaml", "--seed", "3"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "restarts", "found", "said"),
+    ("flags", "found", "said"),
     [
-        (["--save", "new", *BEGIN], 0, ["--save", "new", *BEGIN, "--exit-signal-handler"], "no checkpoint in new yet"),
-        (["--lr", "-1", *BEGIN, "--save", "ck", "--ckpt-step=8"], 0,
+        (["--save", "new", *BEGIN], ["--save", "new", *BEGIN, "--exit-signal-handler"], "no checkpoint in new yet"),
+        (["--lr", "-1", *BEGIN, "--save", "ck", "--ckpt-step=8"],
          ["--lr", "-1", "--load", "pretrained", "--save", "ck", *GO_ON], "going on from ck, iteration 40"),
-        # A --ckpt-step of the run's own goes back to an earlier checkpoint; a requeue must not do so again.
-        (["--save", "ck", "--ckpt-step", "30"], 0, ["--save", "ck", "--ckpt-step", "30", *GO_ON],
-         "going on from ck, the iteration of --ckpt-step"),
-        (["--save", "ck", "--ckpt-step", "30"], 1, ["--save", "ck", *GO_ON], "going on from ck, iteration 40"),
         # Flags of the file that only a first start needs are taken back; the user's --save wins over the file's.
-        (CONFIG, 0, [*CONFIG, "--unset", "--finetune", *GO_ON], "going on from ck, iteration 40"),
-        ([*CONFIG, "--save", "new"], 0, [*CONFIG, "--save", "new", "--exit-signal-handler"], "a first start"),
+        (CONFIG, [*CONFIG, "--unset", "--finetune", *GO_ON], "going on from ck, iteration 40"),
+        ([*CONFIG, "--save", "new"], [*CONFIG, "--save", "new", "--exit-signal-handler"], "a first start"),
     ],
 )  # fmt: skip
-def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys, flags, restarts, found, said):
+def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys, flags, found, said):
     """With --finetune or --ckpt-step once more it would begin again, and lose what it had trained."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / files.TRACKER).write_text("40")
     (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n")
-    assert node.requeueable(flags, restarts=restarts) == found
+    assert node.requeueable(flags) == found
     assert said in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-"""Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
+"""Flags that say how to begin, and not how to go on from the run's own checkpoint."""
 
 _asked_to_end = False
 
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
     if watched is None:
         try:
-            restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-            args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
+            args.training_script_args = requeueable(args.training_script_args)
         except UserError as error:
             print(f"node: error: {error}", file=sys.stderr, flush=True)
             return ExitStatus.USAGE
@@ -76,13 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.OK
 
 
-def names_own_step(typed: Collection[str]) -> bool:
-    """Whether the flags typed have a --ckpt-step that means one of the run's own checkpoints, for one start."""
-    return "--ckpt-step" in typed and "--load" not in typed
-
-
-def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end and SLURM has put back `restarts` times.
+def requeueable(flags: Sequence[str]) -> list[str]:
+    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end, and that SLURM may have put back.
 
     `--exit-signal-handler` is added. Where the folder of `--save` holds a checkpoint, the run goes on from there: with
     `--load`, and without `FIRST_START_ONLY`.
@@ -92,9 +86,8 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     """
     given, rest = _split(flags, "--config")
     start, in_file, merged = [], set(), rest
-    typed = config_file.given_flags(rest)
     if given.config is not None:
-        config = config_file.load_config(given.config, overridden=typed)
+        config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
         start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
         merged = config_file.merge(config, rest)
     save = _split(merged, "--save")[0].save
@@ -104,12 +97,9 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    is_own_step = restarts == 0 and names_own_step(typed)
-    left_out = [flag for flag in FIRST_START_ONLY if not (flag == "--ckpt-step" and is_own_step)]
-    where = "the iteration of --ckpt-step" if is_own_step else f"iteration {found}"
-    print(f"node: going on from {save}, {where}", flush=True)
-    unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
-    return [*start, *_split(rest, *left_out)[1], *unset, "--load", save, "--exit-signal-handler"]
+    print(f"node: going on from {save}, iteration {found}", flush=True)
+    unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
+    return [*start, *_split(rest, *FIRST_START_ONLY)[1], *unset, "--load", save, "--exit-signal-handler"]
 
 
 def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[str]]:
