@@ -170,7 +170,7 @@ def test_the_live_line_says_what_a_run_does(monkeypatch: pytest.MonkeyPatch) -> 
         assert shown.progress.tasks == []
     assert seen[0] == ("a run  building the model", 0, None)
     assert seen[2] == ("a run  step   1/200  loss 5.5948  grad norm 17.90", 1, 200)
-    assert seen[3] == seen[6] == ("a run  step 130/200  loss 2.0123  1:02 left", 130, 200)
+    assert seen[3] == seen[6] == ("a run  step 130/200  loss 2.0123  2,351 tokens/s  1:02 left", 130, 200)
     assert seen[4] == ("a run  evaluating", 130, 200)
 
 
