@@ -14,21 +14,12 @@ from typing import Any
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
 
-_MOST_PROCESSES = 4096
-
 
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
     return int(text)
-
-
-def processes(text: str) -> int:
-    """A number of processes on one machine, for argparse."""
-    if (number := positive(text)) > _MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"must be at most {_MOST_PROCESSES}, found {text!r}")
-    return number
 
 
 def write_json(file: Path | None, content: Any) -> None:

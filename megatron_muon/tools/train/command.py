@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.errors import UserError, settling
 from megatron_muon.megatron.flags.suggest import plain
-from megatron_muon.tools.parser import CommandParser, positive, processes
+from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.processes import sigterm_unwinds
 
@@ -48,7 +48,7 @@ def configure(parser: CommandParser) -> None:
         help="a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
         "(repeatable)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
-    what.add_argument("--nproc", type=processes, metavar="N",
+    what.add_argument("--nproc", type=positive, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
     folder = parser.add_argument_group("the run's folder")
     folder.add_argument("--out", type=Path, metavar="DIR",

@@ -82,21 +82,17 @@ def read_events(directory: Path) -> RunEvents:
 
 def _read_start(file: Path) -> tuple[float, int, RunEvents] | None:
     """An event file, when Megatron wrote its arguments, just before the loop, and the iteration it went on from."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found, began = RunEvents(), list[tuple[float, int]]()
-    for event in LegacyEventFileLoader(str(file)).Load():
-        for value in event.summary.value:
-            if value.tag == SAMPLES and (losses := found.points(LOSS)):  # it follows its loss
-                last = losses[-1]
-                found.scalars.setdefault(SAMPLES, []).append(Point(last.step, event.step, last.wall_time))
-            elif value.HasField("simple_value") and not value.tag.endswith(_OVER_SAMPLES):
-                found.scalars.setdefault(value.tag, []).append(Point(event.step, value.simple_value, event.wall_time))
-            elif value.tag.endswith(_TEXT_SUFFIX) and not value.tag.startswith("facts/"):  # of earlier versions
-                found.args[value.tag.removesuffix(_TEXT_SUFFIX)] = value.tensor.string_val[0].decode("utf-8", "replace")
-                began.append((event.wall_time, event.step))
-    began = began or [(points[0].wall_time, points[0].step - 1) for points in found.scalars.values()]
-    if not began:
-        return None
-    times, steps = zip(*began, strict=True)
-    return min(times), min(steps), found
+    log = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False).Reload()
+    points = {tag: [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+    found = RunEvents({tag: of_tag for tag, of_tag in points.items() if not tag.endswith(_OVER_SAMPLES)})
+    counted = zip(points.get(LOSS, []), points.get(SAMPLES, []), strict=False)
+    found.scalars[SAMPLES] = [Point(loss.step, count.step, loss.wall_time) for loss, count in counted]
+    texts = {tag: log.Tensors(tag)[0] for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)}
+    texts = {tag: text for tag, text in texts.items() if not tag.startswith("facts/")}  # of earlier versions
+    for tag, text in texts.items():
+        found.args[tag.removesuffix(_TEXT_SUFFIX)] = text.tensor_proto.string_val[0].decode("utf-8", "replace")
+    began = [(text.wall_time, text.step) for text in texts.values()]
+    began = began or [(first.wall_time, first.step - 1) for first, *_ in filter(None, found.scalars.values())]
+    return (min(time for time, _ in began), min(step for _, step in began), found) if began else None

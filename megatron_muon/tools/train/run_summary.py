@@ -113,23 +113,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the summary, and writes it as JSON where asked."""
     record = read_record(args.run_dir, needs_steps=True)
-    write_json(args.json, figures(record))
+    write_json(args.json, {"run_dir": str(record.folder), **record.figures})
     print(f"Run {record.folder}")
     for label, value in rows(record):
         print(f"{label:<17}{value}")
     return 0
-
-
-def figures(record: Record) -> dict[str, Any]:
-    """The figures of a run that has logged a step: those of summary.json that come from its log, and what it was."""
-    return {
-        "run_dir": str(record.folder),
-        "optimizer": record.args.get("optimizer"),
-        "world_size": record.whole_number("world_size"),
-        "tensorboard_dir": str(record.places.tensorboard),
-        "rose": record.rose,
-        **record.figures,
-    }
 
 
 def rows(record: Record) -> list[tuple[str, str]]:
