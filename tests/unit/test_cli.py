@@ -141,8 +141,3 @@ def test_bugs_are_not_dressed_up_as_user_errors(monkeypatch):
     install_command(monkeypatch, run)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["probe"])
-
-
-def test_a_subcommands_exit_code_is_the_programs(monkeypatch):
-    install_command(monkeypatch, lambda args: 7)
-    assert cli.main(["probe"]) == 7

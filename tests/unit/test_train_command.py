@@ -201,6 +201,7 @@ def test_places_of_a_run_move_with_its_folder(tmp_path):
     assert run_folder.now_at(copy, str(first / "saves")) == copy / "saves"
     assert run_folder.now_at(copy, str(tmp_path / "scratch")) == tmp_path / "scratch"
     assert run_folder.now_at(copy, "gone/tensorboard") == copy / "tensorboard"
+    assert run_folder.now_at(copy, "/scratch/not-made-yet") == Path("/scratch/not-made-yet")
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(taken):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import os
 import re
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_muon.tools.train import screen, wording
-from megatron_muon.tools.train.processes import Lines
 from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.screen import STOPPING, Screen, Status
@@ -262,19 +260,3 @@ def test_a_failure_is_shown_with_its_traceback_and_what_to_type(
         "nothing was saved; to start again: megatron-muon train --resume --out x",
         "see T/x/summary.json, T/x/train.log",
     ]
-
-
-def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
-    """A line that is half written is read when it is whole."""
-    file = tmp_path / "told.jsonl"
-    lines = Lines(file)
-    assert lines.new() == []
-    first, second = (json.dumps(event) for event in EVENTS[:2])
-    with file.open("a", buffering=1) as stream:
-        stream.write(f"{first}\n{second[:9]}")
-        stream.flush()
-        assert lines.new() == [first]
-        stream.write(f"{second[9:]}\n{first[:9]}")
-        stream.flush()
-        assert lines.new() == [second]
-    assert lines.new(is_last=True) == [first[:9]]

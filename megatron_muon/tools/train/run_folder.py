@@ -62,8 +62,9 @@ def now_at(root: Path, path: str) -> Path:
 
     So a copy neither goes on from the original's checkpoints nor writes into them.
     """
-    here = root / Path(path).name
-    return here if here.exists() or not Path(path).exists() else Path(path)
+    was = Path(path)
+    here, is_ours = root / was.name, was.name in (TENSORBOARD, CHECKPOINTS)
+    return here if here.exists() or (is_ours and not was.exists()) else was
 
 
 def name_of(config: Path) -> str:
