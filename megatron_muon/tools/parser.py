@@ -83,13 +83,6 @@ class CommandParser(argparse.ArgumentParser):
             if flag not in known:
                 self.error(f"unknown flag {flag}{did_you_mean(flag, [*options, *known])}")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = did_you_mean(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
-
 
 def _megatrons() -> frozenset[str]:
     """All flags of pretrain_gpt.py."""

@@ -131,9 +131,8 @@ def execute(
         status, error, trace = _launch(experiment, run, lock, show, stop, env or {})
         summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run))
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-        by_signal = (128 + signal.SIGHUP, 128 + signal.SIGTERM)
-        unexplained = summary["outcome"] in ("failed", "killed") and status not in by_signal and not summary["diverged"]
-        return Outcome(status, summary, trace=trace if unexplained else ())
+        is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
+        return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
 
 
 def _launch(
