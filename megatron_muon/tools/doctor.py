@@ -31,7 +31,6 @@ examples:
 """
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-_COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
 _TORCH = (2, 11)
 _LAYOUT = {
     "world_size": "ranks",
@@ -63,18 +62,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
-    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
-    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for about, state, text in findings:
-        table.add_row(Text(state, style=_COLOURS[state]), about, Text(text))
-    Console().print(table)
+        print(f"{state:<6} {about:<16} {text}")
     write_json(args.json, [finding._asdict() for finding in findings])
     return int(any(finding.state == WRONG for finding in findings))
 
