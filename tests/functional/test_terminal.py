@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -18,7 +17,7 @@ import pytest
 
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
-from tests.functional.test_train import Running, command, write_config
+from tests.functional.test_train import command, write_config
 from tests.support import cli, warm
 from tests.support.training import train
 
@@ -119,19 +118,6 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
     assert re.search(r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE), run.output
     assert "ChildFailedError" not in run.output
     assert "see x/summary.json, x/train.log" in run.output
-
-
-def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
-    write_run(tmp_path, corpus)
-    with Running(
-        tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000", "--no-save"
-    ) as running:
-        running.wait_for(lambda: "step      3/100000" in running.output)
-        assert running.end(signal.SIGINT) == ExitStatus.INTERRUPTED, running.output[-4000:]
-    after = running.output.partition("SIGINT: asking the ranks to end; a second signal kills them\n")[2]
-    assert "interrupted with status 130 after " in after
-    assert "nothing was saved; to start again: megatron-muon train --resume --out x" in after
-    assert "Traceback" not in after
 
 
 def train_and_tell(rank: int, world_size: int, *, argv: list[str], folder: str, ends: str) -> tuple[int, str]:

@@ -68,14 +68,6 @@ def test_a_sound_checkpoint(write) -> None:
     assert "missing state" not in found
 
 
-def test_one_of_its_folders_and_a_runs_folder(write, tmp_path) -> None:
-    """What `train` makes: the checkpoints lie one folder deeper."""
-    assert "iter_0000004 is complete" in findings(write() / "iter_0000004")["checkpoint"][1]
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
-    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
-
-
 def test_missing_momentum(write) -> None:
     optimizer = state()["optimizer"]
     del optimizer["state"]["module.module.mlp.linear_fc1.weight_v"]

@@ -134,15 +134,6 @@ def test_a_loss_has_risen_only_where_noise_cannot_explain_it(tmp_path, loss, ste
     assert read_record(tmp_path).diverged is (rose or steps == 30)
 
 
-def test_a_short_run_says_what_it_lacks(tmp_path):
-    write_start(tmp_path / "tensorboard", range(1, 4))
-    shown = dict(rows(loaded(tmp_path)))
-    assert shown["loss"].endswith("in 3 iterations (mean of the last 3)")
-    assert "ms per step, slow first steps included; training took" in shown["speed"]
-    assert shown["validation loss"].startswith("none; --eval-iters")
-    assert shown["checkpoint"] == "none saved"
-
-
 def test_a_resumed_run_is_one_run(tmp_path):
     """Iterations 16 to 20 were lost with the first start; they count neither as losses nor twice."""
     write_start(tmp_path, range(1, 21), suffix=".1", loss=lambda step: 100.0 if step > 15 else 6.0)
@@ -154,14 +145,6 @@ def test_a_resumed_run_is_one_run(tmp_path):
     first, last = 30 + 15 * STEP_SECONDS, 30 + 15 * STEP_SECONDS
     assert events.train_seconds == pytest.approx(first + last)
     assert [events.seconds_at(losses[index]) for index in (14, 29)] == pytest.approx([first, first + last])
-
-
-def test_a_fresh_run_in_the_same_directory_replaces_the_old_one(tmp_path):
-    write_start(tmp_path / "tensorboard", range(1, 31), suffix=".1")
-    write_start(tmp_path / "tensorboard", range(1, 13), suffix=".2", began=9000.0)
-    summary = loaded(tmp_path)
-    assert summary.iterations == 12
-    assert summary.train_seconds == pytest.approx(30 + 12 * STEP_SECONDS)
 
 
 def test_missing_runs_and_logs_are_named(tmp_path):
