@@ -30,6 +30,15 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     assert muon_rate([{**ADAM, "default_config": False}]) is None  # Adam's embeddings with --decoupled-lr
 
 
+def test_a_step_that_is_not_finite_is_told_before_the_run_ends(monkeypatch):
+    """Megatron ends it before it is logged; without --save in an error of its own about where to save."""
+    told = []
+    monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
+    assert module.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == ({}, 0, False, False, 0)
+    module.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
+    assert told == [("diverged", {"step": 7})]
+
+
 def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
     """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands beside them."""
     chunk = torch.nn.Linear(8, 6, bias=False)

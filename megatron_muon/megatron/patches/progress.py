@@ -62,6 +62,7 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Report what a training does, with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
+    patches.around(training, "train_step", takes=["iteration"])(step)
     patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
         progress.follow
     )
@@ -189,6 +190,14 @@ class Progress:
         if result[0] and LOSS in result[0]:
             tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)  # Megatron is to print it, too
         return result
+
+
+def step(call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+    """Instead of `train_step`; a step whose loss or gradient is not finite is not logged before all ranks end."""
+    result = call(*args, iteration=iteration, **kwargs)
+    if result[3]:
+        tell("diverged", step=iteration + 1)
+    return result
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,6 @@ _OUTCOMES = {
     ExitStatus.INTERRUPTED: "interrupted",
     **dict.fromkeys((129, 137, 143), "killed"),
 }
-_NOT_FINITE = (16, 17)
-"""Statuses with which Megatron ends a run whose loss or gradient is not a number; without --save it raises an error."""
-
 _OF_TORCHRUN = re.compile(r"[IWE]\d{4} ")
 """Begins the lines that torchrun logs."""
 
@@ -51,13 +48,18 @@ def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tup
     return None if first is None else str(first["error"]), tuple(lines[-_TRACE_LINES:])
 
 
-def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`)."""
+def summary_of(
+    folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any], diverged_at: int | None = None
+) -> dict[str, Any]:
+    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`).
+
+    `diverged_at` is the step at which Megatron ended it for a number that is not finite.
+    """
     outcome = _OUTCOMES.get(status, "failed")
     record = read_record(folder.root, places=folder)
-    at, why = record.diverged_at, None
-    if at is None and (status in _NOT_FINITE or "Unexpected result" in (error or "")):
-        at = record.iterations + 1  # which Megatron ends before it is logged
+    at, why = diverged_at if record.diverged_at is None else record.diverged_at, None
+    if at is None and "Unexpected result" in (error or ""):  # with --rerun-mode disabled: on a rank alone
+        at = record.iterations + 1
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:

@@ -128,8 +128,16 @@ def execute(
         run = _run_record(experiment)
         (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
         run_folder.write_json(folder.root / run_folder.RUN, run)
-        status, error, trace = _launch(experiment, run, lock, show, stop, env or {})
-        summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run))
+        diverged = list[int]()
+
+        def look(event: Mapping[str, Any]) -> None:
+            if event["event"] == "diverged":
+                diverged.append(event["step"])
+            show(event)
+
+        status, error, trace = _launch(experiment, run, lock, look, stop, env or {})
+        at = diverged[0] if diverged else None
+        summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run, diverged_at=at))
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
         is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
         return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
