@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +31,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.places import read_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
+    ends = Path(watched or tempfile.mkdtemp(prefix="node-"))
     if watched is None:
         try:
             args.training_script_args = requeueable(args.training_script_args)
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"node: error: {error}", file=sys.stderr, flush=True)
             return ExitStatus.USAGE
         set_options(args, os.environ)
+        os.environ[STATUS_FOLDER] = str(ends)
         os.environ[OWNS_PLACES] = "1"  # a start cut off before its first checkpoint is put back into the queue
     else:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -63,15 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args)
     except ChildFailedError as error:
         if watched is not None:
-            report_killed(error, Path(watched))
+            report_killed(error, ends)
             return status(error)
         ended = status(error, is_requeued=_asked_to_end)
         print(_ended_by_sigterm() if ended == ExitStatus.TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
-        why = "after SIGTERM, as it should" if _asked_to_end else error
+        has_saved = any(read_json(file).get("status") == ExitStatus.TEMPFAIL for file in ends.glob("*.json"))
+        why = "after SIGTERM, as it should" if has_saved or _asked_to_end else error
         print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
-        return ExitStatus.FAILURE  # the first node's status counts, which srun takes where it is higher
+        return ExitStatus.TEMPFAIL if has_saved else ExitStatus.FAILURE
+    finally:
+        if watched is None:
+            shutil.rmtree(ends, ignore_errors=True)
     return ExitStatus.OK
 
 
