@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.tools.train import node
 
 BEGIN = ["--load", "pretrained", "--finetune", "--ckpt-step", "7", "--no-load-optim", "--no-load-rng"]
@@ -85,6 +91,23 @@ def test_the_status_is_the_workers(codes, requeued, expected):
     """torchrun's own is 1 in all of these."""
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
     assert node.status(SimpleNamespace(failures=failures), is_requeued=requeued) == expected
+
+
+@pytest.mark.parametrize(("of_rank", "expected"), [(75, 75), (1, 1)])
+def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypatch, of_rank, expected):
+    """A pod whose rank had saved failed the job, because the pod with the rendezvous was gone before it."""
+
+    def run(args):
+        Path(os.environ[STATUS_FOLDER], "0.json").write_text(json.dumps({"status": of_rank}))
+        raise RendezvousConnectionError("gone")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
+    with mock.patch.dict(os.environ):
+        os.environ.pop(STATUS_FOLDER, None)
+        assert node.main(["--nproc-per-node", "1", "pretrain_gpt.py", "--save", "ck"]) == expected
+        assert not Path(os.environ[STATUS_FOLDER]).exists()
 
 
 def test_sigterm_ends_a_node_that_is_still_importing():
