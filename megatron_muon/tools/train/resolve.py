@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra, quiet_imports, settling
 from megatron_muon.megatron.flags import names
@@ -162,19 +161,22 @@ def answer() -> None:
 def resolve_here(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """`resolve_each` in this process; its environment and the CPU backend are put back after each request."""
     answered: list[Resolved | UserError] = []
+    environ = dict(os.environ)
     for request in requests:
-        with mock.patch.dict(os.environ):
-            try:
-                if error := _refused_early(request):
-                    raise error
-                with settling("checking the settings"):
-                    answered.append(settle(request))
-            except UserError as error:
-                answered.append(UserError(str(error)))  # without its causes, which may not be pickled
-            except ModuleNotFoundError as error:
-                answered.append(UserError(missing_extra(error)))
-        if "megatron_muon.cpu" in sys.modules:
-            sys.modules["megatron_muon.cpu"].uninstall()
+        try:
+            if error := _refused_early(request):
+                raise error
+            with settling("checking the settings"):
+                answered.append(settle(request))
+        except UserError as error:
+            answered.append(UserError(str(error)))  # without its causes, which may not be pickled
+        except ModuleNotFoundError as error:
+            answered.append(UserError(missing_extra(error)))
+        finally:
+            os.environ.clear()
+            os.environ.update(environ)
+            if "megatron_muon.cpu" in sys.modules:
+                sys.modules["megatron_muon.cpu"].uninstall()
     return answered
 
 
