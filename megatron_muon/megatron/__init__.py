@@ -13,28 +13,23 @@ LOSS = "lm loss"
 """The training loss, as the model names it and Megatron logs it."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `versions`, `commit`, `dirty`, `processor`;
-`parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its
-digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
-iteration at which Megatron ended the run for a number that is not finite. TensorBoard and Weights & Biases show all."""
-
-FACTS_PREFIX = "facts/"
-"""Of their names there."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model on a model-parallel rank;
+of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its digest, `plans`, the figures of each kind of group, and
+`state_bytes` of all ranks, by kind."""
 
 WANDB_RUN = "wandb.json"
-"""In a run's folder: the `id` by which Weights & Biases knows it, and the `folder` when it got that."""
+"""In a run's folder: the `id` by which Weights & Biases knows it."""
 
 TOLD = "told.jsonl"
 """What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, written by the last rank of each
 machine. Each has an `event` and facts of it, null or absent where they are not known:
 
 - stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
-- model: `parameters`, `muon_parameters` and `device`, the GPU's name;
-- tick: `step`, the last that was finished; about once a second;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
-  `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `step_s`, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a
-  rank and `seconds_left`; null or absent where they are not known;
-- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation, final validation or test), `seconds`;
-- saved: `step`, `folder`, `seconds`, and whether files are still written in the `background`."""
+  `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a rank and
+  `seconds_left`;
+- diverged: `step`, at which Megatron ends the run for a number that is not finite;
+- validation: `step`, `loss`, and `what` it is of, as "validation loss";
+- saved: `step`, `folder`, `seconds`; with --async-save files are still being written."""
 
 FIRST_STEP = "taking the first step"

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -31,7 +31,6 @@ examples:
 """
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-_COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
 _TORCH = (2, 11)
 _LAYOUT = {
     "world_size": "ranks",
@@ -63,45 +62,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
-    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
-    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for about, state, text in findings:
-        table.add_row(Text(state, style=_COLOURS[state]), about, Text(text))
-    Console().print(table)
+        print(f"{state:<6} {about:<16} {text}")
     write_json(args.json, [finding._asdict() for finding in findings])
     return int(any(finding.state == WRONG for finding in findings))
 
 
 def environment() -> Iterator[Finding]:
-    """Versions, packages, devices, collectives and variables."""
+    """Versions, device and collectives."""
     from megatron_muon.megatron.version import check_versions
 
     try:
         check_versions()
-        core = metadata.version("megatron-core")
-        yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
     except UserError as error:
         yield Finding("versions", WRONG, str(error))
         return
-    for package, why in (("emerging_optimizers", "Muon's coefficients"), ("einops", "Megatron-FSDP needs it")):
-        if importlib.util.find_spec(package) is None:
-            name = package.replace("_", "-")
-            yield Finding(name, WRONG, f"not installed ({why}); type: pip install {name}")
+    core = metadata.version("megatron-core")
+    yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
     with quiet_imports():
         import torch
     is_new = Version(torch.__version__).release >= _TORCH
     yield Finding("torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed"))
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        why = "1 keeps Megatron-FSDP from overlapping; type: unset CUDA_DEVICE_MAX_CONNECTIONS"
-        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", WRONG, why)
     yield _collectives()
 
 
@@ -154,32 +139,19 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
     args = stored.get("args")
     layout = ", ".join(f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key))
     yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
-    yield from _state(entries)
     if checksums.read(folder) is None:
-        yield Finding("beside it", NOTE, checksums.absent(folder))
-    for left in files.unfinished(folder.parent):
-        yield Finding("beside it", NOTE, f"{left} is a save that did not finish; it may be deleted")
-
-
-def _state(entries: dict[str, Any]) -> Iterator[Finding]:
-    """Which weights there are, with the state of which optimizer."""
-    from megatron_muon.checkpoint import content
-
+        yield Finding("checksums", NOTE, checksums.absent(folder))
     slots = {content.plain(name): held for name, held in content.optimizer_slots(entries).items()}
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
-    optimizers = Counter(map(content.optimizer_of, slots.values()))
-    known = {content.plain(name) for name in content.optimized(entries)}
-    lacking = weights - slots.keys()
-    missing = {weight for weight in lacking if content.whole_name(weight, known) in known}
-    damaged = {name for name, held in slots.items() if content.optimizer_of(held) == "lion" and "adam" in optimizers}
     yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")
-    if optimizers:
-        counts = ", ".join(f"{name} has {count}" for name, count in sorted(optimizers.items()))
-        yield Finding("optimizer state", OK, f"of these, {counts}")
-    else:
-        yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
-    if incomplete := missing | damaged:
+    optimizers = Counter(map(content.optimizer_of, slots.values()))
+    counts = ", ".join(f"{name} has {count}" for name, count in sorted(optimizers.items()))
+    without = "none: load it with --no-load-optim"
+    yield Finding("optimizer state", OK if counts else NOTE, f"of these, {counts}" if counts else without)
+    known = {content.plain(name) for name in content.optimized(entries)}
+    missing = {weight for weight in weights - slots.keys() if content.whole_name(weight, known) in known}
+    # Adam's state without the second moment is that of Lion.
+    missing |= {name for name, held in slots.items() if content.optimizer_of(held) == "lion" and "adam" in optimizers}
+    if missing:
         remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{len(incomplete)}: {content.some(incomplete)}; {remedy}")
-    if (frozen := lacking - missing) and optimizers:
-        yield Finding("no state", NOTE, f"{len(frozen)} weights that did not train: {content.some(frozen)}")
+        yield Finding("missing state", WRONG, f"{len(missing)}: {content.some(missing)}; {remedy}")

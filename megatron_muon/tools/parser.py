@@ -14,21 +14,12 @@ from typing import Any
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
 
-_MOST_PROCESSES = 4096
-
 
 def positive(text: str) -> int:
     """A whole number of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
     return int(text)
-
-
-def processes(text: str) -> int:
-    """A number of processes on one machine, for argparse."""
-    if (number := positive(text)) > _MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"must be at most {_MOST_PROCESSES}, found {text!r}")
-    return number
 
 
 def write_json(file: Path | None, content: Any) -> None:
@@ -91,13 +82,6 @@ class CommandParser(argparse.ArgumentParser):
                 known = _megatrons()
             if flag not in known:
                 self.error(f"unknown flag {flag}{did_you_mean(flag, [*options, *known])}")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = did_you_mean(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
 
 def _megatrons() -> frozenset[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_muon.errors import ExitStatus, install
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
-from megatron_muon.tools.parser import CommandParser, processes
+from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
 Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks: in the
@@ -57,7 +57,7 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
-    parser.add_argument("--nproc", type=processes, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
     parser.take_megatron_flags("any flag of pretrain_gpt.py, here or after --; they win over the file's")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -115,7 +115,7 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
     deadline = time.monotonic() + POD_S
-    while not any("step  5/60 " in log.read_text(errors="replace") for log in logs if log.exists()):
+    while not any(re.search(r"iteration +5/ +60", log.read_text(errors="replace")) for log in logs if log.exists()):
         assert master.poll() is None, said()
         assert time.monotonic() < deadline, said()
         time.sleep(0.1)
@@ -126,5 +126,4 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
     master, worker = pod(0), pod(1)
     assert (worker.wait(POD_S), master.wait(POD_S)) == (0, 0), said()
     assert (tmp_path / "runs/llama3-8b/checkpoints/iter_0000060").is_dir()
-    run = json.loads((tmp_path / "runs/llama3-8b/run.json").read_text())
-    assert (run["starts"], Path(run["resumed_from"]).name) == (2, f"iter_{latest:07d}")
+    assert f"node: going on from runs/llama3-8b/checkpoints, iteration {latest}" in logs[0].read_text()

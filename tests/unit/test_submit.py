@@ -88,7 +88,6 @@ def test_it_says_from_where_the_run_goes_on(submit):
     Path("ck", files.TRACKER).write_text("30")
     assert "ck: goes on from iteration 30" in submit()[1]
     assert "ck: goes on from iteration 30\n" in submit("--", "--load", "pretrained", "--ckpt-step", "20")[1]
-    assert "ck: goes on from iteration 20\n" in submit("--", "--ckpt-step", "20")[1]
 
 
 def test_it_says_that_a_run_is_finished(submit):

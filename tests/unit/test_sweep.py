@@ -252,7 +252,7 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
         listener.status.end()
         whole.ended(plan, Outcome(0, ENDED))
     shown = capsys.readouterr().out
-    assert live == (["lr=0.01 seed=1  12/20  loss 2.8515"] if terminal else [])
+    assert live == (["lr=0.01 seed=1  step 12/20  loss 2.8515  lr 1.0e-02"] if terminal else [])
     assert ("lr=0.01 seed=1: step 12/20  loss 2.8515  lr 1.0e-02\n" in shown) is not terminal
     losses = "training loss 2.5000, validation loss 2.2500"
     assert f"[1/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}" in shown

@@ -16,8 +16,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import beside, locate, settle_places
-from megatron_muon.tools.train import processes, run_folder
-from megatron_muon.tools.train.processes import Nodes, torchrun
+from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
 from megatron_muon.tools.train.train import prepare
@@ -195,19 +194,14 @@ def test_a_start_without_a_step_may_be_overwritten(tmp_path):
 
 def test_places_of_a_run_move_with_its_folder(tmp_path):
     """A copy went on from the original's checkpoints and wrote into them; a renamed run began at step 1."""
-    run = {"folder": "runs/first", "directory": str(tmp_path)}
-    first, copy = tmp_path / "runs" / "first", tmp_path / "runs" / "copy"
-    first.mkdir(parents=True)
-    copy.mkdir()
-    (tmp_path / "link").symlink_to(first)
-    for root in (first, tmp_path / "link"):
-        assert run_folder.moved("runs/first/checkpoints", run, root) == "runs/first/checkpoints"
-    assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
-    assert run_folder.moved(str(first / "tensorboard"), run, copy) == str(copy / "tensorboard")
-    assert run_folder.moved("/scratch/checkpoints", run, copy) == "/scratch/checkpoints"
-    first.rmdir()
-    assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
-    assert run_folder.moved("runs/first/checkpoints", {}, copy) == "runs/first/checkpoints"
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    for folder in (first / "saves", copy / "saves", tmp_path / "scratch"):
+        folder.mkdir(parents=True)
+    assert run_folder.now_at(first, str(first / "saves")) == first / "saves"
+    assert run_folder.now_at(copy, str(first / "saves")) == copy / "saves"
+    assert run_folder.now_at(copy, str(tmp_path / "scratch")) == tmp_path / "scratch"
+    assert run_folder.now_at(copy, "gone/tensorboard") == copy / "tensorboard"
+    assert run_folder.now_at(copy, "/scratch/not-made-yet") == Path("/scratch/not-made-yet")
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(taken):
@@ -281,19 +275,6 @@ def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
         assert experiment.checkpoint == taken.checkpoints / "iter_0000007"
 
 
-def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
-    """To go back behind a step that went wrong; a finished run does so too."""
-    step = Flag("--ckpt-step", ("3",), FROM_LINE)
-    with pytest.raises(
-        UserError, match=r"--ckpt-step 3: .*/checkpoints has no checkpoint of that iteration; it has 7$"
-    ):
-        experiment_of(taken, step)
-    (taken.checkpoints / "iter_0000003").mkdir()
-    experiment = experiment_of(taken, step)
-    assert experiment.torchrun[-2:] == ["--load", str(taken.checkpoints)]
-    assert experiment.checkpoint == taken.checkpoints / "iter_0000003"
-
-
 # The command line
 
 
@@ -304,9 +285,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
         (["--config", "x", "--resume", "--overwrite"], "give one of them"),
         (["--config", "x", "--no-save", "--set", "save=y"], "--no-save writes no checkpoint and --save says where to"),
         (["--config", "x", "--set", "lr"], "--set lr: write KEY=VALUE"),
-        (["--config", "x", "--nnodes", "2"], "--nnodes 2 needs --node-rank R, 0 to 1, and --rdzv-endpoint HOST:PORT"),
-        (["--config", "x", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "--node-rank R, 0 to 1"),
-        (["--config", "x", "--node-rank", "1"], "give --nnodes N too"),
+        (["--resume", "--out", "x", "--ckpt-step", "3"], "to go back, start another run"),
     ],
 )
 def test_arguments_that_do_not_go_together(argv, message, capsys):
@@ -325,12 +304,3 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == ExitStatus.USAGE, done.stderr
     assert "7 of 20 iterations" in done.stderr
-
-
-def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    assert " ".join(torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"))) == (
-        "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
-        "pretrain_gpt.py"
-    )
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert "GLOO_SOCKET_IFNAME" not in processes.environment(8, nodes=4)

@@ -1,4 +1,4 @@
-"""What a run reports: a line after each of Megatron's iteration lines, metrics, and the events of `megatron.TOLD`.
+"""What a run reports: metrics, and the events of `megatron.TOLD`.
 
 Metrics go to TensorBoard, and from there (`monitoring`) to Weights & Biases; what tools want to know of the run goes
 into `facts.json`, beside TensorBoard's files.
@@ -6,21 +6,20 @@ into `facts.json`, beside TensorBoard's files.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import inspect
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron.training.training as training
 import torch
 import torch.distributed as dist
-from megatron.training import get_args, print_rank_last
-from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from megatron.training import get_args, get_timers, print_rank_last
+from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
@@ -28,14 +27,11 @@ from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.gpu import bf16_tflops
-from megatron_muon.megatron.patches.monitoring import show_facts
-from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
 from megatron_muon.megatron.tell import tell, tells
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
-_TICK_S = 1.0
 _METRICS = {"tokens-per-second": "tokens_per_s", "mfu": "mfu", "optimizer-share": "optimizer_share"}
 _STAGES = {
     "setup_model_and_optimizer": "building the model",
@@ -46,41 +42,27 @@ _STAGES = {
 """What a training does in functions of Megatron's module."""
 
 
-class Stopwatch:
-    """Adds up the seconds that calls take, until they are asked for; of GPU work as the GPU itself counts."""
+class Clock(NamedTuple):
+    """Seconds at an iteration: of the wall; in steps and in the optimizer so far, by Megatron's timers."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
-        self._spans: list[tuple[Any, Any]] = []
+    iteration: int
+    wall: float
+    in_steps: float
+    in_optimizer: float | None
 
-    def time(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `call` returns."""
-        start = self._now()
-        result = call(*args, **kwargs)
-        self._spans.append((start, self._now()))
-        return result
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def take(self) -> tuple[int, float]:
-        """How many calls since the last time, and their seconds; waits for the GPU."""
-        spans, self._spans = self._spans, []
-        if self._on_gpu and spans:
-            spans[-1][1].synchronize()
-        seconds = (start.elapsed_time(end) / 1e3 if self._on_gpu else end - start for start, end in spans)
-        return len(spans), float(sum(seconds))
+    @classmethod
+    def at(cls, iteration: int) -> Clock:
+        """The time now, just after a log. The optimizer's timer runs with --timing-log-level 1 alone."""
+        timers, has_optimizers = get_timers(), get_args().timing_log_level >= 1
+        in_optimizer = timers("optimizer", log_level=1).active_time() if has_optimizers else None
+        return cls(iteration, time.monotonic(), timers("interval-time").active_time(), in_optimizer)
 
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Report what a training does, with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
-    patches.around(training, "train_step", takes=["iteration"])(progress.step)
+    patches.around(training, "train_step", takes=["iteration"])(step)
     patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
         progress.follow
     )
@@ -95,50 +77,28 @@ class Progress:
     """Reports a run from its optimizer, the times of its steps and its evaluations."""
 
     def __init__(self, *, on_gpu: bool) -> None:
-        self.steps, self._in_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
         self._gpu = torch.cuda.get_device_name() if on_gpu and not cpu.installed() else None
         self._optimizer: Any = None
         self._facts: dict[str, Any] = {}
-        self._has_reported = False
         self._last_measured = self._skipped = 0
-        self._told = 0.0
-        self._began: tuple[float, int] | None = None
-        self._evaluates: tuple[int, str] = 0, ""
-        self._set = 0
+        self._first: Clock | None = None
+        self._last: Clock | None = None
+        self._evaluation = 0, "", iter(())
 
     def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
-        optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
         facts = optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}
         # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
         parameters = sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters())
-        self._write_facts(**_origin(), parameters=parameters, **facts)
-        tell("model", parameters=parameters, muon_parameters=facts.get("muon_parameters"), device=self._gpu)
+        self._write_facts(parameters=parameters, **facts)
         return optimizer
-
-    def step(self, train_step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-        """Instead of megatron.training's step; one whose loss or gradient is not finite ends before it is logged."""
-        try:
-            result = self.steps.time(train_step, *args, iteration=iteration, **kwargs)
-        except RuntimeError as error:
-            if "Unexpected result" in str(error):  # --rerun-mode disabled: on this rank alone
-                self._write_facts(by_first_rank=False, diverged_at=iteration + 1)
-            raise
-        if result[3]:  # Megatron's rerun state machine is about to end all ranks
-            self._write_facts(diverged_at=iteration + 1)
-        if (now := time.monotonic()) - self._told >= _TICK_S:
-            self._told = now
-            tell("tick", step=iteration + 1)
-        return result
 
     def follow(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's log of an iteration."""
         logged = inspect.signature(log).bind(*args, **kwargs).arguments
         iteration, skipped, settings = logged["iteration"], bool(logged["skipped_iter"]), get_args()
-        is_first, logs = not self._has_reported, iteration % settings.log_interval == 0
-        self._has_reported = True
-        loss = None
+        is_first, logs, loss = self._first is None, iteration % settings.log_interval == 0, None
         if tells() and (is_first or logs):
             loss = mean_loss(logged["loss_dict"], logged["total_loss_dict"], skipped=skipped)
         result = log(*args, **kwargs)
@@ -153,13 +113,15 @@ class Progress:
             peak = _peak_of_all_ranks()
             if not settings.log_memory_to_tensorboard:
                 values["mem-max-allocated-bytes"] = peak
-            speed = self._speed(settings, rate, iteration) if logs else {}
+            speed = self._speed(settings, Clock.at(iteration))
             values |= {name: value for name, key in _METRICS.items() if (value := speed.get(key)) is not None}
             tell(
                 "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=logged["grad_norm"],
-                lr=logged["learning_rate"], muon_lr=rate, skipped=self._skipped, peak_bytes=peak, **speed,
+                lr=logged["learning_rate"], muon_lr=rate, skipped=self._skipped or None, peak_bytes=peak, **speed,
             )  # fmt: skip
             self._skipped = 0
+            if isinstance(self._optimizer, MuonChainedOptimizer) and (failed := self._optimizer.skipped_updates()):
+                print_rank_last(skipped_line(failed))
         self._log(values, iteration)
         return result
 
@@ -173,44 +135,32 @@ class Progress:
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
 
-    def _write_facts(self, *, by_first_rank: bool = True, **facts: Any) -> None:
+    def _write_facts(self, **facts: Any) -> None:
         """Write what is known of the run beside its events: `FACTS` has the keys."""
         self._facts |= facts
-        if (folder := get_args().tensorboard_dir) is not None and (is_first_rank() or not by_first_rank):
+        if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
             Path(folder).mkdir(parents=True, exist_ok=True)
             with files.written_at_once(Path(folder) / FACTS) as stream:
                 stream.write(json.dumps(self._facts, indent=2) + "\n")
-        show_facts(facts)
 
-    def _speed(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
-        """Print the line that follows Megatron's; the same figures for the event `step`."""
-        if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
-            print_rank_last(skipped_line(skipped))
-        (count, seconds), (_, in_optimizer) = self.steps.take(), self._in_optimizer.take()
-        if not count:
+    def _speed(self, settings: Any, now: Clock) -> dict[str, float | None]:
+        """Speed of the steps since the last log; nothing at a start's first step, which is slow."""
+        first, last = self._first, self._last
+        self._first, self._last = first or now, now
+        if first is None or last is None:
             return {}
-        share, step_s = in_optimizer / seconds, seconds / count
-        batch = getattr(settings, "global_batch_size", 0)
-        tokens_per_s = batch * settings.seq_length / step_s
-        left = max((settings.train_iters or iteration) - iteration, 0) * self._seconds_each(iteration, step_s)
-        muons = "" if rate is None else f"Muon's learning rate {rate:.6E}, "
-        shown_left = datetime.timedelta(seconds=round(left))
-        print_rank_last(
-            f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {share:.1%} of the step, {muons}{shown_left} left"
-        )
+        steps, seconds = now.iteration - last.iteration, now.in_steps - last.in_steps
+        share = None
+        if now.in_optimizer is not None and last.in_optimizer is not None:
+            share = (now.in_optimizer - last.in_optimizer) / seconds
+        batch, left = settings.global_batch_size, max((settings.train_iters or 0) - now.iteration, 0)
         return {
-            "step_s": step_s,
-            "tokens_per_s": tokens_per_s,
-            "mfu": self._mfu(settings, batch, step_s),
+            "tokens_per_s": batch * settings.seq_length * steps / seconds,
+            "mfu": self._mfu(settings, batch, seconds / steps),
             "optimizer_share": share,
-            "seconds_left": left,
+            # Evaluations and saves included.
+            "seconds_left": left * (now.wall - first.wall) / (now.iteration - first.iteration),
         }
-
-    def _seconds_each(self, iteration: int, step_s: float) -> float:
-        """The mean time of a step since the first log, evaluations and saves included; at first a step's own."""
-        now = time.monotonic()
-        began, first = self._began = self._began or (now, iteration)
-        return (now - began) / (iteration - first) if iteration > first else step_s
 
     def _mfu(self, settings: Any, batch: int, step_s: float) -> float | None:
         """The model's operations in a step, as Megatron counts them, over what the GPUs could do in bf16."""
@@ -222,36 +172,39 @@ class Progress:
 
     def evaluate(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of `evaluate_and_print_results`, of all sets; after training the prefix ends in " set"."""
-        given = inspect.signature(call).bind(*args, **kwargs).arguments
+        given, settings = inspect.signature(call).bind(*args, **kwargs).arguments, get_args()
         prefix, after = given["prefix"], "final " if given["prefix"].endswith(" set") else ""
-        self._evaluates = given["iteration"], "test" if prefix.endswith("test set") else f"{after}validation"
-        self._set = 0
-        tell("stage", stage="evaluating")
-        result = call(*args, **kwargs)
+        data = "test" if prefix.endswith("test set") else f"{after}validation"
+        names: Iterator[Any] = itertools.repeat("")
+        if getattr(settings, "multiple_validation_sets", False):
+            names = iter(settings.validation_set_names or itertools.count())
+        self._evaluation = given["iteration"], data, names
+        result = _tell_and_call("evaluating", call, *args, **kwargs)
         tell("stage", stage=None)
         return result
 
     def evaluate_set(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of `evaluate`, which evaluates one set."""
-        began, settings, (iteration, data) = time.monotonic(), get_args(), self._evaluates
-        result = call(*args, **kwargs)
-        name = ""
-        if getattr(settings, "multiple_validation_sets", False):
-            name = str((settings.validation_set_names or range(self._set + 1))[self._set])
-        self._set += 1
+        result, (iteration, data, names) = call(*args, **kwargs), self._evaluation
+        what = f"{data} loss {next(names, '')}".rstrip()
         if result[0] and LOSS in result[0]:
-            loss, seconds = float(result[0][LOSS]), time.monotonic() - began  # which Megatron is about to print
-            tell("validation", step=iteration, loss=loss, set=name, data=data, seconds=seconds)
+            tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)  # Megatron is to print it, too
         return result
+
+
+def step(call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+    """Instead of `train_step`; a step whose loss or gradient is not finite is not logged before all ranks end."""
+    result = call(*args, iteration=iteration, **kwargs)
+    if result[3]:
+        tell("diverged", step=iteration + 1)
+    return result
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Instead of `save_checkpoint_and_time`."""
-    tell("stage", stage="saving a checkpoint")
     began = time.monotonic()
-    result = call(iteration, *args, **kwargs)
-    in_background = bool(getattr(get_args(), "async_save", False))
-    tell("saved", step=iteration, folder=get_args().save, seconds=time.monotonic() - began, background=in_background)
+    result = _tell_and_call("saving a checkpoint", call, iteration, *args, **kwargs)
+    tell("saved", step=iteration, folder=get_args().save, seconds=time.monotonic() - began)
     tell("stage", stage=None)
     return result
 
@@ -259,16 +212,6 @@ def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) ->
 def _tell_and_call(stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tell("stage", stage=stage)
     return call(*args, **kwargs)
-
-
-def _origin() -> dict[str, Any]:
-    if not is_first_rank() and get_tensorboard_writer() is None and get_wandb_writer() is None:
-        return {}
-    found = origin()
-    return {
-        **{name: found[name] for name in ("versions", "commit", "dirty")},
-        "processor": found["machine"]["processor"],
-    }
 
 
 def _peak_of_all_ranks() -> float:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from megatron_muon import shipped
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.tools.parser import CommandParser, positive
-from megatron_muon.tools.train.processes import ROOT, Nodes
+from megatron_muon.tools.train.processes import ROOT
 
 if TYPE_CHECKING:
     from megatron_muon.tools.train.resolve import Resolved
@@ -136,7 +136,7 @@ def settings(args: argparse.Namespace, tasks: int, first: Resolved) -> list[tupl
         *array,
         ("nodes", f"{args.nodes} x {each}"),
         ("time limit", (args.time or "the partition’s") + ahead),
-        ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first, args.flags)),
+        ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first)),
         ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
         ("logs", f"{LOGS}/{args.job_name}-JOB.log, and for each node {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log"),
     ]
@@ -170,7 +170,7 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Reso
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
-    every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False, resume=True)
+    every = Request(str(args.config), device, ranks=args.ranks, nodes=args.nodes, writes=False, resume=True)
     requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]
     runs: list[Resolved] = []
     wrong: list[str] = []
@@ -193,18 +193,14 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Reso
     return runs
 
 
-def _checkpoints(run: Resolved, typed: Sequence[str]) -> str:
+def _checkpoints(run: Resolved) -> str:
     """Where the run begins, as `node.requeueable` settles it."""
     from megatron_muon.checkpoint import files
-    from megatron_muon.megatron.flags.config_file import given_flags
-    from megatron_muon.tools.train.node import names_own_step
 
     save, last = run.settings["save"], run.settings["train_iters"]
     found = files.latest(Path(save))
     if found is None:
         return f"{save}: a first start"
-    if names_own_step(given_flags(typed)):
-        found = next(int(flag.values[0]) for flag in run.flags if flag.name == "--ckpt-step")
     if isinstance(found, int) and last is not None and found >= last:
         return f"{save}: finished, iteration {found} of {last}; raise --train-iters to go on"
     return f"{save}: goes on from iteration {found}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_muon.errors import UserError
-from megatron_muon.tools.parser import CommandParser, positive, processes
+from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.progress import progress
 from megatron_muon.tools.sweep.grid import Point, Task, parse_grids, tasks_of
 from megatron_muon.tools.train import run_folder
@@ -78,7 +78,7 @@ def configure(parser: CommandParser) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
     where.add_argument("--overwrite", action="store_true",
         help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
-    where.add_argument("--nproc", type=processes, metavar="N", help="processes of each run (GPUs, or 1 without)")
+    where.add_argument("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
     where.add_argument("--jobs", type=positive, default=1, metavar="N",
         help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
     how = parser.add_argument_group("how")

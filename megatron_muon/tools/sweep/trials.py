@@ -180,7 +180,7 @@ class Sweep:
             slot, listener = self._slots.get(), Listener(plan, self, indexed)
             env = _share(plan.resolved, slot, self._jobs) | _group(plan.task)
             try:
-                outcome = execute(prepare(request, plan.resolved), listener=listener, stop=self.stop, env=env)
+                outcome = execute(prepare(request, plan.resolved), show=listener.event, stop=self.stop, env=env)
             finally:
                 listener.status.end()
                 self._slots.put(slot)
@@ -207,12 +207,9 @@ class Listener:
         if not sweep.screen.live:
             sweep.screen.print(f"{self._name}: {'resumed' if plan.state == RESUMED else 'started'}")
 
-    def line(self, line: str) -> None:
-        """Shows nothing: the run's log has it."""
-
     def event(self, event: Mapping[str, Any]) -> None:
-        """An event of the run, see `megatron.TOLD`."""
-        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
+        """An event of the run, see `train.Show`; its log has its lines, and signals reach the sweep."""
+        if event["event"] == "step" or event.get("stage") == FIRST_STEP:
             self._indexed()
         self.status.take(event)
         if (left := event.get("seconds_left")) is not None:
@@ -221,9 +218,6 @@ class Listener:
         if not self._sweep.screen.live and event["event"] == "step" and now - self._printed >= _LINE_EVERY_S:
             self._printed = now
             self._sweep.screen.print(f"{self._name}: {wording.step_line(event)}")
-
-    def tick(self, got: int | None) -> None:
-        """Signals reach the sweep."""
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.errors import UserError, settling
 from megatron_muon.megatron.flags.suggest import plain
-from megatron_muon.tools.parser import CommandParser, positive, processes
+from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.processes import THIS_MACHINE, Nodes, sigterm_unwinds
+from megatron_muon.tools.train.processes import sigterm_unwinds
 
 if TYPE_CHECKING:
     from megatron_muon.tools.train.resolve import Request
@@ -30,8 +30,6 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --resume --out runs/first
-  on each of two machines, with R its number, 0 or 1:
-    megatron-muon train --config my.yaml --nproc 8 --nnodes 2 --node-rank R --rdzv-endpoint node0:29500 --out runs/my
 
 exit status:
   that of the run: 0 finished, 1 failed, 2 a mistake of the user, 16 the loss is not a number (Megatron),
@@ -50,13 +48,8 @@ def configure(parser: CommandParser) -> None:
         help="a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
         "(repeatable)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
-    where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=processes, metavar="N",
+    what.add_argument("--nproc", type=positive, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
-    where.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines (1)")
-    where.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")
-    where.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: one of them, a free port")
-    where.add_argument("--rdzv-id", default="none", metavar="ID", help="the run's name among others at that place")
     folder = parser.add_argument_group("the run's folder")
     folder.add_argument("--out", type=Path, metavar="DIR",
         help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
@@ -72,11 +65,6 @@ def configure(parser: CommandParser) -> None:
     how.add_argument("--quiet", action="store_true", help="show only the heading, warnings, errors and the end")
     how.add_argument("--verbose", action="store_true",
         help="show every setting, and all output of the ranks instead of a line for each log interval")  # fmt: skip
-    how.add_argument("--profile", action="store_true",
-        help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "
-        "phases named in it: docs/monitoring.md")  # fmt: skip
-    how.add_argument("--profile-steps", type=steps, metavar="FIRST:END",
-        help="which: from FIRST to the one before END (the 10th to the 12th of this start, 10:13)")  # fmt: skip
     how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
         help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
 
@@ -89,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--quiet shows less and --verbose shows more; give one of them")
     with settling("reading the command line"):
         request = request_of(args)
-    elsewhere = request.nodes.rank > 0  # the first machine shows the training
-    watcher = Watcher(verbose=args.verbose, quiet=args.quiet or (elsewhere and not args.verbose))
+    watcher = Watcher(verbose=args.verbose, quiet=args.quiet)
     with watcher.screen:
         watcher.enter(f"checking the settings of {request.config}")
         from megatron_muon.tools.train.train import execute, prepare
@@ -101,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             watcher.screen.print("dry run: nothing was started or written")
             return 0
-        outcome = execute(experiment, listener=watcher)
+        watcher.enter(f"starting the ranks ({experiment.resolved.ranks})")
+        outcome = execute(experiment, show=watcher.event)
     watcher.end(outcome, experiment)
     return outcome.status
 
@@ -111,19 +99,20 @@ def request_of(args: argparse.Namespace) -> Request:
     from megatron_muon.megatron.flags.config_file import given_flags
     from megatron_muon.tools.train.resolve import Request
 
-    if args.profile_steps and not args.profile:
-        raise UserError("--profile-steps says which steps --profile records; add --profile")
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
     sets = [assignment(text) for text in args.sets]
-    if args.no_save and ("--save" in given_flags(args.flags) or "save" in {plain(key) for key, _ in sets}):
+    typed = {*map(plain, given_flags(args.flags)), *(plain(key) for key, _ in sets)}
+    if args.no_save and "save" in typed:
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    config = args.config
-    if config is None:
-        if not (args.resume and args.out):
-            raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
-        config = args.out / run_folder.CONFIG
-    ranks = args.nproc
+    if args.resume and "ckpt-step" in typed and "load" not in typed:
+        raise UserError(
+            "--resume goes on from the latest checkpoint; to go back, start another run: --out DIR, with the first "
+            "one's checkpoints as --load and --ckpt-step N"
+        )
+    if args.config is None and not (args.resume and args.out):
+        raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
+    config, ranks = args.config or args.out / run_folder.CONFIG, args.nproc
     if ranks is None and args.resume and args.out:
         ranks = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
@@ -132,7 +121,6 @@ def request_of(args: argparse.Namespace) -> Request:
         sets=(*sets, *((("save", "null"),) if args.no_save else ())),
         flags=tuple(args.flags),
         ranks=ranks,
-        nodes=_nodes(args),
         out=str(args.out.absolute() if str(args.out).startswith("-") else args.out) if args.out else None,
         keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
@@ -141,28 +129,8 @@ def request_of(args: argparse.Namespace) -> Request:
         resume=args.resume,
         overwrite=args.overwrite,
         grace_s=args.grace,
-        profile=args.profile_steps or args.profile,
         command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
-
-
-def _nodes(args: argparse.Namespace) -> Nodes:
-    count, rank, endpoint = args.nnodes, args.node_rank, args.rdzv_endpoint
-    if count == 1:
-        if rank or endpoint:
-            raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
-        return THIS_MACHINE
-    if rank is None or endpoint is None or not 0 <= rank < count:
-        raise UserError(f"--nnodes {count} needs --node-rank R, 0 to {count - 1}, and --rdzv-endpoint HOST:PORT")
-    return Nodes(count, rank, endpoint, args.rdzv_id)
-
-
-def steps(text: str) -> tuple[int, int]:
-    """First and end of a --profile-steps, for argparse."""
-    first, colon, end = text.partition(":")
-    if not (colon and first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)):
-        raise argparse.ArgumentTypeError(f"write FIRST:END, such as 10:13 for steps 10, 11 and 12, found {text!r}")
-    return int(first), int(end)
 
 
 def assignment(text: str) -> tuple[str, str]:

@@ -13,12 +13,14 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -29,12 +31,13 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.places import read_json
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-"""Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
+"""Flags that say how to begin, and not how to go on from the run's own checkpoint."""
 
 _asked_to_end = False
 
@@ -49,14 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
+    ends = Path(watched or tempfile.mkdtemp(prefix="node-"))
     if watched is None:
         try:
-            restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-            args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
+            args.training_script_args = requeueable(args.training_script_args)
         except UserError as error:
             print(f"node: error: {error}", file=sys.stderr, flush=True)
             return ExitStatus.USAGE
         set_options(args, os.environ)
+        os.environ[STATUS_FOLDER] = str(ends)
         os.environ[OWNS_PLACES] = "1"  # a start cut off before its first checkpoint is put back into the queue
     else:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -64,25 +68,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args)
     except ChildFailedError as error:
         if watched is not None:
-            report_killed(error, Path(watched))
+            report_killed(error, ends)
             return status(error)
         ended = status(error, is_requeued=_asked_to_end)
         print(_ended_by_sigterm() if ended == ExitStatus.TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
-        why = "after SIGTERM, as it should" if _asked_to_end else error
+        has_saved = any(read_json(file).get("status") == ExitStatus.TEMPFAIL for file in ends.glob("*.json"))
+        why = "after SIGTERM, as it should" if has_saved or _asked_to_end else error
         print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
-        return ExitStatus.FAILURE  # the first node's status counts, which srun takes where it is higher
+        return ExitStatus.TEMPFAIL if has_saved else ExitStatus.FAILURE
+    finally:
+        if watched is None:
+            shutil.rmtree(ends, ignore_errors=True)
     return ExitStatus.OK
 
 
-def names_own_step(typed: Collection[str]) -> bool:
-    """Whether the flags typed have a --ckpt-step that means one of the run's own checkpoints, for one start."""
-    return "--ckpt-step" in typed and "--load" not in typed
-
-
-def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end and SLURM has put back `restarts` times.
+def requeueable(flags: Sequence[str]) -> list[str]:
+    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end, and that SLURM may have put back.
 
     `--exit-signal-handler` is added. Where the folder of `--save` holds a checkpoint, the run goes on from there: with
     `--load`, and without `FIRST_START_ONLY`.
@@ -92,9 +95,8 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     """
     given, rest = _split(flags, "--config")
     start, in_file, merged = [], set(), rest
-    typed = config_file.given_flags(rest)
     if given.config is not None:
-        config = config_file.load_config(given.config, overridden=typed)
+        config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
         start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
         merged = config_file.merge(config, rest)
     save = _split(merged, "--save")[0].save
@@ -104,12 +106,9 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    is_own_step = restarts == 0 and names_own_step(typed)
-    left_out = [flag for flag in FIRST_START_ONLY if not (flag == "--ckpt-step" and is_own_step)]
-    where = "the iteration of --ckpt-step" if is_own_step else f"iteration {found}"
-    print(f"node: going on from {save}, {where}", flush=True)
-    unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
-    return [*start, *_split(rest, *left_out)[1], *unset, "--load", save, "--exit-signal-handler"]
+    print(f"node: going on from {save}, iteration {found}", flush=True)
+    unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
+    return [*start, *_split(rest, *FIRST_START_ONLY)[1], *unset, "--load", save, "--exit-signal-handler"]
 
 
 def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[str]]:

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -40,54 +39,35 @@ class Ended(NamedTuple):
     signal: int | None = None
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The machines of a run: torchrun's --nnodes, --node-rank (this machine's), --rdzv-endpoint and --rdzv-id."""
-
-    count: int = 1
-    rank: int = 0
-    endpoint: str = "127.0.0.1:0"
-    run_id: str = "none"
-
-
-THIS_MACHINE = Nodes()
-
-
 def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable that makes a checkout importable, before what `env` has of it; an installed package is anyway."""
     own = str(ROOT) if (ROOT / "pretrain_gpt.py").is_file() else ""
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, env.get("PYTHONPATH"))))}
 
 
-def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of `ranks` processes on this machine: the cores shared evenly, gloo of one node on the loopback.
+def environment(ranks: int, *, settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `ranks` processes on this machine: the cores shared evenly, gloo on the loopback.
 
     `settings` are ENV_VARS of an experiment file; what is set already wins over them.
     """
     env = {**(settings or {}), **os.environ}
     env |= python_path(env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    if sys.platform == "linux" and nodes == 1:
+    if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return env
 
 
-def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
-    """The arguments of torchrun that run `program`, a script or `-m MODULE`, on `ranks` processes per machine."""
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
-    if nodes.count == 1:
-        meet += ["--local-addr", "127.0.0.1"]
-    else:
-        meet = ["--node-rank", str(nodes.rank), *meet, "--rdzv-id", nodes.run_id]
-    return ["--nnodes", str(nodes.count), "--nproc-per-node", str(ranks), *meet, *program]
+def torchrun(ranks: int, *program: str) -> list[str]:
+    """The arguments of torchrun that run `program`, a script or `-m MODULE`, on `ranks` processes of this machine."""
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    return ["--nnodes", "1", "--nproc-per-node", str(ranks), *meet, *program]
 
 
 def pretrain_program() -> tuple[str, ...]:
     """What torchrun runs to train: pretrain_gpt.py of a checkout, the same as a module of an installed package."""
-    script, here = ROOT / "pretrain_gpt.py", Path.cwd()
-    if not script.is_file():
-        return ("-m", "megatron_muon.pretrain_gpt")
-    return (str(script.relative_to(here) if script.is_relative_to(here) else script),)
+    script = ROOT / "pretrain_gpt.py"
+    return (str(script),) if script.is_file() else ("-m", "megatron_muon.pretrain_gpt")
 
 
 class Lines:

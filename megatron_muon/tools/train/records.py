@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
 from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
 from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.events import WARMUP_STEPS, Point, RunEvents, read_events
+from megatron_muon.tools.train.events import SAMPLES, WARMUP_STEPS, Point, RunEvents, read_events
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
@@ -81,71 +81,62 @@ class Record:
         self.iterations = self.train[-1].step if self.train else 0
         self.tokens = self.train[-1].tokens if self.train else None
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
-        self.diverged_at: int | None = next(logged, self.facts.get("diverged_at"))
+        self.diverged_at: int | None = next(logged, self.summary.get("diverged_at"))
         asked = self.whole_number("train_iters")
         is_finished = asked is not None and self.iterations >= asked
         self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
 
     def _read_validation(self) -> None:
         """At the last iteration Megatron writes the test set's loss under the same tag, later: the first counts."""
-        prefix = f"{LOSS} validation"
-        by_step: dict[int, list[Point]] = {}
+        prefix, by_step = f"{LOSS} validation", dict[int, list[Point]]()
         self.validation_by_set: dict[str, float] = {}
-        for tag in sorted(tag for tag in self.events.scalars if tag.startswith(prefix)):
+        for tag in sorted(tag for tag in self.events.scalars if tag.startswith(prefix) and not tag.endswith(" ppl")):
             points = {point.step: point for point in reversed(self.events.points(tag))}
-            if points and not tag.endswith((" ppl", " vs samples")):
-                name = tag.removeprefix(prefix).removeprefix("-") or ONLY_SET
-                self.validation_by_set[name] = points[max(points)].value
-                for step, point in points.items():
-                    by_step.setdefault(step, []).append(point)
-        means = (
-            Point(step, statistics.fmean(point.value for point in by_step[step]), by_step[step][-1].wall_time)
-            for step in sorted(by_step)
-        )
-        self.validation = self._losses(list(means))
+            for step, point in points.items():
+                by_step.setdefault(step, []).append(point)
+            if points:
+                self.validation_by_set[tag[len(prefix) + 1 :] or ONLY_SET] = points[max(points)].value
+        means = [
+            Point(step, statistics.fmean(point.value for point in sets), sets[-1].wall_time)
+            for step, sets in sorted(by_step.items())
+        ]
+        self.validation = self._losses(means)
         self.validation_last = self.validation[-1].loss if self.validation else None
         numbers = (point for point in self.validation if math.isfinite(point.loss))
         self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
 
     def _read_times(self) -> None:
-        points = self.events.points
-        # Megatron divides timers by the log interval, even where they are of one step: the first of a start.
-        every = self.whole_number("log_interval") or 1
-        timers = [
-            Point(point.step, point.value * (every if point.step % every else 1), point.wall_time)
-            for point in points("optimizer-time")
-        ]
-        self.train_seconds = self.events.train_seconds
-        iterations = points("iteration-time") or [
-            Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
-            for before, after in itertools.pairwise(points(LOSS))
+        seconds = self._by_step("iteration-time") or {
+            after.step: (after.wall_time - before.wall_time) / (after.step - before.step)
+            for before, after in itertools.pairwise(self.events.points(LOSS))
             if after.step > before.step
-        ]
-        steps, optimizer, batches = (
-            {point.step: point.value for point in found}
-            for found in (_after_warmup(iterations), timers, points("batch-size"))
-        )
-        timed = {step: seconds for step, seconds in steps.items() if seconds > 0}
-        length = self.whole_number("seq_length") or 0
-        self.step_ms = _median(seconds * 1e3 for seconds in steps.values())
-        self.tokens_per_second = _median(
-            batches[step] * length / seconds for step, seconds in timed.items() if length and step in batches
-        )
-        self.optimizer_ms = _median(point.value * 1e3 for point in _after_warmup(timers))
-        self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
-        if self.optimizer_share is None and optimizer and steps:  # a run shorter than its log interval
-            self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())
-        phases = {phase: _after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
-        self.phases_ms = {phase: statistics.median(one.value for one in some) for phase, some in phases.items() if some}
+        }
+        batches, length = self._by_step("batch-size"), self.whole_number("seq_length")
+        speeds = {step: batches[step] / each for step, each in seconds.items() if each > 0 and step in batches}
+        # Of a start's first step Megatron writes timers divided by the log interval.
+        every = self.whole_number("log_interval") or 1
+        timers = {step: each for step, each in self._by_step("optimizer-time").items() if step % every == 0}
+        self.train_seconds = self.events.train_seconds
+        self.step_ms, self.optimizer_ms = _median(seconds, 1e3), _median(timers, 1e3)
+        self.tokens_per_second = _median(speeds, length) if length else None
+        self.optimizer_share = _median(self._by_step("optimizer-share"))
+        if self.optimizer_share is None and self.optimizer_ms and self.step_ms:
+            self.optimizer_share = self.optimizer_ms / self.step_ms
+        phases = {phase: _median(self._by_step(f"muon/{phase}_ms")) for phase in PHASES}
+        self.phases_ms = {phase: ms for phase, ms in phases.items() if ms is not None}
+
+    def _by_step(self, tag: str) -> dict[int, float]:
+        return {point.step: point.value for point in self.events.points(tag)}
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-        samples, length = self.events.samples, self.whole_number("seq_length")
+        samples, length = self._by_step(SAMPLES), self.whole_number("seq_length")
         last = max(samples, default=0)
 
         def tokens(step: int) -> int | None:
             if not last or length is None:
                 return None
-            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
+            # Of a step between two logged ones, as many as of others on average.
+            return length * round(samples.get(step, samples[last] * step / last))
 
         return tuple(
             LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
@@ -212,23 +203,13 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
     places = places or run_folder.places_of(folder, run_folder.read_json(folder / run_folder.RUN))
-    try:
-        events = read_events(places.tensorboard)
-    except UserError:
-        if needs_steps:
-            raise
-        events = RunEvents()
+    events = read_events(places.tensorboard)
     if needs_steps and not events.points(LOSS):
-        raise UserError(
-            f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
-        )
+        raise UserError(f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; has the run made a step?")
     return Record(folder, places, events)
 
 
-def _after_warmup(points: Sequence[Point]) -> list[Point]:
-    return [point for point in points if point.step > WARMUP_STEPS] or list(points)
-
-
-def _median(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return statistics.median(numbers) if numbers else None
+def _median(by_step: Mapping[int, float], scale: float = 1.0) -> float | None:
+    """The median after the warm-up, or of all steps where there are no more."""
+    values = [value for step, value in by_step.items() if step > WARMUP_STEPS] or list(by_step.values())
+    return scale * statistics.median(values) if values else None

@@ -31,10 +31,9 @@ from megatron_muon.megatron.flags.config_file import (
     refuse_unknown_flags,
 )
 from megatron_muon.megatron.flags.suggest import did_you_mean, plain
-from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
-from megatron_muon.tools.train import traces
-from megatron_muon.tools.train.processes import THIS_MACHINE, Nodes, python_path
-from megatron_muon.tools.train.run_folder import config_hash, moved
+from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RunFolder, beside, locate
+from megatron_muon.tools.train.processes import python_path
+from megatron_muon.tools.train.run_folder import config_hash, now_at
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
 """Where a setting that no file holds comes from."""
@@ -59,8 +58,8 @@ class Request:
     config: str  # experiment file
     sets: tuple[tuple[str, str], ...] = ()  # `--set`: key and value
     flags: tuple[str, ...] = ()  # further flags for pretrain_gpt.py
-    ranks: int | None = None  # processes on each machine; None takes the GPUs, or one where there are none
-    nodes: Nodes = THIS_MACHINE
+    ranks: int | None = None  # processes on each of `nodes` machines; None takes the GPUs, or one without
+    nodes: int = 1
     out: str | None = None  # the run's folder, where it is given; else what the flags say, or `default_out`
     default_out: str = "runs/run"
     keeps_places: bool = False  # `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold
@@ -70,7 +69,6 @@ class Request:
     resume: bool = False
     overwrite: bool = False
     grace_s: int = 600  # for ranks to finish their step and save, once they have been asked to end
-    profile: bool | tuple[int, int] = False  # record some steps, or the first of them up to the one before the last
     command: str = ""  # what the user typed
 
     @property
@@ -116,14 +114,14 @@ class Resolved:
 
 
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
-    """Each request resolved, or what the user got wrong; all in one child process.
+    """Each request resolved, or what the user got wrong; all in one child process, which prints nothing here.
 
     Where each has a mistake that can be found without Megatron, no process is started. Raises a RunFailedError where
     the process failed; what it printed has been shown.
     """
-    early = [error for request in requests if (error := _refused_early(request))]
-    if len(early) == len(requests):
-        return [*early]
+    early = [_refused_early(request) for request in requests]
+    if all(early):
+        return list(filter(None, early))
     done = subprocess.run(
         [sys.executable, "-c", f"import {__name__} as this; this.answer()"],
         input=pickle.dumps(list(requests)),
@@ -156,16 +154,15 @@ def answer() -> None:
     """The child process: reads requests from stdin and writes the answers to stdout, and all prints to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    requests: list[Request] = pickle.load(sys.stdin.buffer)
-    answers.write(pickle.dumps(resolve_here(requests)))
-    answers.flush()
+    with answers:
+        pickle.dump(resolve_here(pickle.load(sys.stdin.buffer)), answers)
 
 
 def resolve_here(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """`resolve_each` in this process; its environment and the CPU backend are put back after each request."""
     answered: list[Resolved | UserError] = []
+    environ = dict(os.environ)
     for request in requests:
-        environ = dict(os.environ)
         try:
             if error := _refused_early(request):
                 raise error
@@ -197,15 +194,15 @@ def settle(request: Request) -> Resolved:
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # before the CPU may stand in for them
     ranks = request.ranks or gpus or 1
-    os.environ["WORLD_SIZE"] = str(ranks * request.nodes.count)
-    devices = [value for key, value in request.sets if plain(key) == "device"]
-    argv = ["--config", request.config, *(["--device", devices[-1]] if devices else []), *request.flags]
+    os.environ["WORLD_SIZE"] = str(ranks * request.nodes)
+    devices = [f"--device={value}" for key, value in request.sets if plain(key) == "device"]
+    argv = ["--config", request.config, *devices, *request.flags]
     opened = prepare.open_line(argv, writes=request.writes, overridden=request.overridden)
     config, actions = opened.config, opened.parser._option_string_actions
     assert config is not None
     if not names.kept():
         names.keep(actions)
-    flags, folder, notes = _layers(request, config, actions, opened.rest, ranks)
+    flags, folder, notes = _layers(request, config, actions, opened.rest)
     if "--device" in {*given_flags(argv), *flags}:
         source = flags["--device"].source if "--device" in flags else FROM_LINE
         flags["--device"] = Flag("--device", (opened.device,), source)
@@ -242,73 +239,48 @@ def check_gpus(ranks: int, gpus: int, *, jobs: int = 1) -> None:
 
 
 def _layers(
-    request: Request,
-    config: ExperimentConfig,
-    actions: Mapping[str, argparse.Action],
-    typed: Sequence[str],
-    ranks: int,
+    request: Request, config: ExperimentConfig, actions: Mapping[str, argparse.Action], typed: Sequence[str]
 ) -> tuple[dict[str, Flag], RunFolder, list[str]]:
-    """The flags of file, --profile, --set, command line and run folder, each over those before it; folder; notes."""
+    """The flags of file, --set, command line and run folder, each over those before it; the folder; notes."""
     check_unset(config, typed)
     refuse_unknown_flags(typed, {*actions, UNSET_FLAG})
-    flags = {flag: Flag(flag, values, str(config.origins[flag])) for flag, values in config.flags}
-    values = {flag: " ".join(given) for flag, given in config.flags}
-    chosen: dict[str, str] = {}
+    flags = {flag: Flag(flag, given, str(config.origins[flag])) for flag, given in config.flags}
 
     def put(flag: str, given: tuple[str, ...], source: str) -> None:
-        dest = actions[flag].dest
-        for name in [name for name in flags if actions[name].dest == dest]:
+        for name in [name for name in flags if actions[name].dest == actions[flag].dest]:
             del flags[name]  # the last of a repeated setting counts, in its place
         flags[flag] = Flag(flag, given, source)
 
     sets = [(key, value) for key, value in request.sets if plain(key) != "device"]
     for key, value in sets:
-        setting = set_flag(key, value, actions, {*values, *config.overridden})
-        before: tuple[dict[str, Any], ...] = (flags, values, chosen)
-        for layer in before:
-            for name in [name for name in layer if plain(name) == plain(key)]:
-                del layer[name]
+        setting = set_flag(key, value, actions, {*flags, *config.overridden})
+        for name in [name for name in flags if plain(name) == plain(key)]:
+            del flags[name]
         if setting is not None:
             put(*setting, FROM_SET)
-            chosen[setting[0]] = " ".join(setting[1])
-    line = pairs(typed, actions)
-    for flag, given in line:
+    for flag, given in pairs(typed, actions):
         put(flag, given, FROM_LINE)
-        chosen[flag] = " ".join(given)
-    on_line = {flag for flag, _ in line}
-    rebased, notes = dict[str, str](), list[str]()
-    if request.keeps_places:
-        if request.out is not None:  # a run whose folder was copied or renamed: its places are not where its flags say
-            rebased, notes = _rebased(
-                Path(request.out), {flag: values[flag] for flag in PLACES if flag in {*values} - {*chosen}}
-            )
-        chosen = {**values, **rebased, **chosen}
-    folder, added = locate(values, chosen, out=request.out, default=request.default_out)
-    if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
-        folder, moves, note = beside(folder, {**values, **chosen})
-        added |= moves
-        notes += [note] if note else []
-    added |= rebased
+    values = {flag.name: " ".join(flag.values) for flag in flags.values()}
+    chosen = {flag: value for flag, value in values.items() if flags[flag].source in (FROM_SET, FROM_LINE)}
     said = {plain(name) for name in (*chosen, *given_flags(typed), *(key for key, _ in sets))}
+    added, notes = dict[str, str](), list[str]()
+    if request.keeps_places and request.out is not None:
+        now = {flag: str(now_at(Path(request.out), values[flag])) for flag in PLACES if flag in {*values} - {*chosen}}
+        added = {flag: path for flag, path in now.items() if path != values[flag]}
+        chosen = values = {**values, **added}
+    folder, places = locate(values, chosen, out=request.out, default=request.default_out)
+    if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
+        folder, moves, note = beside(folder, values)
+        places |= moves
+        notes += [note] if note else []
+    added = {**places, **added}
     if request.saves and (folder.checkpoints is not None or "save" not in said):
-        saving = _saving(folder, {**values, **chosen}, said)
+        saving = _saving(folder, values, said)
         folder = replace(folder, checkpoints=Path(saving.get("--save", folder.checkpoints or "")))
         added |= saving
-    profiled = traces.flags(request, folder, ranks, {**values, **chosen, **added}, on_line)
-    for flag, given in pairs(profiled, actions):
-        if flag not in chosen:
-            put(flag, given, FROM_LINE)
     for flag, path in added.items():
         put(flag, (path,) if path else (), FROM_FOLDER)
     return flags, folder, notes
-
-
-def _rebased(root: Path, values: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Places of a run that was moved to `root`, where they are not what its flags say; and the note on that."""
-    run = read_json(root / RUN)
-    now = {flag: moved(value, run, root) for flag, value in values.items()}
-    rebased = {flag: path for flag, path in now.items() if path != values[flag]}
-    return rebased, [f"this run was started in {run['folder']}; it continues with what is in {root}"] if rebased else []
 
 
 def _saving(folder: RunFolder, values: Mapping[str, str], said: Collection[str]) -> dict[str, str]:

@@ -6,20 +6,18 @@
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
       tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
       checkpoints/    where the flags ask for them (--save)
-      torch_profile/  with --profile, a trace of each rank
+      torch_profile/  traces of --profile --use-pytorch-profiler
       wandb/          with --wandb-project, what Weights & Biases writes; `wandb.json` has the run's id there
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
-Other machines than the first write `config.node-N.yaml` and `train.node-N.log` only. docs/experiments.md lists the
-fields of run.json and summary.json.
+docs/experiments.md lists the fields of run.json and summary.json.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -49,31 +47,24 @@ from megatron_muon.megatron.places import SUMMARY as SUMMARY
 from megatron_muon.megatron.places import RunFolder as RunFolder
 from megatron_muon.megatron.places import read_json as read_json
 
-WANDB = "wandb"
-
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
+"""Needs no quotes in an experiment file."""
 
 
 def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
     """Where the files of a run lie now, as far as its run.json says."""
-    tensorboard, save = (
-        Path(moved(run.get(key) or str(root / name), run, root))
-        for key, name in (("tensorboard_dir", TENSORBOARD), ("checkpoint_dir", CHECKPOINTS))
-    )
-    return RunFolder(root, tensorboard if tensorboard.is_dir() else root / TENSORBOARD, save)
+    tensorboard, save = run.get("tensorboard_dir") or TENSORBOARD, run.get("checkpoint_dir") or CHECKPOINTS
+    return RunFolder(root, now_at(root, tensorboard), now_at(root, save))
 
 
-def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
-    """Where a file or folder of a run is now that its folder may have been copied or renamed to `root`.
+def now_at(root: Path, path: str) -> Path:
+    """Where a place of a run is now: under its name in the run's folder, which may have been moved, or where it was.
 
-    A copy must neither go on from the original's checkpoints nor write into them.
+    So a copy neither goes on from the original's checkpoints nor writes into them.
     """
-    if "folder" not in run:  # no run.json
-        return path
-    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
-    if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
-        return path
-    return str(root / now.relative_to(was))
+    was = Path(path)
+    here, is_ours = root / was.name, was.name in (TENSORBOARD, CHECKPOINTS)
+    return here if here.exists() or (is_ours and not was.exists()) else was
 
 
 def name_of(config: Path) -> str:
@@ -102,6 +93,17 @@ def lock_of(root: Path) -> Lock:
     return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
 
 
+def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
+    if file := foreign_file(folder.root):
+        raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
+    if not (resume or overwrite) and (what := held_by(folder)):
+        raise UserError(
+            f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
+            "--overwrite, which deletes it"
+        )
+
+
 def refuse_living(folder: RunFolder) -> None:
     """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
     lock_of(folder.root).refuse_if_held()
@@ -109,48 +111,19 @@ def refuse_living(folder: RunFolder) -> None:
         files.lock_of(folder.checkpoints).refuse_if_held()
 
 
-def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
-    if file := foreign_file(folder.root):
-        raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
-    if resume or overwrite:
-        return
-    if what := held_by(folder):
-        raise UserError(
-            f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
-            "--overwrite, which deletes it"
-        )
-
-
-def traces_of(folder: RunFolder) -> list[Path]:
-    """The traces that a profiled run has left."""
-    return sorted((folder.tensorboard.parent / TRACES).glob(TRACE))
-
-
-def forget_divergence(folder: RunFolder) -> None:
-    """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
-    facts = read_json(folder.tensorboard / FACTS)
-    if facts.pop("diverged_at", None) is not None:
-        write_json(folder.tensorboard / FACTS, facts)
-
-
 def clear(folder: RunFolder) -> None:
     """Deletes a run's files, events and checkpoints; a UserError where they lie elsewhere, as others' may lie there."""
-    root = folder.root.resolve()
-    places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
-    if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):
-        raise UserError(
-            f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
-        )
-    for name in (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, "train.node-*.log", "config.node-*.yaml"):
-        for file in root.glob(name):
-            file.unlink()
-    for name in (EVENT_FILES, FACTS):
-        for file in folder.tensorboard.glob(name):
-            file.unlink()
-    for file in traces_of(folder):
+    root = folder.root
+    for place in filter(None, (folder.tensorboard, folder.checkpoints)):
+        if place.exists() and place.resolve().parent != root.resolve():
+            raise UserError(
+                f"--overwrite deletes nothing outside of {root}; remove {place} yourself, or give --out DIR"
+            )
+    own = (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, f"{TRACES}/{TRACE}")
+    for file in (*(file for name in own for file in root.glob(name)), *folder.tensorboard.glob(EVENT_FILES)):
         file.unlink()
-    shutil.rmtree(folder.root / WANDB, ignore_errors=True)
+    (folder.tensorboard / FACTS).unlink(missing_ok=True)
+    shutil.rmtree(root / "wandb", ignore_errors=True)
     if folder.checkpoints is not None:
         files.delete_all(folder.checkpoints)
 
@@ -159,29 +132,25 @@ def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, 
     """An experiment file that `config_file.load_config` reads back as exactly these flags and variables."""
     lines = [f"# {line}" for line in heading.splitlines()]
     if env:
-        lines += ["ENV_VARS:", *(f"  {name}: {_scalar(value)}" for name, value in env.items())]
-    lines.append("MODEL_ARGS:")
-    lines += [f"  {flag}: {_written(values)}" for flag, values in flags]
+        lines += ["ENV_VARS:", *(f"  {name}: {_quoted(value)}" for name, value in env.items())]
+    lines += ["MODEL_ARGS:", *(f"  {flag}: {_written(values)}" for flag, values in flags)]
     return "\n".join(lines) + "\n"
+
+
+def _written(values: tuple[str, ...]) -> str:
+    if not values:
+        return "true"
+    is_alone = len(values) == 1 and values[0].lower() not in ("true", "false") and not values[0].startswith("[")
+    return _quoted(values[0]) if is_alone else f"[{', '.join(map(_quoted, values))}]"
+
+
+def _quoted(text: str) -> str:
+    if _PLAIN.match(text) and text.lower() not in ("null", "true", "false"):
+        return text
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
 
 
 def config_hash(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str]) -> str:
     """sha256 of the settings, in hexadecimal, whatever their order; where things lie is left out."""
     settings = sorted((flag, list(values)) for flag, values in flags if flag not in PLACES)
     return hashlib.sha256(json.dumps([settings, sorted(env.items())]).encode()).hexdigest()
-
-
-def _written(values: tuple[str, ...]) -> str:
-    if not values:
-        return "true"
-    if len(values) == 1 and values[0].lower() not in ("true", "false") and not values[0].startswith("["):
-        return _scalar(values[0])
-    return f"[{', '.join(_quoted(value) for value in values)}]"
-
-
-def _scalar(text: str) -> str:
-    return text if _PLAIN.match(text) and text.lower() not in ("null", "true", "false") else _quoted(text)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)

@@ -15,7 +15,7 @@ from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.train.events import WARMUP_STEPS
 from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, Record, read_record
 from megatron_muon.tools.train.run_folder import RunFolder
-from megatron_muon.tools.train.wording import duration
+from megatron_muon.tools.train.wording import clock
 
 EXAMPLES = """\
 examples:
@@ -48,11 +48,18 @@ def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tup
     return None if first is None else str(first["error"]), tuple(lines[-_TRACE_LINES:])
 
 
-def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`)."""
+def summary_of(
+    folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any], diverged_at: int | None = None
+) -> dict[str, Any]:
+    """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`).
+
+    `diverged_at` is the step at which Megatron ended it for a number that is not finite.
+    """
     outcome = _OUTCOMES.get(status, "failed")
     record = read_record(folder.root, places=folder)
-    at, why = record.diverged_at, None
+    at, why = diverged_at if record.diverged_at is None else record.diverged_at, None
+    if at is None and "Unexpected result" in (error or ""):  # with --rerun-mode disabled: on a rank alone
+        at = record.iterations + 1
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:
@@ -65,9 +72,10 @@ def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mappin
         "outcome": outcome,
         "status": status,
         "error": error if outcome in ("refused", "failed", "killed") else None,
-        "go_on": None if is_over else f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}",
+        "go_on": None if is_over else _go_on(folder.root),
         "train_iters": run["settings"].get("train_iters"),
         **record.figures,
+        "diverged_at": at,
         "diverged": why is not None,
         "diverged_why": why,
         **{name: record.facts.get(name) for name in ("parameters", "muon_parameters")},
@@ -107,23 +115,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the summary, and writes it as JSON where asked."""
     record = read_record(args.run_dir, needs_steps=True)
-    write_json(args.json, figures(record))
+    write_json(args.json, {"run_dir": str(record.folder), **record.figures})
     print(f"Run {record.folder}")
     for label, value in rows(record):
         print(f"{label:<17}{value}")
     return 0
-
-
-def figures(record: Record) -> dict[str, Any]:
-    """The figures of a run that has logged a step: those of summary.json that come from its log, and what it was."""
-    return {
-        "run_dir": str(record.folder),
-        "optimizer": record.args.get("optimizer"),
-        "world_size": record.whole_number("world_size"),
-        "tensorboard_dir": str(record.places.tensorboard),
-        "rose": record.rose,
-        **record.figures,
-    }
 
 
 def rows(record: Record) -> list[tuple[str, str]]:
@@ -139,18 +135,19 @@ def rows(record: Record) -> list[tuple[str, str]]:
         lines.append((_label(name), f"{value:.3f} at iteration {record.validation[-1].step:,}"))
     if not record.validation:
         lines.append(("validation loss", "none; --eval-iters and --eval-interval say how often"))
-    speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
+    early = ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
+    speed = f"training took {clock(record.train_seconds)}"
     if record.tokens_per_second is not None and record.step_ms is not None:
-        speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
-    share = "not timed; --timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard turn it on"
+        speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}; {speed}"
     if record.optimizer_share is not None:
-        share = f"{record.optimizer_share:.0%} of the step{early}"
-    go_on = shlex.join(["megatron-muon", "train", "--resume", "--out", str(record.folder)])
-    return [
-        *lines,
-        ("speed", f"{speed}; training took {duration(record.train_seconds)}"),
-        ("optimizer", share),
+        lines.append(("optimizer", f"{record.optimizer_share:.0%} of the step{early}"))
+    lines += [
+        ("speed", speed),
         ("checkpoint", str(record.places.checkpoint or "none saved")),
         ("curves", shlex.join(["tensorboard", "--logdir", str(record.places.tensorboard)])),
-        *([("to go on", go_on)] if record.summary.get("go_on") else []),
     ]
+    return [*lines, *([("to go on", _go_on(record.folder))] if record.summary.get("go_on") else [])]
+
+
+def _go_on(folder: Path) -> str:
+    return shlex.join(["megatron-muon", "train", "--resume", "--out", str(folder)])

@@ -9,7 +9,6 @@ import contextlib
 import io
 import os
 import sys
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 STOPPING = "stopping"
 """The stage of a run that was asked to end; it stays to the end."""
 
+_LIVE_EXTRA = 22
+"""Columns of a live line beside its text: a bar, the time that has passed."""
 
 _UNREAD = contextlib.suppress(OSError)
 """Whoever read has read enough (`| head`), or the terminal was closed: the run continues, or saves and ends."""
@@ -52,13 +53,10 @@ class Screen:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
             from rich.table import Column
 
-            self.progress = Progress(
-                BarColumn(bar_width=12),
-                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-                TimeElapsedColumn(),
-                console=Console(highlight=False, force_terminal=True),
-                transient=True,
-            )
+            one_line = Column(no_wrap=True, overflow="ellipsis")
+            text = TextColumn("{task.description}", markup=False, table_column=one_line)
+            console = Console(highlight=False, force_terminal=True)
+            self.progress = Progress(BarColumn(12), text, TimeElapsedColumn(), console=console, transient=True)
             self.progress.start()
         return self
 
@@ -83,43 +81,34 @@ class Status:
 
     def __init__(self, screen: Screen, stage: str = "waiting", *, name: str = "") -> None:
         self.stage: str | None = stage
-        self.step: int | None = None
-        self.heard = time.monotonic()
-        self._screen, self._name, self._figures = screen, name, dict[str, Any]()
+        self.figures: Mapping[str, Any] = {}
+        self._screen, self._name = screen, name
         self._task: TaskID | None = None
         self._show()
 
     def enter(self, stage: str | None) -> None:
         """Starts a new stage; None means that steps are being taken."""
-        self.stage, self.heard = stage, time.monotonic()
+        self.stage = stage
         self._show()
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Updates the state from an event of `megatron.TOLD`."""
-        kind = event["event"]
-        if kind == "step":
-            self._figures = dict(event)
-        if kind in ("tick", "step"):
-            self.step = event["step"]
-        is_news = self.stage != STOPPING and kind in ("stage", "tick", "step")
-        self.enter(event.get("stage") if is_news else self.stage)
-
-    def silent_for(self, patience_s: float) -> float | None:
-        """Seconds without news, if they are more than `patience_s` and than three steps take; else None."""
-        silent = time.monotonic() - self.heard
-        return silent if silent > max(patience_s, 3 * (self._figures.get("step_s") or 0.0)) else None
+        if event["event"] == "step":
+            self.figures = event
+        if event["event"] in ("stage", "step"):
+            self.enter(STOPPING if self.stage == STOPPING else event.get("stage"))
 
     def _show(self) -> None:
         if (progress := self._screen.progress) is None:
             return
-        steps = self._figures.get("steps")
-        done = "" if self.step is None else wording.steps_of({"step": self.step, "steps": steps})
-        words = self.stage if self.stage is not None else wording.live_line(self._figures)
-        description = "  ".join(filter(None, (self._name, done, words)))
+        figures, width = self.figures, self._screen.width - _LIVE_EXTRA - len(self._name)
+        words = wording.step_line(figures, max(width, 0)) if figures and self.stage is None else self.stage or ""
+        description = "  ".join(filter(None, (self._name, words)))
+        step, steps = figures.get("step", 0), figures.get("steps")
         with _UNREAD:
             if self._task is None:
                 self._task = progress.add_task(description, total=None)
-            progress.update(self._task, description=description, completed=self.step or 0, total=steps)
+            progress.update(self._task, description=description, completed=step, total=steps)
 
     def end(self) -> None:
         """Takes the live line away."""

@@ -1,20 +1,14 @@
-"""Turns events, figures and times into text that fits a line. Plain text, no torch."""
+"""Turns events and times into text that fits a line. Plain text, no torch."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 WIDTH = 100
 """Columns that a printed line may take; commands and errors, which are copied, may take more."""
-
-
-def printable(text: str) -> str:
-    """The text with control characters, and bytes that are no text, as Python writes them."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-
 
 _FIGURES: dict[str, Callable[[Any], str]] = {
     "loss": lambda loss: f"loss {_loss(loss)}",
@@ -30,46 +24,31 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
 }
 """How the figures of the event `step` are written, in the order of a line."""
 
-_SPARE = ("peak_bytes", "lr", "muon_lr", "grad_norm", "optimizer_share", "mfu")
+_SPARE = ("peak_bytes", "lr", "muon_lr", "grad_norm", "optimizer_share", "mfu", "tokens_per_s")
 """Figures that a line leaves out where it is too narrow, the first of these first."""
 
-_LIVE = ("loss", "tokens_per_s", "mfu", "optimizer_share", "seconds_left")
+
+def printable(text: str) -> str:
+    """The text with control characters, and bytes that are no text, as Python writes them."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """A log interval: the event `step` of `megatron.TOLD`."""
-    figures = _figures({**event, "skipped": event.get("skipped") or None}, _FIGURES)
-    shown = {"step": f"step {steps_of(event)}", **figures}
+    step, steps = event["step"], event.get("steps")
+    shown = {"step": f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"}
+    shown |= {name: write(event[name]) for name, write in _FIGURES.items() if event.get(name) is not None}
     for spare in _SPARE:
         if len("  ".join(shown.values())) > width:
             shown.pop(spare, None)
     return "  ".join(shown.values())[:width]
 
 
-def live_line(event: Mapping[str, Any]) -> str:
-    """The figures of the last log interval for a live line."""
-    return "  ".join(_figures(event, _LIVE).values())
-
-
-def steps_of(event: Mapping[str, Any]) -> str:
-    """How many steps are done, of how many."""
-    steps = event.get("steps")
-    return f"{event['step']:>{len(str(steps))}}/{steps}" if steps else str(event["step"])
-
-
 def validation_line(event: Mapping[str, Any]) -> str:
     """An evaluation: the event `validation`."""
     loss = event["loss"]
-    line = f"{event['data']} loss{event['set'] and ' ' + event['set']} {_loss(loss)}"
-    if loss < 20:
-        line += f"  perplexity {math.exp(loss):,.2f}"
-    return f"{line}  at step {event['step']:,}  took {duration(event['seconds'])}"
-
-
-def saved_line(event: Mapping[str, Any]) -> str:
-    """A checkpoint: the event `saved`."""
-    what = "is being written to" if event["background"] else f"saved in {duration(event['seconds'])} to"
-    return f"checkpoint of step {event['step']:,} {what} {event['folder']}"
+    perplexity = f"  perplexity {math.exp(loss):,.2f}" if loss < 20 else ""
+    return f"{event['what']} {_loss(loss)}{perplexity}  at step {event['step']:,}"
 
 
 def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> list[str]:
@@ -77,13 +56,8 @@ def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def duration(seconds: float) -> str:
-    """Minutes and seconds, 2:41, with hours and days where there are any; a decimal below ten seconds."""
-    return f"{seconds:.1f} s" if seconds < 9.95 else clock(seconds)
-
-
 def clock(seconds: float) -> str:
-    """Like `duration`, without decimals, for times that tick on the screen."""
+    """Minutes and seconds, 2:41, with hours and days where there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -94,7 +68,3 @@ def clock(seconds: float) -> str:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not a number"
-
-
-def _figures(event: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    return {name: _FIGURES[name](event[name]) for name in names if event.get(name) is not None}
