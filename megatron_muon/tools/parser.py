@@ -102,12 +102,9 @@ class CommandParser(argparse.ArgumentParser):
 
 def _megatrons() -> frozenset[str]:
     """All flags of pretrain_gpt.py."""
-    from megatron_muon.megatron.flags import names
     from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
-    if not (known := names.kept()):
-        with quiet_imports():
-            from megatron_muon.megatron.flags.arguments import build_parser
+    with quiet_imports():
+        from megatron_muon.megatron.flags.arguments import build_parser
 
-            known = frozenset(build_parser()._option_string_actions)
-    return known | {UNSET_FLAG}
+        return frozenset(build_parser()._option_string_actions) | {UNSET_FLAG}

@@ -9,8 +9,6 @@ from torch.profiler import ProfilerAction
 
 from megatron_muon.cli import main
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
-from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.patches import profiling
 from megatron_muon.tools.train import traces
 from megatron_muon.tools.train.processes import Nodes
@@ -66,39 +64,6 @@ def test_parts_of_an_iteration_are_named(patches, monkeypatch):
     with torch.profiler.profile() as profiler:
         assert training.train_step(iteration=4) == "losses"
     assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
-
-
-STEPS = ("--profile", "--use-pytorch-profiler", "--tensorboard-dir", "events", "--profile-step-start")
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--use-pytorch-profiler",), "--use-pytorch-profiler does nothing without --profile"),
-        (("--profile",), "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"),
-        ((*STEPS[:2],), "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"),
-        ((*STEPS, "5", "--profile-step-end", "5"), "--profile-step-start 5 --profile-step-end 5: no step lies between"),
-        ((*STEPS, "5", "--profile-step-end", "31"), "when step 31 begins, and --train-iters 30 ends before"),
-        ((*STEPS, "5", "--profile-step-end", "30"), None),
-    ],
-)
-def test_a_profile_that_would_not_be_written_is_refused(parser, flags, why):
-    args = arguments.parse(parser, ["--mock-data", "--train-iters", "30", *flags])
-    if why is None:
-        args.transformer_impl = "local"
-        arguments.check_settings(args, device="cpu", environ={})
-        return
-    with pytest.raises(UserError) as refused:
-        arguments.check_settings(args, device="cpu", environ={})
-    assert why in str(refused.value)
-
-
-def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatch):
-    args = arguments.parse(parser, ["--mock-data", "--wandb-project", "mine"])
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--wandb-project mine: wandb is not installed; type pip install"):
-        arguments.check_settings(args, device="cpu", environ={})
-    arguments.check_settings(args, device="cuda", environ={}, elsewhere=True)
 
 
 # `train --profile`

@@ -105,13 +105,13 @@ def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Names
         ("--yaml-cfg", args.yaml_cfg, (None,)),
         ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
         ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
+        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, (1,)),
     ):
         if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
     args.rank, args.world_size = 0, world_size
     if "--transformer-impl" not in given and device == "cuda":
         args.transformer_impl = "transformer_engine"
-    arguments.check_parallelism(args, world_size)
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     vars(args).update(LOCAL)
     global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None

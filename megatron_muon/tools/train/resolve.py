@@ -13,12 +13,10 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra, quiet_imports, settling
-from megatron_muon.megatron.flags import names
 from megatron_muon.megatron.flags.config_file import (
     UNSET_FLAG,
     ExperimentConfig,
@@ -27,7 +25,6 @@ from megatron_muon.megatron.flags.config_file import (
     given_flags,
     load_config,
     pairs,
-    refuse_unknown,
     refuse_unknown_flags,
 )
 from megatron_muon.megatron.flags.suggest import did_you_mean, plain
@@ -138,15 +135,9 @@ def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
 
 
 def _refused_early(request: Request) -> UserError | None:
-    """A file that cannot be read, or flags and keys that are not pretrain_gpt.py's, where these are known."""
+    """What is wrong with a file, which needs no Megatron to find out."""
     try:
-        config = load_config(request.config, overridden={*given_flags(request.flags), *request.overridden})
-        if known := names.kept():
-            for key, value in request.sets:
-                if value.lower() != "null":  # which may take away what nothing knows
-                    flag_named(key, known)
-            refuse_unknown(config, known, software=f"megatron-core {metadata.version('megatron-core')}")
-            refuse_unknown_flags(request.flags, {*known, UNSET_FLAG})
+        load_config(request.config, overridden={*given_flags(request.flags), *request.overridden})
     except UserError as error:
         return error
     return None
@@ -189,7 +180,7 @@ def settle(request: Request) -> Resolved:
     Raises:
         UserError: what the user got wrong.
     """
-    from megatron_muon.megatron import prepare
+    from megatron_muon.megatron import prepare, validation
     from megatron_muon.megatron.flags.arguments import BY_PACKAGES
 
     with quiet_imports():
@@ -203,14 +194,15 @@ def settle(request: Request) -> Resolved:
     opened = prepare.open_line(argv, writes=request.writes, overridden=request.overridden)
     config, actions = opened.config, opened.parser._option_string_actions
     assert config is not None
-    if not names.kept():
-        names.keep(actions)
     flags, folder, notes = _layers(request, config, actions, opened.rest, ranks)
     if "--device" in {*given_flags(argv), *flags}:
         source = flags["--device"].source if "--device" in flags else FROM_LINE
         flags["--device"] = Flag("--device", (opened.device,), source)
     line = [*as_argv((flag.name, flag.values) for flag in flags.values())]
     settled = prepare.check(opened, line, writes=request.writes, checks=request.checks)
+    if request.checks:
+        world_size = ranks * request.nodes.count
+        notes += validation.check(settled.args, world_size=world_size, elsewhere=opened.elsewhere)
     if request.writes and opened.device == "cuda":  # a dry run or submit is for another machine
         check_gpus(ranks, gpus)
     return Resolved(
