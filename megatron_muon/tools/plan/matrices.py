@@ -105,6 +105,7 @@ def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Names
         ("--yaml-cfg", args.yaml_cfg, (None,)),
         ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
         ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern, (None,)),
         ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, (1,)),
     ):
         if value not in planned:
@@ -121,14 +122,12 @@ def _arguments(path: Path, world_size: int, device: str) -> tuple[argparse.Names
     return args, global_batch
 
 
-def _activation_bytes(args: argparse.Namespace) -> float | None:
+def _activation_bytes(args: argparse.Namespace) -> float:
     """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and one MLP.
 
     With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an element
     (https://arxiv.org/abs/2205.05198, section 5).
     """
-    if args.hybrid_layer_pattern is not None:
-        return None
     of_rank = argparse.Namespace(**{**vars(args), "seq_length": args.seq_length // args.context_parallel_size})
     if args.num_experts:  # of a token, evenly
         of_token = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
@@ -145,7 +144,7 @@ def _activation_bytes(args: argparse.Namespace) -> float | None:
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
     with on_meta.process_groups(args) as groups:
-        model = on_meta.build_model(args, groups, runnable=False)
+        model = on_meta.build_model(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
         judge._annotate_tensor_parallelism(model)
         if args.moe_grouped_gemm:
@@ -206,7 +205,7 @@ def in_buckets(
     model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
 ) -> dict[torch.Tensor, tuple[int, int]]:
     """Where each trained matrix begins in its bucket, and the size of the bucket's pieces, one a data-parallel rank."""
-    units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
+    units = [adapter.TransformerLayer, adapter.MoETransformerLayer]
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
     starts = {}
