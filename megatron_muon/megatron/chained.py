@@ -18,10 +18,9 @@ from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
-from megatron_muon.megatron.main_weights import MainWeights
+from megatron_muon.megatron.builder import ReplicatedMuon
+from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.replicated_muon import ReplicatedMuon
-from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.offload.store import RecordStore, worst_failure
 
 

@@ -34,10 +34,9 @@ from megatron_muon.fsdp.build import offload_run
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
-from megatron_muon.megatron.main_weights import MainWeights
+from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.settings import TP_MODE, steps_for
@@ -173,23 +172,16 @@ def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: fl
     Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
 
-    def restricted(key: ParamKey) -> ParamKey:
-        by_width = key.with_name_predicate
-        return ParamKey(
-            with_name_predicate=ParamWithNamePredicate(
-                name=by_width.name, fn=lambda p, name: not selection.is_muon_matrix(p) and by_width.fn(p, name)
-            )
-        )
+    def by_mup(key: ParamKey) -> bool:
+        return getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
-    others = {
-        key: value
-        for key, value in given.items()
-        if not getattr(key.with_name_predicate, "name", "").startswith("mup_")
-    }
-    if len(others) == len(given):
-        return given
-    overrides = get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
-    return others | {restricted(key): value for key, value in overrides.items()}
+    others = {key: value for key, value in given.items() if not by_mup(key)}
+    mup = get_mup_config_overrides(config, width, config.muon_scalar_optimizer) if len(others) < len(given) else {}
+    for key, value in mup.items():
+        predicate = key.with_name_predicate
+        name, fn = predicate.name, lambda p, name, fn=predicate.fn: not selection.is_muon_matrix(p) and fn(p, name)
+        others[ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))] = value
+    return others
 
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float) -> dict[ParamKey, Any]:

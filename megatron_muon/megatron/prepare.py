@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.errors import quiet_imports
 from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import ensure_stdlib_corpus
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.gpu import refuse_unusable_gpu, take_own_gpu
+from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
@@ -142,29 +142,3 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
         elif os.environ[name] != value:
             notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
     return notes
-
-
-def settle_device(wanted: str, *, on_paper: bool = False) -> str:
-    """Turn "auto" into "cuda" or "cpu", for a rank its own GPU, and install the CPU backend for the latter.
-
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
-
-    Raises:
-        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
-    """
-    import torch
-
-    from megatron_muon import cpu
-
-    has_cuda = torch.cuda.is_available() and not cpu.installed()
-    if has_cuda and wanted != "cpu":
-        if not on_paper:
-            take_own_gpu()
-        return "cuda"
-    if wanted == "cuda" and not on_paper:
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
-    if not has_cuda:
-        refuse_unusable_gpu(wanted)
-    cpu.install(force=wanted == "cpu")
-    cpu.keep_freed_memory()
-    return "cuda" if wanted == "cuda" else "cpu"

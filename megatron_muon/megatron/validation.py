@@ -138,7 +138,6 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
         loading.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
-            patches.accept_local_logits(changes)
             patches.use_factory(changes)
         yield
 

@@ -100,14 +100,6 @@ def test_unset_takes_a_bare_flag_back(load, parser, unset):
     assert argv == ["--no-rope-fusion", "--lr", "1"]
 
 
-def test_unset_of_what_the_file_does_not_set_is_refused(load):
-    config = load(model_args("--bf16: true"))
-    with pytest.raises(UserError, match=r"--unset bf61: .*run\.yaml does not set --bf61; did you mean --bf16\?"):
-        merge(config, ["--unset", "bf61"])
-    with pytest.raises(UserError, match="--unset"):
-        merge(config, ["--unset"])
-
-
 # Files that rest on others
 
 

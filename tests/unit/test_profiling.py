@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as training
 import pytest
 import torch
@@ -52,12 +53,12 @@ def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps
 
 
 def test_parts_of_an_iteration_are_named(patches, monkeypatch):
-    monkeypatch.setattr(training, "get_forward_backward_func", lambda: lambda: "losses")
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", lambda: "losses")
     monkeypatch.setattr(training, "finalize_model_grads", lambda *_: None)
 
     def train_step(iteration):
         training.finalize_model_grads("model")
-        return training.get_forward_backward_func()()
+        return training.get_forward_backward_func(1, None)()
 
     monkeypatch.setattr(training, "train_step", train_step)
     profiling.name_parts(patches)

@@ -90,19 +90,9 @@ def load_config(
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     """The file's flags and behind them the user's, which win in argparse; `--unset FLAG` takes one of the file back."""
-    check_unset(config, user_argv)
     rest, unset = _without_unset(user_argv)
     left_out = set(map(_flag, unset))
     return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
-
-
-def check_unset(config: ExperimentConfig, user_argv: Sequence[str]) -> None:
-    """Refuse an `--unset` of a flag that the file does not have."""
-    known = [*(flag for flag, _ in config.flags), *config.overridden]
-    for name in _without_unset(user_argv)[1]:
-        if _flag(name) not in known:
-            hint = did_you_mean(_flag(name), known)
-            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {_flag(name)}{hint}")
 
 
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:

@@ -21,7 +21,6 @@ from megatron_muon.megatron.flags.config_file import (
     UNSET_FLAG,
     ExperimentConfig,
     as_argv,
-    check_unset,
     given_flags,
     load_config,
     pairs,
@@ -241,7 +240,6 @@ def _layers(
     ranks: int,
 ) -> tuple[dict[str, Flag], RunFolder, list[str]]:
     """The flags of file, --profile, --set, command line and run folder, each over those before it; folder; notes."""
-    check_unset(config, typed)
     refuse_unknown_flags(typed, {*actions, UNSET_FLAG})
     flags = {flag: Flag(flag, values, str(config.origins[flag])) for flag, values in config.flags}
     values = {flag: " ".join(given) for flag, given in config.flags}
