@@ -39,7 +39,7 @@ from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
-from megatron_muon.settings import TP_MODE, steps_for
+from megatron_muon.settings import steps_for
 
 
 def get_megatron_muon_optimizer(
@@ -92,7 +92,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    facts = _report(muons, groups, names, splits, settings, pg_collection)
+    facts = _report(muons, groups, names, splits, settings)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -121,10 +121,6 @@ def _groups(
     selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
-        raise UserError(
-            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
-        )
     return groups, selection.parameter_names(model_chunks)
 
 
@@ -134,14 +130,13 @@ def _report(
     names: Mapping[torch.Tensor, str],
     splits: Mapping[torch.Tensor, RowSplit],
     config: MuonOptimizerConfig,
-    pg_collection: ProcessGroupCollection,
 ) -> dict[str, Any]:
     """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
     exchanges = {kind: muon.exchange for kind, muon in muons.items()}
     plans = {kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None}
     digest = "-".join(plan.digest() for plan in plans.values())
     unmet = {kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER}
-    for note in filter(None, (*refuse_unmet(unmet), blockwise_note(config, pg_collection))):
+    for note in refuse_unmet(unmet):
         say(f"megatron-muon: note: {note}")
     if digest:
         say(f"megatron-muon: plan {digest}")
@@ -152,17 +147,6 @@ def _report(
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
     }
-
-
-def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupCollection) -> str:
-    """What `--muon-tp-mode blockwise` means for this run; empty where no tensor parallelism cuts a matrix."""
-    size = max(pg_collection.tp.size(), getattr(pg_collection, "expt_tp", pg_collection.tp).size())
-    if config.muon_tp_mode != "blockwise" or size == 1:
-        return ""
-    return (
-        f"--muon-tp-mode blockwise: each of {size} tensor-parallel ranks orthogonalises its part of a matrix alone, "
-        f"so training depends on their number; {TP_MODE} orthogonalises the whole matrix"
-    )
 
 
 def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:

@@ -1,7 +1,7 @@
 """Megatron's own refusals: in its words, before any rank is started.
 
 megatron-core refuses settings by assertions on the way from flags to a training: in the validation of all flags, the
-batch-size calculator, the scheduler, the configurations of model and optimizer. `check` goes that way on a copy of the
+batch-size calculator, the configurations of model and optimizer. `check` goes that way on a copy of the
 arguments, for `train`, `sweep` and `submit`. What it does not come across is refused to the ranks, whose errors before
 the first step are told in the same way.
 """
@@ -17,7 +17,6 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 from megatron_muon.errors import UserError, quiet_imports, reason_of
 from megatron_muon.megatron.flags.refusals import MUONS
@@ -58,7 +57,6 @@ def check(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False)
         with _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
             _validate(checked)
             _count_micro_batches(checked)
-            _schedule(checked)
             pretrain_cfg_container_from_args(checked, gpt_config(checked))
     except UserError as error:
         if not (elsewhere and _OF_PACKAGES.search(str(error))):
@@ -110,18 +108,6 @@ def _count_micro_batches(args: argparse.Namespace) -> None:
         seq_length=args.seq_length,
     )
     calculator.unset_num_microbatches_calculator()
-
-
-def _schedule(args: argparse.Namespace) -> None:
-    from megatron.training import global_vars, training
-
-    if args.skip_train:
-        return
-    global_vars.set_args(args)
-    try:
-        training.get_optimizer_param_scheduler(SimpleNamespace(param_groups=[]))  # it sets rates of groups that it has
-    finally:
-        global_vars.set_args(None)
 
 
 @contextlib.contextmanager

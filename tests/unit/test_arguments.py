@@ -1,12 +1,10 @@
 """Defaults that are filled in, errors of the parser, and what is checked before torch.distributed starts."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.factory import blockwise_note
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.arguments import check_settings, missing_defaults, parse
 from megatron_muon.megatron.flags.refusals import ADAPTIVE as ADAPTIVE_SETTINGS
@@ -82,16 +80,6 @@ def test_tensor_parallel_matrices_are_orthogonalised_whole_unless_a_run_says_oth
     for others in (ADAM, "--optimizer muon"):
         assert "--muon-tp-mode" not in defaults(parser, f"{others} {TP2}")
     assert MuonOptimizerConfig().muon_tp_mode == parse(parser, defaults(parser, f"{MUON} {TP2}")).muon_tp_mode
-
-
-def test_a_run_says_what_blockwise_means():
-    def note(mode: str, dense: int, experts: int) -> str:
-        groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: dense), expt_tp=SimpleNamespace(size=lambda: experts))
-        return blockwise_note(MuonOptimizerConfig(muon_tp_mode=mode), groups)
-
-    assert note("duplicated", 2, 2) == note("blockwise", 1, 1) == ""
-    for sizes in ((2, 1), (1, 2)):
-        assert note("blockwise", *sizes).startswith("--muon-tp-mode blockwise: each of 2 tensor-parallel ranks")
 
 
 @pytest.mark.parametrize("bf16", [True, False])

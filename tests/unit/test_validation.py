@@ -35,7 +35,6 @@ CASES = {
         "--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96",
         "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)",
     ),
-    "warm-up": ("--lr-warmup-iters 5", "assert self.lr_warmup_steps < self.lr_decay_steps (optim"),
     "no interval": ("--save x", "assert args.save_interval is not None (arguments.py:"),
     "experts over EP": (
         "--swiglu --num-experts 3 --expert-model-parallel-size 2",
