@@ -31,21 +31,6 @@ def bf16_tflops(name: str) -> float | None:
     return BF16_TFLOPS[max(known, key=len)] if known and " MIG " not in name else None
 
 
-def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
-    """Make a rank's own GPU current, before anything makes a stream or a context on the first one.
-
-    A process that no launcher started keeps the first GPU. A UserError where the machine has fewer GPUs than ranks.
-    """
-    import torch
-
-    rank, count = int(environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if rank >= count:
-        ranks = environ.get("LOCAL_WORLD_SIZE", str(rank + 1))
-        raise UserError(f"{ranks} ranks on this machine need as many GPUs; it has {count}: --nproc-per-node {count}")
-    if "LOCAL_RANK" in environ:
-        torch.cuda.set_device(rank)
-
-
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
@@ -68,12 +53,12 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
-    """Turn "auto" into "cuda" or "cpu", for a rank its own GPU, and install the CPU backend for the latter.
+    """Turn "auto" into "cuda" or "cpu", and install the CPU backend for the latter.
 
     `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
 
     Raises:
-        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
+        UserError: no CUDA where it was asked for, or a GPU that cannot be used for "auto".
     """
     import torch
 
@@ -81,8 +66,6 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
     if has_cuda and wanted != "cpu":
-        if not on_paper:
-            take_own_gpu()
         return "cuda"
     if wanted == "cuda" and not on_paper:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")

@@ -185,8 +185,9 @@ def _without_effect(run: MuonRun) -> Rules:
     settings, passed_over, why = run.settings, list[str](), ""
     if run.repeated:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
-        own = ("muon_ns", "muon_ns_steps_for", *MOMENTUM) if run.megatrons_own else ()
-        passed_over = run.given("muon_exchange", "muon_exchange_dtype", "muon_team_size", *own)
+        passed_over = run.given("muon_exchange", "muon_exchange_dtype", "muon_team_size")
+        for flag in run.given("muon_ns", "muon_ns_steps_for", *MOMENTUM) if run.megatrons_own else ():
+            yield True, f"{flag} has no effect here: {why}; use {SHARDING}, or {SHARED}"
     elif run.replicated:
         why = f"{SHARED} gives every matrix one owner, which broadcasts its update"
         passed_over = run.given("muon_exchange", "muon_team_size")
