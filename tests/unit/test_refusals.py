@@ -147,6 +147,7 @@ def test_a_script_is_refused_what_the_command_line_refuses(parser, monkeypatch, 
             {"muon_cautious_weight_decay": True, "decoupled_weight_decay": False},
             "=False does not work",
         ),
+        ({"muon_exchange": "pigeon"}, "--muon-exchange pigeon does not exist; use owner, allgather"),
         ({"model": {"qk_clip": True, "multi_latent_attention": True, "qk_layernorm": True}}, None),  # of the latents
     ],
 )

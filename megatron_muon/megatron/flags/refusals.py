@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_muon.core.numbers import check_number, flag_of
 from megatron_muon.errors import UserError
-from megatron_muon.settings import MuonSettings, default_of, iteration_of, steps_for
+from megatron_muon.settings import MuonSettings, choices_of, default_of, iteration_of, steps_for
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
@@ -101,6 +101,9 @@ def muon_rules(run: MuonRun) -> Rules:
     iteration_of(run.settings).check_steps_for(steps_for(run.settings))
     for name in ("qk_clip_alpha", "qk_clip_threshold") if run.model.qk_clip else ():
         check_number(name, getattr(run.model, name))
+    for name in FIELDS:  # argparse refuses them by itself
+        value, choices = getattr(run.settings, name), choices_of(name)
+        yield choices and value not in choices, f"{flag_of(name)} {value} does not exist; use {', '.join(choices)}"
     on = _settings_in_use(run)
     for one, others in CONFLICTS.items():
         for other in others:
