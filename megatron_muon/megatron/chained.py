@@ -18,10 +18,9 @@ from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
-from megatron_muon.megatron.main_weights import MainWeights
+from megatron_muon.megatron.builder import ReplicatedMuon
+from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.replicated_muon import ReplicatedMuon
-from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.offload.store import RecordStore, worst_failure
 
 
@@ -56,6 +55,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._weights, self._scalar_state = weights, scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
+        self._muons = [one for one in inner if isinstance(one, ShardedMuon)]
         self._has_stepped = False
         self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
 
@@ -72,10 +72,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for store in self.stores:
             store.verify()
         self._look_for_failures()
-        if not self._has_stepped:  # by now a checkpoint is loaded
-            for member in self._members:
-                if isinstance(member.optimizer, ShardedMuon):
-                    member.optimizer.check_weights()
+        for muon in self._muons if not self._has_stepped else ():  # by now a checkpoint is loaded
+            muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
@@ -109,7 +107,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not all(math.isfinite(norm) for norm in norms):
             self.metrics.skipped_steps += 1
             return False
-        with self._timed("optimizer-inner-step"), self.metrics.step():
+        with span("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
                 is_muon = isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon))
                 with span("muon" if is_muon else self.config.muon_scalar_optimizer):
@@ -118,24 +116,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if self.qk_clip is not None:
                 with span("qk-clip"):
                     self.qk_clip.clip()
-        with self._timed("optimizer-copy-main-to-model-params"):
+        with span("optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks if self._weights is None else ():  # else they are copied as they go back
                 chunk.module.install_optimized_model_weights()
-        with self._timed("params-all-gather"):
+        with span("params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
         return True
-
-    @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """One of the timers that megatron-core's optimizers have, of level 1; a range of a trace too."""
-        timers = self.config.timers
-        if timers is not None:
-            timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        with span(name):
-            yield
-        if timers is not None:
-            timers(name).stop()
 
     @contextlib.contextmanager
     def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
@@ -221,11 +208,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @staticmethod
     def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
         """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
-        for group in (group for group in optimizer.optimizer.param_groups if group["params"]):
-            stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
-            if stored is not None and stored != group["momentum"]:
-                say(
-                    f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "
-                    f"{group['momentum']:g}; --no-load-optim starts afresh with it"
-                )
-                return
+        group = next(group for group in optimizer.optimizer.param_groups if group["params"])
+        stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
+        if stored is not None and stored != group["momentum"]:
+            going_on = f"the checkpoint's momentum {stored:g} goes on, not --muon-momentum {group['momentum']:g}"
+            say(f"megatron-muon: warning: {going_on}; --no-load-optim starts afresh with it")

@@ -34,13 +34,12 @@ from megatron_muon.fsdp.build import offload_run
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
-from megatron_muon.megatron.main_weights import MainWeights
+from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
-from megatron_muon.settings import TP_MODE, steps_for
+from megatron_muon.settings import steps_for
 
 
 def get_megatron_muon_optimizer(
@@ -93,7 +92,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    facts = _report(muons, groups, names, splits, settings, pg_collection)
+    facts = _report(muons, groups, names, splits, settings)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -131,14 +130,13 @@ def _report(
     names: Mapping[torch.Tensor, str],
     splits: Mapping[torch.Tensor, RowSplit],
     config: MuonOptimizerConfig,
-    pg_collection: ProcessGroupCollection,
 ) -> dict[str, Any]:
     """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
     exchanges = {kind: muon.exchange for kind, muon in muons.items()}
     plans = {kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None}
     digest = "-".join(plan.digest() for plan in plans.values())
     unmet = {kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER}
-    for note in filter(None, (*refuse_unmet(unmet), blockwise_note(config, pg_collection))):
+    for note in refuse_unmet(unmet):
         say(f"megatron-muon: note: {note}")
     if digest:
         say(f"megatron-muon: plan {digest}")
@@ -151,17 +149,6 @@ def _report(
     }
 
 
-def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupCollection) -> str:
-    """What `--muon-tp-mode blockwise` means for this run; empty where no tensor parallelism cuts a matrix."""
-    size = max(pg_collection.tp.size(), getattr(pg_collection, "expt_tp", pg_collection.tp).size())
-    if config.muon_tp_mode != "blockwise" or size == 1:
-        return ""
-    return (
-        f"--muon-tp-mode blockwise: each of {size} tensor-parallel ranks orthogonalises its part of a matrix alone, "
-        f"so training depends on their number; {TP_MODE} orthogonalises the whole matrix"
-    )
-
-
 def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:
     """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
 
@@ -169,23 +156,16 @@ def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: fl
     Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
 
-    def restricted(key: ParamKey) -> ParamKey:
-        by_width = key.with_name_predicate
-        return ParamKey(
-            with_name_predicate=ParamWithNamePredicate(
-                name=by_width.name, fn=lambda p, name: not selection.is_muon_matrix(p) and by_width.fn(p, name)
-            )
-        )
+    def by_mup(key: ParamKey) -> bool:
+        return getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
-    others = {
-        key: value
-        for key, value in given.items()
-        if not getattr(key.with_name_predicate, "name", "").startswith("mup_")
-    }
-    if len(others) == len(given):
-        return given
-    overrides = get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
-    return others | {restricted(key): value for key, value in overrides.items()}
+    others = {key: value for key, value in given.items() if not by_mup(key)}
+    mup = get_mup_config_overrides(config, width, config.muon_scalar_optimizer) if len(others) < len(given) else {}
+    for key, value in mup.items():
+        predicate = key.with_name_predicate
+        name, fn = predicate.name, lambda p, name, fn=predicate.fn: not selection.is_muon_matrix(p) and fn(p, name)
+        others[ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))] = value
+    return others
 
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float) -> dict[ParamKey, Any]:

@@ -1,4 +1,4 @@
-"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all."""
+"""The device of a run: CUDA where torch can use it, else the CPU; and the peak rate of a GPU by its name."""
 
 from __future__ import annotations
 
@@ -31,21 +31,6 @@ def bf16_tflops(name: str) -> float | None:
     return BF16_TFLOPS[max(known, key=len)] if known and " MIG " not in name else None
 
 
-def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
-    """Make a rank's own GPU current, before anything makes a stream or a context on the first one.
-
-    A process that no launcher started keeps the first GPU. A UserError where the machine has fewer GPUs than ranks.
-    """
-    import torch
-
-    rank, count = int(environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if rank >= count:
-        ranks = environ.get("LOCAL_WORLD_SIZE", str(rank + 1))
-        raise UserError(f"{ranks} ranks on this machine need as many GPUs; it has {count}: --nproc-per-node {count}")
-    if "LOCAL_RANK" in environ:
-        torch.cuda.set_device(rank)
-
-
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
@@ -58,13 +43,34 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
 
     if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):
         return None
-    files = sorted(_DEVICES.glob("nvidia[0-9]*"))
-    if not files and torch.cuda._device_count_nvml() < 1:
+    if not any(_DEVICES.glob("nvidia[0-9]*")) and torch.cuda._device_count_nvml() < 1:
         return None
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built for the CPU"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"torch says: {str(error).splitlines()[0].rstrip('.')}"
+        return f"torch {torch.__version__} says: {str(error).splitlines()[0].rstrip('.')}"
     return f"torch {torch.__version__} finds no device; see nvidia-smi"
+
+
+def settle_device(wanted: str, *, on_paper: bool = False) -> str:
+    """Turn "auto" into "cuda" or "cpu", and install the CPU backend for the latter.
+
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
+
+    Raises:
+        UserError: no CUDA where it was asked for, or a GPU that cannot be used for "auto".
+    """
+    import torch
+
+    from megatron_muon import cpu
+
+    has_cuda = torch.cuda.is_available() and not cpu.installed()
+    if has_cuda and wanted != "cpu":
+        return "cuda"
+    if wanted == "cuda" and not on_paper:
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+    if not has_cuda:
+        refuse_unusable_gpu(wanted)
+    cpu.install(force=wanted == "cpu")
+    cpu.keep_freed_memory()
+    return "cuda" if wanted == "cuda" else "cpu"

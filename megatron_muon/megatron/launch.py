@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -34,7 +33,6 @@ from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
 
 _SECONDS_FOR_FIRST_RANK = 30.0
-_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run() -> NoReturn:
@@ -58,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake, or a checkpoint that cannot be written, is one line on the first rank of each node.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status, error, failed_at, trace = 1, None, time.time(), ""
     try:
         if {"--help", "-h"} & set(argv):
@@ -122,30 +118,14 @@ def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def _end_with(parent: int) -> None:
-    """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
-
-    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
-    """
-    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # it may be half imported
-        if os.getppid() != parent:
-            print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
-            os._exit(ExitStatus.FAILURE)
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
     """Set in `environ` what torchrun would have set for one process, unless this is a launched rank; a note on it.
 
     Raises:
-        UserError: half of what a launcher sets is there, or another launcher than torchrun has started processes.
+        UserError: another launcher than torchrun has started several processes.
     """
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if not missing:
+    if {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
-    if has := [name for name in ("RANK", "WORLD_SIZE") if name in environ]:
-        lacks = f"the environment has {has[0]} and lacks {', '.join(missing)}"
-        raise UserError(f"{lacks}; start with torchrun, or type: unset RANK WORLD_SIZE, for a run of one process")
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun's and mpirun's process counts
         if (count := environ.get(name, "1")) != "1":
             raise UserError(f"{name}={count}: each process would train alone; start one torchrun on each machine")
@@ -168,11 +148,7 @@ def _help() -> None:
         return
     with quiet_imports():
         parser = arguments.build_parser()
-    try:
-        parser.print_help()
-        sys.stdout.flush()
-    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    parser.print_help()
 
 
 def _has_trained() -> bool:
@@ -212,24 +188,25 @@ def _train() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_muon.megatron.model.gpt import forward_step, gpt_config, train_valid_test_datasets
-    from megatron_muon.megatron.validation import DEFAULTS
+    from megatron_muon.megatron.validation import DEFAULTS, explained, refused
 
     tell("stage", stage="initializing Megatron")
-    args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
+    with explained():
+        args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
+        config = pretrain_cfg_container_from_args(args, gpt_config(args))
     together = False
     try:
-        pretrain(
-            pretrain_cfg_container_from_args(args, gpt_config(args)),
-            train_valid_test_datasets,
-            ModelType.encoder_or_decoder,
-            forward_step,
-        )
+        pretrain(config, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
         together = True
         tell("stage", stage="ending the ranks")
     except SystemExit as end:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
         together = True
         if end.code or _ended_by_signal() or _has_trained():
             raise
+    except (AssertionError, ValueError) as failure:
+        if isinstance(failure, UserError) or hasattr(args, "curr_iteration"):
+            raise
+        raise refused(failure) from failure  # before the first step it is the settings that Megatron refuses
     finally:
         if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
             torch.distributed.destroy_process_group()

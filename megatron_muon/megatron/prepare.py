@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.errors import quiet_imports
 from megatron_muon.megatron import OWNS_PLACES, data
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
-from megatron_muon.megatron.gpu import refuse_unusable_gpu, take_own_gpu
+from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
@@ -49,25 +48,23 @@ class Launch:
     defaults: tuple[str, ...]
 
 
-def prepare(argv: Sequence[str], *, writes: bool = True) -> Launch:
-    """Settle and check a rank's command line; a UserError says all that is wrong.
+def prepare(argv: Sequence[str]) -> Launch:
+    """Settle and check a rank's command line; a UserError says what is wrong.
 
-    A run that names no model takes `QUICKSTART` and writes to `UNNAMED`; without `writes` nothing is made.
+    A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
     places: dict[str, str] = {}
     unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
     if unnamed:
         argv = ["--config", str(QUICKSTART), *argv]
         places = {"--save": str(UNNAMED / "checkpoints"), "--tensorboard-dir": str(UNNAMED / "tensorboard")}
-    opened = open_line(argv, writes=writes)
+    opened = open_line(argv, writes=True)
     if unnamed:
         opened.notes.insert(0, f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}")
     rest, config = opened.rest, opened.config
     if OWNS_PLACES not in os.environ:
-        found, note = _settle_places(opened.parser, config, rest, places)
-        rest = [*rest, *found]
-        opened.notes.extend(filter(None, [note]))
-    return check(opened, rest if config is None else config_file.merge(config, rest), writes=writes)
+        rest += _places(opened, places)
+    return check(opened, rest if config is None else config_file.merge(config, rest), writes=True)
 
 
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
@@ -95,31 +92,45 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
 
         parser = arguments.build_parser()
     if config is not None:
-        config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
+        config_file.check_flags(
+            config, parser._option_string_actions, software=f"megatron-core {metadata.version('megatron-core')}"
+        )
     return Opened(config, rest, device, device == "cuda" and cpu.installed(), parser, notes)
 
 
 def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = True) -> Launch:
-    """Fill in what the flags of a command line lack, parse them, and check them unless told not to."""
+    """Fill in what the flags of a command line lack, parse them, and check them by our own rules unless told not to."""
     defaults = arguments.missing_defaults(opened.parser, flags, device=opened.device)
     notes = [*opened.notes, *(["defaults filled in: " + " ".join(defaults)] if defaults else [])]
     full = (*defaults, *flags, "--device", opened.device)
+    if opened.elsewhere:
+        notes.append("checked for a machine with CUDA: its data, tokenizers and packages are not looked at")
     args = arguments.parse(opened.parser, full)
     if checks:
-        notes += _check(args, device=opened.device, writes=writes, elsewhere=opened.elsewhere)
+        is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
+        if is_quickstart and writes:
+            data.prepare([], QUICKSTART_DATA, data.Settings(stdlib=data.STDLIB), overwrite=True)
+        arguments.check_settings(
+            args,
+            device=opened.device,
+            writes=writes,
+            check_data=not opened.elsewhere and (writes or not is_quickstart),
+            elsewhere=opened.elsewhere,
+        )
     return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
 
 
-def _settle_places(
-    parser: Parser, config: config_file.ExperimentConfig | None, rest: list[str], places: Mapping[str, str]
-) -> tuple[list[str], str]:
-    """What to add to a command line so that its start writes over no other run, and a note; see `settle_places`."""
-    chosen = {flag: " ".join(values) for flag, values in config_file.pairs(rest, parser._option_string_actions)}
-    unset = config_file.given_flags(rest) - chosen.keys()
-    in_file = {flag: " ".join(values) for flag, values in (config.flags if config else ()) if flag not in unset}
-    found, note = settle_places({**in_file, **places}, chosen)
-    flags = {**{flag: path for flag, path in places.items() if flag not in chosen}, **found}
-    return [token for item in flags.items() for token in item], note
+def _places(opened: Opened, defaults: Mapping[str, str]) -> list[str]:
+    """What to add to a command line so that its start writes over no other run; see `settle_places`."""
+    pairs = config_file.pairs(opened.rest, opened.parser._option_string_actions)
+    chosen = {flag: " ".join(values) for flag, values in pairs}
+    unset = config_file.given_flags(opened.rest) - chosen.keys()
+    of_file = opened.config.flags if opened.config else ()
+    in_file = {flag: " ".join(values) for flag, values in of_file if flag not in unset}
+    found, note = settle_places({**in_file, **defaults}, chosen)
+    opened.notes.extend(filter(None, [note]))
+    flags = {flag: path for flag, path in defaults.items() if flag not in chosen} | found
+    return [token for item in flags.items() for token in item]
 
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
@@ -132,50 +143,3 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
         elif os.environ[name] != value:
             notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
     return notes
-
-
-def _check(args: argparse.Namespace, *, device: str, writes: bool, elsewhere: bool) -> list[str]:
-    """Check the settings by our rules and by Megatron's, and the data; what to tell of it."""
-    from megatron_muon.megatron import validation
-
-    is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
-    if is_quickstart and writes:
-        data.prepare([], QUICKSTART_DATA, data.Settings(stdlib=data.STDLIB), overwrite=True)
-    check_data = not elsewhere and (writes or not is_quickstart)
-    arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
-    unknown: list[str] | None = [] if elsewhere else None
-    validated = validation.check(args, world_size=int(os.environ.get("WORLD_SIZE", "1")), elsewhere=unknown)
-    if unknown is None:
-        check_vocabularies(validated)
-    if args.save and writes:
-        check_writable(Path(args.save), "--save")
-    about = (
-        "checked for a machine with CUDA, which this one is not: its data, tokenizers and packages are not looked at"
-    )
-    return [] if unknown is None else [about, *unknown]
-
-
-def settle_device(wanted: str, *, on_paper: bool = False) -> str:
-    """Turn "auto" into "cuda" or "cpu", for a rank its own GPU, and install the CPU backend for the latter.
-
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
-
-    Raises:
-        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
-    """
-    import torch
-
-    from megatron_muon import cpu
-
-    has_cuda = torch.cuda.is_available() and not cpu.installed()
-    if has_cuda and wanted != "cpu":
-        if not on_paper:
-            take_own_gpu()
-        return "cuda"
-    if wanted == "cuda" and not on_paper:
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
-    if not has_cuda:
-        refuse_unusable_gpu(wanted)
-    cpu.install(force=wanted == "cpu")
-    cpu.keep_freed_memory()
-    return "cuda" if wanted == "cuda" else "cpu"

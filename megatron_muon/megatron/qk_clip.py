@@ -12,7 +12,7 @@ which leave biases as they are. Here they are rows like others: without them log
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from megatron_muon.errors import UserError
 from megatron_muon.fsdp.shards import noted_part
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.model.parameters import fused_rows
-from megatron_muon.megatron.patches.attention import record_max_logits
 
 OTHER, QUERY, KEY, ROTARY = range(4)
 """What a row makes, by which its factor is chosen; that of `OTHER` is one."""
@@ -110,7 +109,10 @@ class QKClip:
         found = [core.current_max_attn_logits for core in self._cores]
         self.forget()
         if any(logits is None for logits in found):
-            raise RuntimeError(f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's step")
+            raise RuntimeError(
+                f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's step, as in a CUDA "
+                "graph, in FP8 and with --attention-backend flash; leave one of the two out"
+            )
         self._of_heads.fill_(-math.inf)
         self._of_heads[self._mine] = torch.cat(found).float()
         dist.all_reduce(self._of_heads, op=dist.ReduceOp.MAX)
@@ -174,3 +176,30 @@ def _shards(chunk: Any, prefix: str, tensor_parallel_rank: int) -> Iterator[tupl
             if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":  # all of a tensor-parallel rank's part
                 start = tensor_parallel_rank * rows
             yield parameter, slice(start, start + rows)
+
+
+def record_max_logits(attention: DotProductAttention) -> None:
+    """Have local attention keep each head's largest logit, as Transformer Engine's does; twice is once.
+
+    `current_max_attn_logits` has the largest scaled and masked logit of each head of this tensor-parallel rank, over
+    the forward passes since it was None, without evaluation. Raises a UserError where a fused kernel hides the scores.
+    """
+    if hasattr(attention, "current_max_attn_logits"):
+        return
+    softmax = attention.scale_mask_softmax
+    mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = softmax.mask_func
+    if softmax.scaled_masked_softmax_fusion and softmax.input_in_float16:
+        raise UserError(
+            "the fused softmax of local attention does not show its logits; use --no-masked-softmax-fusion, or "
+            "--transformer-impl transformer_engine, or leave --qk-clip and --log-max-attention-logit out"
+        )
+    attention.current_max_attn_logits = None
+
+    def note(scores: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        masked = mask(scores, where)  # (batch, heads, queries, keys)
+        if softmax.training:
+            found, before = masked.detach().amax(dim=(0, 2, 3)), attention.current_max_attn_logits
+            attention.current_max_attn_logits = found if before is None else torch.maximum(before, found)
+        return masked
+
+    softmax.mask_func = note

@@ -41,6 +41,5 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     check_numbers(config)
     chunk = model_chunks[0]
     on_cpu = next(chunk.parameters()).device.type == "cpu"
-    refusals.check(
-        refusals.MuonRun(settings=config, model=chunk.config, ddp=chunk.ddp_config, on_cpu=on_cpu, has_model=True)
-    )
+    run = refusals.MuonRun(settings=config, model=chunk.config, ddp=chunk.ddp_config, on_cpu=on_cpu, has_model=True)
+    refusals.refuse(refusals.muon_rules(run))

@@ -60,41 +60,34 @@ def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     """Print what an optimizer's state takes, momentum of Muon and all else apart; bytes by kind. Collective."""
+    stores: list[RecordStore] = optimizer.stores if of_muon else []
+    what = {store.what: f"{store.what} {store.codec.name}" for store in stores}
+    rest, momentum = ("all else", what.get("momentum", "momentum fp32")) if of_muon else ("all of it", "")
+    kinds: dict[str, Counter[str]] = {kind: Counter() for kind in (momentum, *what.values(), rest) if kind}
+    staged: Counter[str] = Counter()
+    for store in stores:
+        kinds[what[store.what]].update(store.bytes)
+        staged[what[store.what]] += store.staging_bytes
     members = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
     inner = [member for member in members if member is not None]  # None where a rank has no parameters
-    momentum, rest = Counter[str](), Counter[str]()
     for slot, value in (item for one in inner for slots in one.state.values() for item in slots.items()):
         if isinstance(value, torch.Tensor):
             tensor = value._local_tensor if isinstance(value, DTensor) else value
             place = HOST if tensor.device.type == "cpu" and not (of_muon or cpu.installed()) else DEVICE
-            (momentum if of_muon and slot == MOMENTUM else rest)[place] += tensor.nbytes
-    if not of_muon:
-        return {"all of it": _report("all of it", rest)}
-    kinds: dict[str, list[RecordStore]] = {}
-    for store in optimizer.stores:
-        kinds.setdefault(f"{store.what} {store.codec.name}", []).append(store)
-    kind = next((name for name in kinds if name.startswith("momentum ")), "momentum fp32")
-    reported = {kind: _report(kind, momentum, kinds.pop(kind, []))}
-    reported |= {name: _report(name, Counter(), stores) for name, stores in kinds.items()}
-    return {**reported, "all else": _report("all else", rest)}
+            kinds[momentum if of_muon and slot == MOMENTUM else rest][place] += tensor.nbytes
+    return {kind: _report(kind, taken, staged[kind]) for kind, taken in kinds.items()}
 
 
-def _report(name: str, beside: Counter[str], stores: Sequence[RecordStore] = ()) -> int:
-    """Print what stores keep, and what lies `beside` them: on the fullest rank and on all; all bytes of all ranks."""
-    text, here = f"optimizer state: {name}", Counter(beside)
-    for store in stores:
-        here.update(store.bytes)
-    ranks = numbers_of_all_ranks([*(here[place] for place in _PLACES), sum(store.staging_bytes for store in stores)])
-    if staging := max(numbers[-1] for numbers in ranks):
-        text += f", staged through {staging / 1e6:,.2f} MB"
-    files = [store.disk.file for store in stores if store.disk.file is not None]
-    if buffered := sorted(str(file.directory) for file in files if not file.direct):
-        text += f", through the page cache ({buffered[0]} takes no direct I/O)"
-    *by_place, _ = zip(*ranks, strict=True)
-    in_all = [sum(sizes) for sizes in by_place]
-    text += f": {_shown([max(sizes) for sizes in by_place])}"
-    if len(ranks) > 1:
-        text += f" on the fullest rank; on all {len(ranks)} ranks {_shown(in_all)}"
+def _report(name: str, taken: Counter[str], staged: int) -> int:
+    """Print what this kind takes on the fullest rank and on all; all bytes of all ranks."""
+    *ranks, staging = zip(*numbers_of_all_ranks([*(taken[place] for place in _PLACES), staged]), strict=True)
+    text = f"optimizer state: {name}"
+    if max(staging):
+        text += f", staged through {max(staging) / 1e6:,.2f} MB"
+    text += f": {_shown([max(sizes) for sizes in ranks])}"
+    in_all = [sum(sizes) for sizes in ranks]
+    if len(staging) > 1:
+        text += f" on the fullest rank; on all {len(staging)} ranks {_shown(in_all)}"
     say(text)
     return sum(in_all)
 

@@ -124,15 +124,14 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
         BLOCKS["stacked experts, whole"], "", BLOCKS["stacked experts, whole"].but(optimizer=GATED)
     ),
     "heads of gated attention": (BLOCKS["gated attention"], "", BLOCKS["gated attention"].but(optimizer=HEADS)),
-    **{
-        f"{label} split": (BLOCKS[label], "", BLOCKS[label].but(optimizer={}))
-        for label in ("latent attention, whole", "hybrid, whole")
-    },
+    "latent attention split": (
+        BLOCKS["latent attention, whole"], "", BLOCKS["latent attention, whole"].but(optimizer={})
+    ),
     **{
         f"{label} whole": (BLOCKS[label], "", BLOCKS[label].but(optimizer={"muon_split_qkv": False}))
         for label in (
-            *("gated mlp", "heads", "heads, one query group", "gated attention, heads", "latent attention", "hybrid"),
-            *("hybrid, latent attention", "latent attention, query latent, heads", "experts", "stacked experts"),
+            *("gated mlp", "heads", "heads, one query group", "gated attention, heads", "latent attention"),
+            *("latent attention, query latent, heads", "experts", "stacked experts"),
         )
     },
 }  # fmt: skip

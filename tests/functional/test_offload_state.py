@@ -41,7 +41,7 @@ def train(
     The model's own weights are among them. The fourth step is skipped, because gradients are not finite.
     `share_counters` puts a bug in: pieces of a parameter count its steps together.
     """
-    from megatron_muon.megatron import scalar_state
+    from megatron_muon.megatron import main_weights
     from tests.support.case import gradient_of
     from tests.support.model import Trainer
 
@@ -49,7 +49,7 @@ def train(
         return gradient_of(name, shape, step) * float("nan")
 
     if share_counters:
-        scalar_state._copied = lambda value: value
+        main_weights._copied = lambda value: value
     results = []
     for setting in settings:
         trainer = Trainer(case.but(optimizer={**case.optimizer, **setting}), steps=STEPS)

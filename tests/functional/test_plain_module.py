@@ -64,5 +64,5 @@ def left(rank: int, world_size: int) -> list[dict[str, str]]:
 
 def test_embeddings_and_the_output_layer_are_known_by_their_modules(ranks: Pool) -> None:
     """They went to Muon without a word, a matrix of the vocabulary's rows among the hidden ones."""
-    untied = {"wte.weight": "embedding", "head.weight": "projection to the vocabulary"}
-    assert ranks(2, left)[0] == [untied, {"wte.weight": "tied to an embedding"}]
+    untied = {"wte.weight": "embedding", "head.weight": "output layer"}
+    assert ranks(2, left)[0] == [untied, {"wte.weight": "embedding"}]

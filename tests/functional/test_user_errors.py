@@ -42,10 +42,10 @@ MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2
 MODEL = (*MODEL, "--max-position-embeddings", "32", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.01")
 MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0")
 RUN = (*cli.MUON, *MODEL, "--mock-data")
-OFFLOAD = ("--data-parallel-sharding-strategy", "optim", "--muon-offload", "nvme", "--muon-offload-dir")
 
 FILES = {
     "flag.yaml": "MODEL_ARGS:\n  --num-layers: 2\n  --hidden-sise: 32\n",
+    "variable.yaml": "MODEL_ARGS:\n  --data-path: ${NO_SUCH_VARIABLE}/text\n",
     "a-file": "not a directory\n",
     "half.bin": "",
     "wrong.bin": "",
@@ -68,8 +68,10 @@ CASES |= {
         ("not a number", (*RUN, "--num-layers", "three"), ("--num-layers", "'three'")),
         ("unknown device", (*RUN, "--device", "abacus"), ("--device", "'abacus'", "cpu")),
         ("config without a name", (*RUN, "--config"), ("--config", "argument")),
+        ("unknown YAML key", ("--config", "key.yaml"), ("key.yaml: has no MODEL_ARGS",)),
         ("unknown YAML flag", ("--config", "flag.yaml"), ("flag.yaml", "did you mean --hidden-size?")),
         ("a link to itself", ("--config", "loop.yaml"), ("loop.yaml", "Too many levels of symbolic links")),
+        ("an unset variable", ("--config", "variable.yaml"), ("variable.yaml", "export NO_SUCH_VARIABLE=")),
         ("no data", (*cli.MUON, *MODEL), ("--data-path", "--mock-data")),
         ("missing data", (*DATA, "data/absent"), ("data/absent.bin does not exist", "data prepare --input TEXT")),
         ("one document for two sets", (*DATA, "one"), ("no document of one for validation", "1 in all", "100,0,0")),
@@ -82,11 +84,10 @@ CASES |= {
         ("an offload file", (*RUN, *OFFLOAD, "a-file"), ("a-file: cannot write there (Not a directory)",)),
         ("an offload directory of the system", (*RUN, *OFFLOAD, "/proc"), ("/proc: cannot write there",)),
         # Story: each was a traceback, or a training that never ended well.
-        ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long", "traceback is in")),
+        ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long",)),
         ("no interval of validation", (*RUN, "--eval-interval", "0"), ("--eval-interval 0", "--eval-iters 0")),
         ("no interval of the log", (*RUN, "--log-interval", "0"), ("--log-interval 0", "at least 1")),
         ("a seed below 1", (*RUN, "--seed", "-1"), ("--seed -1", "at least 1")),
-        ("odd SwiGLU", (*RUN, "--swiglu", "--ffn-hidden-size", "33"), ("--ffn-hidden-size 33", "even")),
         # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
         ("checkpoint format", (*RUN, "--ckpt-format", "torch_dist"), ("megatron-core refuses", "fsdp_dtensor")),
         ("heads", (*RUN, "--hidden-size", "33"), ("refuses", "args.hidden_size % args.num_attention_heads")),
@@ -95,13 +96,17 @@ CASES |= {
             (
                 f"a command in {flag}",
                 (*RUN, flag, "evil", "--use-checkpoint-args"),
-                ("the checkpoint 1 in evil cannot be loaded", "names posix.mkdir", "it was not run"),
+                ("cannot be loaded", "names posix.mkdir", "it was not run"),
             )
             for flag in ("--load", "--pretrained-checkpoint")
         ),
     )
 }
-CASES["connections"] = (RUN, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ("unset CUDA_DEVICE_MAX_CONNECTIONS",))
+CASES["connections"] = (
+    RUN,
+    {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    ("CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset",),
+)
 
 
 def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[int | str, str, str]]:
@@ -149,7 +154,7 @@ UNKNOWN_FLAG = ("--num-layres", "2"), ("unknown flag --num-layres", "did you mea
         pytest.param(
             # Known only when the groups are built, and so reported from within the training loop's set-up.
             ("--num-distributed-optimizer-instances", "2", "--data-parallel-sharding-strategy", "no_shard"),
-            ("--num-distributed-optimizer-instances 2", "no_shard", "leave it at 1"),
+            ("--num-distributed-optimizer-instances does not work with", "no_shard"),
             False,
             id="HSDP",
         ),
@@ -169,7 +174,7 @@ def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments, cold):
 
 def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     """Each mistake in a line; some ended in 1,200 lines after the model was built."""
-    mistakes = ("--async-save", "--save", "ck")
+    mistakes = ("--async-save", "--fp16")
     flags = [*RUN, "--global-batch-size", "8"]
     pairs = {flag: value for flag, value in zip(flags, [*flags[1:], ""], strict=True) if flag.startswith("--")}
     lines = [f"  {flag}: {'true' if value.startswith('--') or not value else value}" for flag, value in pairs.items()]
@@ -183,7 +188,7 @@ def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     said = [re.findall(r"error: (.*)", run.output) for run in runs]
     assert len(said[0]) == 2, runs[0].tail
     assert "--async-save does not work on the CPU" in said[0][0]
-    assert "--save ck needs --save-interval N" in said[0][1]
+    assert "--fp16 is not supported" in said[0][1]
     assert said[1] == said[0]
     assert said[2][:2] == said[0], runs[2].tail
     assert [run.returncode for run in runs[:2]] == [2, 2]

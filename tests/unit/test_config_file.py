@@ -100,14 +100,6 @@ def test_unset_takes_a_bare_flag_back(load, parser, unset):
     assert argv == ["--no-rope-fusion", "--lr", "1"]
 
 
-def test_unset_of_what_the_file_does_not_set_is_refused(load):
-    config = load(model_args("--bf16: true"))
-    with pytest.raises(UserError, match=r"--unset bf61: .*run\.yaml does not set --bf61; did you mean --bf16\?"):
-        merge(config, ["--unset", "bf61"])
-    with pytest.raises(UserError, match="--unset"):
-        merge(config, ["--unset"])
-
-
 # Files that rest on others
 
 
@@ -159,8 +151,7 @@ def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
     ("name", "said"),
     [
         ("gone", r"none\.yaml', the BASE of .*gone\.yaml: No such file"),
-        ("wrong", r"wrong\.yaml: BASE must be a file or a list of files"),
-        ("flag", r"bad\.yaml:2: MODEL_ARGS key 'lr' is not a flag"),
+        ("flag", r"bad\.yaml: MODEL_ARGS key 'lr' is not a flag"),
         ("nothing", r"nothing\.yaml: has no MODEL_ARGS"),
         ("ring", r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring"),
     ],
@@ -168,7 +159,6 @@ def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
 def test_slips_about_bases_are_named(tree, name, said):
     folder = tree(
         gone="BASE: none.yaml\n",
-        wrong="BASE: {a: 1}\n",
         flag="BASE: bad.yaml\n",
         bad=model_args("lr: 1"),
         nothing="BASE: empty.yaml",
@@ -198,21 +188,15 @@ def test_all_flags_that_a_version_lacks_are_named(load, parser):
     with pytest.raises(
         UserError, match=r"run\.yaml: megatron-core 0\.19 does not know --new-flag, --newer-flag; leave out"
     ):
-        check_flags(config, parser, software="megatron-core 0.19")
+        check_flags(config, parser._option_string_actions, software="megatron-core 0.19")
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--num-layer: 12", r"run\.yaml: pretrain_gpt.py does not know --num-layer; did you mean --num-layers\?"),
-        ("--zzz: 1", r"run\.yaml: pretrain_gpt.py does not know --zzz; leave out"),
-        ("--bf16: 1", r"--bf16 takes no value, found '1'; write '--bf16: true'"),
-        ("--num-layers: true", r"--num-layers needs a value"),
-    ],
+    ("flag", "hint"), [("--num-layer", r"; did you mean --num-layers\?"), ("--zzz", "; leave out")]
 )
-def test_flags_that_the_parser_would_refuse_are_named(load, parser, line, message):
-    with pytest.raises(UserError, match=message):
-        check_flags(load(model_args(line)), parser)
+def test_a_flag_that_the_parser_does_not_have_is_named(load, parser, flag, hint):
+    with pytest.raises(UserError, match=rf"run\.yaml: pretrain_gpt.py does not know {flag}{hint}"):
+        check_flags(load(model_args(f"{flag}: 1")), parser._option_string_actions)
 
 
 # Slips in the file
@@ -221,25 +205,17 @@ def test_flags_that_the_parser_would_refuse_are_named(load, parser, line, messag
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("MODEL_ARG:\n  --lr: 1\n", r"run\.yaml:2: unknown key 'MODEL_ARG'; did you mean MODEL_ARGS\?"),
-        ("trainer: 1\n", r"unknown key 'trainer'; a file holds ENV_VARS and MODEL_ARGS"),
-        ("- --lr\n", r"run\.yaml: the file must be a mapping"),
-        ("", r"the file must be a mapping"),
-        ("MODEL_ARGS: 5\n", r"MODEL_ARGS must be a mapping"),
-        ("ENV_VARS:\n  A: b\n", r"has no MODEL_ARGS"),
-        (model_args("lr: 1"), r"run\.yaml:2: MODEL_ARGS key 'lr' is not a flag; write it with two dashes"),
-        (model_args("-lr: 1"), r"'-lr' is not a flag"),
-        (model_args("--lr: 1", "--bf16: true", "--lr: 2"), r"run\.yaml:4: '--lr' is given twice"),
-        (model_args("--lr: 1") + model_args("--lr: 1"), r"run\.yaml:3: 'MODEL_ARGS' is given twice"),
-        (model_args("--lr: {a: 1}"), r"run\.yaml:2: --lr must be a value, or a list of them"),
+        ("MODEL_ARG:\n  --lr: 1\n", r"run\.yaml: has no MODEL_ARGS"),
+        ("- --lr\n", r"run\.yaml: must have MODEL_ARGS"),
+        ("", r"run\.yaml: must have MODEL_ARGS"),
+        ("MODEL_ARGS: 5\n", r"must have MODEL_ARGS"),
+        (model_args("lr: 1"), r"run\.yaml: MODEL_ARGS key 'lr' is not a flag; write it with two dashes"),
+        (model_args("--lr: 1", "--bf16: true", "--lr: 2"), r"run\.yaml: not valid YAML: '--lr' is given twice"),
+        (model_args("--lr: 1") + model_args("--lr: 1"), r"'MODEL_ARGS' is given twice"),
+        (model_args("--lr: {a: 1}"), r"run\.yaml: --lr must be a value, or a list of them"),
         (model_args("--lr: [[1]]"), r"--lr must be a value"),
-        (
-            model_args("--data-path: ${NOWHERE}/x"),
-            r"run\.yaml:2: --data-path needs the environment variable NOWHERE",
-        ),
-        (model_args("--data-path: ${A:-b}"), r"\$\{A:-b\} is no placeholder"),
-        ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml:2: A must be a value"),
-        ("ENV_VARS:\n  A B: 1\n" + model_args("--lr: 1"), r"'A B' is not the name of an environment variable"),
+        (model_args("--data-path: ${NOWHERE}/x"), r"run\.yaml: --data-path needs the environment variable NOWHERE"),
+        ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml: A must be a value"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),
     ],
 )

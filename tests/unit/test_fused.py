@@ -183,7 +183,7 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
         (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), selection.UNKNOWN),
         (QKV, (30, 16), selection.UNKNOWN),  # no multiple of a query group's rows
         (f"{LAYER}mlp.experts.weight1", (16, 48), selection.UNKNOWN),  # one over all experts would mix them
-        (f"{LAYER}mixer.A_log", (32, 4), selection.TABLE),  # Mamba 1
+        (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
         (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), selection.VECTOR),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.out_proj.weight", (16, 16), ""),

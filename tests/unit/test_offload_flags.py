@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -55,10 +54,9 @@ HASH = "--check-weight-hash-across-dp-replicas-interval"
         (("--muon-offload", "cpu", "--muon-offload-dir", "x"), "--muon-offload-dir needs --muon-offload nvme"),
         (("--muon-offload-fraction", "0.5"), "--muon-offload-fraction needs --muon-offload cpu or nvme"),
         (("--muon-ns-device", "cpu"), "--muon-ns-device needs --muon-offload cpu or nvme"),
-        ((*NVME, "--muon-ns-device", "accelerator"), "this run has none"),
         (("--muon-offload-state", "all"), "--muon-offload-state needs --muon-offload cpu or nvme, and it is none"),
         *(
-            ((*ALL, *flags), f"{' '.join(flags[:shown])} is not supported with --muon-offload-state all")
+            ((*ALL, *flags), f"{' '.join(flags[:shown])} does not work with --muon-offload-state all")
             for flags, shown in (
                 (("--log-params-norm",), 1),
                 (("--save-params-interval", "5"), 1),
@@ -72,7 +70,7 @@ HASH = "--check-weight-hash-across-dp-replicas-interval"
                 (("--async-save",), 1),
             )
         ),
-        ((*ALL, *NO_SHARD), "no_shard is not supported with --muon-offload-state all"),
+        ((*ALL, *NO_SHARD), "no_shard does not work with --muon-offload-state all"),
     ],
 )
 def test_what_does_not_fit_is_refused(parser, flags, refusal):
@@ -85,7 +83,7 @@ def test_replicas_need_shared_work(parser, flags):
     plain = (*MUON, "--data-parallel-sharding-strategy", "no_shard")
     with pytest.raises(UserError) as refusal:
         check(parser, *plain, *flags)
-    assert f"{flags[0]} needs momentum that this package keeps" in str(refusal.value)
+    assert f"{flags[0]} has no effect here" in str(refusal.value)
     assert "--muon-share-replicated" in str(refusal.value)
     check(parser, *plain, "--muon-share-replicated", *flags)
 
@@ -95,8 +93,3 @@ def test_replicas_need_shared_work(parser, flags):
 def test_other_optimizers_keep_their_own_momentum(parser, others, flags):
     with pytest.raises(UserError, match=f"{flags[0]} needs --optimizer muon --use-megatron-fsdp"):
         check(parser, *others, "--mock-data", "--micro-batch-size", "1", *flags)
-
-
-def test_a_directory_is_looked_at_before_anything_starts(parser, tmp_path: Path):
-    with pytest.raises(UserError, match=r"absent: cannot write there .*; make it"):
-        check(parser, *SHARDED, "--muon-offload", "nvme", "--muon-offload-dir", str(tmp_path / "absent"))

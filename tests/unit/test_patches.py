@@ -62,7 +62,8 @@ def other(*_args: object) -> None:
 
 OTHER_SIGNATURE = [
     (mcore_patches.use_factory, training, "get_megatron_optimizer"),
-    (mcore_patches.clip_within_the_step, training, "clip_qk"),
+    (mcore_patches.use_factory, training, "clip_qk"),
+    (mcore_patches.accept_muon, arguments, "validate_args"),
     (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
     (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
@@ -81,8 +82,8 @@ ABSENT = [
 ]
 
 
-SECOND = ("preprocess_fsdp_dtensor_state_dict", "OptimizerConfig", "clip_qk")
-"""Replaced by patches that have replaced something else before."""
+BEFORE = {"preprocess_fsdp_dtensor_state_dict": 1, "OptimizerConfig": 1, "clip_qk": 2}
+"""What the patch of each has replaced before."""
 
 
 @pytest.mark.parametrize(
@@ -104,22 +105,7 @@ def test_what_is_gone_is_named(patches, monkeypatch, patch, owner, name):
     monkeypatch.delattr(owner, name)
     with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
         patch(patches)
-    assert len(patches._exit_callbacks) == (name in SECOND)
-
-
-def test_validation_that_treats_muon_otherwise(patches, monkeypatch):
-    """A version that no longer refuses Muon may well have reasons that a run validated as one of Adam would miss."""
-
-    def validate_args(args, defaults={}):  # noqa: B006 - as megatron-core writes it
-        return args
-
-    monkeypatch.setattr(arguments, "validate_args", validate_args)
-    with pytest.raises(RuntimeError, match=r"no longer says 'Megatron-FSDP does not support the'.*megatron-core 0\.19"):
-        mcore_patches.accept_muon(patches)
-    assert arguments.validate_args is validate_args
-    with pytest.raises(RuntimeError, match=r"no longer says '--qk-clip is only supported.*megatron-core 0\.19"):
-        mcore_patches.accept_local_logits(patches)
-    assert arguments.validate_args is validate_args
+    assert len(patches._exit_callbacks) == BEFORE.get(name, 0)
 
 
 # ------------------------------------------------------------------------------------------------ what they do
@@ -148,15 +134,12 @@ def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypa
     seen = []
 
     def validate_args(args, defaults):
-        """Says: Megatron-FSDP does not support the ... Emerging optimizer does not support Megatron-FSDP ...
-        --qk-clip is only supported with TE ... --log-max-attention-logit is only supported with TE"""  # noqa: D209
         seen.append((args.optimizer, args.qk_clip, args.log_max_attention_logit))
         if refused:
             raise AssertionError("refused")
 
     monkeypatch.setattr(arguments, "validate_args", validate_args)
     mcore_patches.accept_muon(patches)
-    mcore_patches.accept_local_logits(patches)
     given = {"optimizer": "muon", "transformer_impl": implementation, "qk_clip": True, "log_max_attention_logit": True}
     args = argparse.Namespace(**given)
     with pytest.raises(AssertionError) if refused else contextlib.nullcontext():
@@ -165,22 +148,14 @@ def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypa
     assert vars(args) == given
 
 
-def test_the_training_loop_logs_what_the_step_has_measured(patches, monkeypatch):
-    """Its own clip would clip weights that the next step overwrites, after looking for them in the wrong place."""
-    made = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
-    monkeypatch.setattr(training, "get_megatron_optimizer", lambda *_: made)
-    mcore_patches.clip_within_the_step(patches)
-    assert training.get_megatron_optimizer("config", "model") is made
-    assert training.clip_qk(["chunk"], log_max_only=True) is made.qk_clip.largest
-
-
 def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
     called = {}
 
     def factory(config, model_chunks, config_overrides=None, pg_collection=None):
         called.update(config=config, chunks=model_chunks, overrides=config_overrides)
-        return "optimizer"
+        return optimizer
 
+    optimizer = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
     monkeypatch.setattr("megatron_muon.megatron.factory.get_megatron_muon_optimizer", factory)
     monkeypatch.setattr("megatron.training.get_args", lambda: options)
     options = argparse.Namespace(tensorboard_dir=None, wandb_project="")
@@ -188,7 +163,8 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
     assert training.OptimizerConfig is MuonOptimizerConfig
     config = MuonOptimizerConfig(lr=0.1, muon_metrics_interval=10)
     made = training.get_megatron_optimizer(config, ["chunk"], config_overrides="overrides", use_gloo=True)
-    assert (made, called) == ("optimizer", {"config": config, "chunks": ["chunk"], "overrides": "overrides"})
+    assert training.clip_qk(["chunk"], log_max_only=True) is optimizer.qk_clip.largest, "what the step has measured"
+    assert (made, called) == (optimizer, {"config": config, "chunks": ["chunk"], "overrides": "overrides"})
     assert config.muon_metrics_interval == 0  # nothing to write them to
 
 

@@ -2,14 +2,13 @@
 
 from types import SimpleNamespace
 
+import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as training
 import pytest
 import torch
 from torch.profiler import ProfilerAction
 
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
-from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.patches import profiling
 from megatron_muon.tools.train.run_folder import RunFolder, clear
 
@@ -50,26 +49,18 @@ def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps
 
 
 def test_parts_of_an_iteration_are_named(patches, monkeypatch):
-    monkeypatch.setattr(training, "get_forward_backward_func", lambda: lambda: "losses")
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", lambda: "losses")
     monkeypatch.setattr(training, "finalize_model_grads", lambda *_: None)
 
     def train_step(iteration):
         training.finalize_model_grads("model")
-        return training.get_forward_backward_func()()
+        return training.get_forward_backward_func(1, None)()
 
     monkeypatch.setattr(training, "train_step", train_step)
     profiling.name_parts(patches)
     with torch.profiler.profile() as profiler:
         assert training.train_step(iteration=4) == "losses"
     assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
-
-
-def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatch):
-    args = arguments.parse(parser, ["--mock-data", "--wandb-project", "mine"])
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--wandb-project mine: wandb is not installed; type pip install"):
-        arguments.check_settings(args, device="cpu", environ={})
-    arguments.check_settings(args, device="cuda", environ={}, elsewhere=True)
 
 
 def test_starting_over_deletes_traces_and_files_of_weights_and_biases(tmp_path):

@@ -45,35 +45,15 @@ def tagged(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 BLOCKS = [f"blocks.{number}.weight" for number in range(3)]
 
 
-def test_a_plain_models_embeddings_and_output_layer_are_left_out():
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [(Plain(), {"lm_head.weight": "output layer"}), (Plain(tied=True, wide=WORDS), {}), (Plain(head=False), {})],
+)
+def test_a_plain_models_embeddings_and_output_layer_are_left_out(model, output):
     """They went to Muon without a word unless their names held "embedding"."""
-    matrices, others = tagged(Plain())
-    assert matrices == BLOCKS
-    assert others == {
-        "wte.weight": "embedding",
-        "wpe.weight": "embedding",
-        "lm_head.weight": "projection to the vocabulary",
-    }
-
-
-@pytest.mark.parametrize("model", [Plain(tied=True), Plain(tied=True, wide=WORDS), Plain(head=False)])
-def test_tied_weights_and_models_without_a_head(model):
-    """A hidden layer with as many rows as the vocabulary is no second output layer beside a tied one."""
     matrices, others = tagged(model)
     assert matrices == BLOCKS
-    assert others["wte.weight"] == ("embedding" if not hasattr(model, "lm_head") else "tied to an embedding")
-
-
-def test_the_last_of_several_layers_with_the_vocabularys_rows():
-    matrices, others = tagged(Plain(wide=WORDS))
-    assert matrices == BLOCKS
-    assert others["lm_head.weight"] == "projection to the vocabulary"
-
-
-def test_a_model_without_embeddings_keeps_all_its_matrices():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    model.config = CONFIG
-    assert tagged(model) == (["0.weight", "1.weight"], {})
+    assert others == {"wte.weight": "embedding", "wpe.weight": "embedding", **output}
 
 
 def test_names_decide_for_tables_outside_of_modules_but_not_for_linear_layers():
@@ -87,10 +67,10 @@ def test_names_decide_for_tables_outside_of_modules_but_not_for_linear_layers():
 
 def test_megatrons_own_marks_decide_where_they_are():
     model = Plain()
-    model.wte.weight.is_embedding_or_output_parameter = True
+    model.blocks[0].weight.is_embedding_or_output_parameter = True
     matrices, others = tagged(model)
-    assert matrices == [*BLOCKS, "lm_head.weight"]
-    assert others == {"wte.weight": "embedding", "wpe.weight": "embedding"}
+    assert matrices == BLOCKS[1:]
+    assert others["blocks.0.weight"] == "output layer"
 
 
 def test_a_script_has_the_last_word():
@@ -115,7 +95,7 @@ def test_the_table_says_why_and_what_is_split() -> None:
         "muon 1 32 x 48 blocks.1.weight (blocks of 4 x 8 rows)",
         "muon 1 16 x 32 blocks.2.weight (blocks of 2 x 8 rows)",
         "adam 1 64 x 16 wte.weight (embedding)",
-        "adam 1 64 x 16 lm_head.weight (projection to the vocabulary)",
+        "adam 1 64 x 16 lm_head.weight (output layer)",
         "adam 1 48 x 16 blocks.0.weight (--muon-exclude)",
         "adam 1 16 norm.weight",
     ):

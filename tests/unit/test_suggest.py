@@ -4,7 +4,7 @@ import pytest
 
 from megatron_muon.cli import COMMANDS
 from megatron_muon.megatron.flags.arguments import build_parser
-from megatron_muon.megatron.flags.suggest import SYNONYMS, did_you_mean, nearest
+from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,6 @@ def flags():
         ("--num-lay", "--num-layers"),
         ("--sequence-length", "--seq-length"),
         ("--warmup-fraction", "--lr-warmup-fraction"),
-        # other systems' names
-        ("--max_seq_length", "--seq-length"),
-        *((f"--{theirs}", f"--{ours}") for theirs, ours in SYNONYMS.items()),
     ],
 )
 def test_the_flag_that_was_meant(flags, typed, meant):

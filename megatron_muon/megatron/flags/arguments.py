@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.core.numbers import check_numbers, flag_of
+from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import UserError, install
-from megatron_muon.megatron.flags import config_file, refusals
-from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
-from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, Rules
+from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
+from megatron_muon.megatron.flags.path_checks import check_load, require_data
+from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, Rules, muon_rules, refuse
 from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
 
 MODEL_FLAGS = (
@@ -33,8 +33,6 @@ NO_FUSION = tuple(f"--no-{kernel}" for kernel in ("persist-layer-norm", "masked-
 of bias and GELU needs neither, and computes GELU's tanh approximation, as without it nothing does."""
 BY_PACKAGES = frozenset((NO_FUSED_GRADIENTS, "--transformer-impl", *NO_FUSION))
 """Of `missing_defaults` for "cuda": what a machine with Transformer Engine or Apex does not need."""
-
-TE = "--transformer-impl transformer_engine"
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +63,7 @@ def build_parser() -> Parser:
     """megatron.training's parser with this package's flags, and help texts that argparse can format."""
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False)
+    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)  # `launch` shows help
     add_megatron_arguments(parser)
     add_muon_arguments(parser)
     for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
@@ -78,10 +76,8 @@ def build_parser() -> Parser:
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse `argv`; refuse an unknown flag, with the nearest known one, and a value that a flag does not take."""
-    if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
-        raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
-    config_file.refuse_unknown_flags(unknown, parser._option_string_actions)
+    refuse_unknown_flags(unknown, parser._option_string_actions)
     return args
 
 
@@ -142,95 +138,36 @@ def check_settings(
 ) -> None:
     """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
-    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
+    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there. What megatron-core
+    refuses by itself is not repeated: see `validation`.
     """
     check_numbers(args)
-
-    def muon() -> None:
-        refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=device == "cpu", has_model=False))
-        if args.optimizer in MUONS and args.use_megatron_fsdp:
-            check_places(args)
-
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    checks = [lambda: check_parallelism(args, world_size), lambda: refusals.apply(_of_models(args)), muon]
+    on_cpu = device == "cpu"
+    of_muon = muon_rules(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
+    refuse([*_of_run(args, on_cpu=on_cpu, elsewhere=elsewhere), *of_muon])
     if check_data:
-        checks.append(lambda: require_data(args))
+        require_data(args)
     if args.load and writes:
-        checks.append(lambda: check_load(args))
-    of_run = _of_run(args, on_cpu=device == "cpu", environ=environ, elsewhere=elsewhere)
-    refusals.tell(*checks, lambda: refusals.apply(of_run))
+        check_load(args)
 
 
-def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse parallel sizes that do not fit the number of ranks, or each other."""
-    product = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        product *= getattr(args, name)
-        if product > world_size or world_size % product:
-            raise UserError(
-                f"{flag_of(name)} {getattr(args, name)} does not fit {world_size} ranks, a multiple of the product of "
-                f"tensor, pipeline and context parallel sizes; start a multiple of {product} (torchrun "
-                "--nproc-per-node) or lower it"
-            )
-    refusals.apply(_of_parallelism(args))
-
-
-def _of_parallelism(args: argparse.Namespace) -> Rules:
-    context, pipeline = args.context_parallel_size, args.pipeline_model_parallel_size
-    if context > 1 and args.transformer_impl == "local":
-        yield f"--context-parallel-size {context} needs Transformer Engine's attention, and a GPU; use {TE}, or size 1"
-    if args.use_megatron_fsdp and pipeline > 1:  # Megatron-FSDP of 0.19 builds its device mesh from all ranks
-        yield f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
-
-
-def _of_models(args: argparse.Namespace) -> Rules:
-    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
-        if pattern := getattr(args, name):
-            yield f"{flag_of(name)} {pattern} makes a hybrid model, which `plan` takes and a run does not; leave it out"
-
-
-def _of_run(args: argparse.Namespace, *, on_cpu: bool, environ: Mapping[str, str], elsewhere: bool) -> Rules:
-    """Flags of Megatron that do nothing, or cannot be, in a run."""
-    start, end, torchs = args.profile_step_start, args.profile_step_end, args.use_pytorch_profiler
-    steps = f"--profile-step-start {start} --profile-step-end {end}"
-    if torchs and not args.profile:
-        yield "--use-pytorch-profiler does nothing without --profile; add it, or leave both out"
-    if args.profile and start >= end:
-        yield f"{steps}: no step lies between them; the second number must be larger"
-    if args.profile and args.train_iters is not None and end > args.train_iters:
-        late = f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before"
-        yield f"{late}; give earlier steps (`train`: --profile-steps FIRST:END), or train longer"
-    if args.profile and torchs and args.tensorboard_dir is None:
-        yield "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"
-    if args.profile and on_cpu and not torchs:
-        yield "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"
-    if args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None:
-        yield f"--wandb-project {args.wandb_project}: wandb is not installed; {install('wandb')}, or leave the flag out"
-    if args.transformer_impl == "transformer_engine":
-        if not (elsewhere or has_transformer_engine()):
-            yield f"{TE} is not installed; {install('te')} on a machine with a GPU, or use --transformer-impl local"
-        elif on_cpu:
-            yield f"{TE} needs a GPU; use --transformer-impl local on a CPU"
-    if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        keeps = "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping"
-        yield f"{keeps}; type: unset CUDA_DEVICE_MAX_CONNECTIONS"
-    if args.async_save and on_cpu:  # the saving process would share the tensors that training changes
-        yield "--async-save does not work on the CPU; leave it out, and --use-persistent-ckpt-worker too"
-    elif args.async_save and not args.use_persistent_ckpt_worker:  # 0.19 would warn, and save in the foreground
-        yield "--async-save does nothing without --use-persistent-ckpt-worker; add that flag, or leave it out"
-    if args.save and args.save_interval is None:
-        yield f"--save {args.save} needs --save-interval N: after how many iterations to save"
-
-
-def of_model(args: argparse.Namespace) -> Rules:
-    """Sizes, completed by Megatron's validation, that megatron-core finds wrong in the first step alone."""
-    heads, groups = args.num_attention_heads, args.num_query_groups
-    experts, top_k, width = args.num_experts, args.moe_router_topk, args.ffn_hidden_size
-    if args.group_query_attention and heads % groups:
-        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
-    if args.swiglu and width % 2:
-        yield f"--ffn-hidden-size {width} is odd, and --swiglu pairs its columns; take an even one"
-    if experts and top_k > experts:
-        yield f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it"
-    if experts and args.bias_gelu_fusion and not (args.swiglu or args.quick_geglu):
-        yield "no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"
+def _of_run(args: argparse.Namespace, *, on_cpu: bool, elsewhere: bool) -> Rules:
+    """Flags of Megatron that do nothing, or something else, in a run."""
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
+    yield pattern, f"--hybrid-layer-pattern {pattern} makes a hybrid model, which a run does not train; leave it out"
+    pipeline = f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}"  # the mesh is made of all ranks
+    without = f"{pipeline} does not work with --use-megatron-fsdp; use 1"
+    yield args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1, without
+    torchs, first, end = args.use_pytorch_profiler, args.profile_step_start, args.profile_step_end
+    written = args.profile and (args.tensorboard_dir if torchs else not on_cpu)
+    yield (
+        (args.profile or torchs) and not (written and first < end <= (args.train_iters or end)),
+        "no profile would be written: give --profile, --use-pytorch-profiler with --tensorboard-dir (or nsys, on a "
+        f"GPU), and --profile-step-start, now {first}, below --profile-step-end, now {end}, of at most --train-iters",
+    )
+    te = "--transformer-impl transformer_engine"
+    missing = f"{te} needs a GPU and Transformer Engine; {install('te')}, or use --transformer-impl local"
+    wanted = args.transformer_impl == "transformer_engine" and not elsewhere
+    yield wanted and (on_cpu or not has_transformer_engine()), missing
+    # The saving process would share the tensors that training changes.
+    yield args.async_save and on_cpu, "--async-save does not work on the CPU; leave it out"

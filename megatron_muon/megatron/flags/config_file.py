@@ -20,13 +20,12 @@ dollar sign. A file may rest on others, named relative to it:
 ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Placeholders of overridden flags may stay unset.
 """
 
-import argparse
 import os
 import re
-import string
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -36,16 +35,10 @@ from megatron_muon.megatron.flags.suggest import did_you_mean
 
 ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
 
-UPSTREAM_TEST_KEYS = re.compile(
-    "AFTER_SCRIPT|BEFORE_SCRIPT|LAUNCHER|METRICS|MODE|MODEL_ENV_VARS|TEST_EVALUATION|TEST_TYPE|THROUGHPUT_TEST_PARAMS"
-    "|MODEL_ARGS_[0-9]+"  # flags of a test's second run
-)
-"""Keys that only upstream's test harness reads (Megatron-LM: tests/functional_tests/shell_test_utils/*.sh)."""
-
 UNSET_FLAG = "--unset"
 """Takes a flag of the file back: `--unset bf16`. The way to undo a bare flag that has no `--no-` twin."""
 
-_ANY, _FLAG, _NAME = re.compile(r".*", re.DOTALL), re.compile(r"--.+"), re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLACEHOLDER = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
 
 
@@ -56,7 +49,7 @@ class ExperimentConfig:
     path: Path
     env: Mapping[str, str]
     flags: tuple[tuple[str, tuple[str, ...]], ...]  # in the file's order, with their values; none for a bare flag
-    ignored: tuple[str, ...] = ()  # keys that only upstream's test harness reads
+    ignored: tuple[str, ...] = ()  # keys without a meaning here, such as those of upstream's test harness
     files: tuple[Path, ...] = ()  # all files read, bases before those that rest on them
     origins: Mapping[str, Path] = field(default_factory=dict)  # the file of each flag
     overridden: frozenset[str] = frozenset()  # flags of the file, left out of `flags` as the user gives or unsets them
@@ -65,28 +58,27 @@ class ExperimentConfig:
 def load_config(
     path: str | Path, environ: Mapping[str, str] | None = None, *, overridden: Container[str] = ()
 ) -> ExperimentConfig:
-    """Read an experiment file and the files that it rests on; a mistake is a UserError with file and line.
+    """Read an experiment file and the files that it rests on; a mistake is a UserError with the file.
 
     One of configs/ that is not here is taken from those of the package (`shipped.find`). Placeholders are looked up in
     `environ`, by default `os.environ`. Flags that are `overridden` by the user are left out.
     """
-    path = Path(path)
+    path, environ = Path(path), os.environ if environ is None else environ
     layers = list(_layers(shipped.find(path), ()))
     if not any(ARGS_KEY in sections for _, sections in layers):
         raise UserError(f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'")
-    variables: dict[str, tuple[Path, yaml.Node]] = {}
-    found: dict[str, tuple[Path, yaml.Node]] = {}
+    variables: dict[str, tuple[Path, Any]] = {}
+    found: dict[str, tuple[Path, Any]] = {}
     for file, sections in layers:
-        variables |= {key: (file, node) for key, node in sections.get(ENV_KEY, {}).items()}
-        for flag, node in sections.get(ARGS_KEY, {}).items():
+        variables |= {name: (file, value) for name, value in sections.get(ENV_KEY, {}).items()}
+        for flag, value in sections.get(ARGS_KEY, {}).items():
             found.pop(flag, None)  # an overriding flag takes its place behind the bases', as on a command line
-            found[flag] = file, node
-    values = _Values(os.environ if environ is None else environ)
-    taken = {flag: values.of_flag(file, flag, node) for flag, (file, node) in found.items() if flag not in overridden}
+            found[flag] = file, value
+    taken = {flag: _values(*found[flag], flag, environ) for flag in found if flag not in overridden}
     flags = tuple((flag, given) for flag, given in taken.items() if given is not None)
     return ExperimentConfig(
         path=path,
-        env={name: values.text(file, name, node) for name, (file, node) in variables.items() if not _is_null(node)},
+        env={name: _text(file, value, name, environ) for name, (file, value) in variables.items() if value is not None},
         flags=flags,
         ignored=tuple(dict.fromkeys(key for _, sections in layers for key in sections if key not in OURS)),
         files=tuple(dict.fromkeys(file for file, _ in layers)),
@@ -97,35 +89,13 @@ def load_config(
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     """The file's flags and behind them the user's, which win in argparse; `--unset FLAG` takes one of the file back."""
-    check_unset(config, user_argv)
     rest, unset = _without_unset(user_argv)
     left_out = set(map(_flag, unset))
     return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
 
 
-def check_unset(config: ExperimentConfig, user_argv: Sequence[str]) -> None:
-    """Refuse an `--unset` of a flag that the file does not have."""
-    known = [*(flag for flag, _ in config.flags), *config.overridden]
-    for name in _without_unset(user_argv)[1]:
-        if _flag(name) not in known:
-            hint = did_you_mean(_flag(name), known)
-            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {_flag(name)}{hint}")
-
-
-def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
-    """Refuse flags that the parser of `software` does not have, and values where a flag takes none or the reverse."""
-    actions = parser._option_string_actions
-    refuse_unknown(config, actions, software=software)
-    for flag, values in config.flags:
-        file, takes = config.origins.get(flag, config.path), actions[flag].nargs
-        if takes == 0 and values:
-            raise UserError(f"{file}: {flag} takes no value, found {' '.join(values)!r}; write '{flag}: true'")
-        if takes in (None, "+") and not values:
-            raise UserError(f"{file}: {flag} needs a value, found true or an empty list")
-
-
-def refuse_unknown(config: ExperimentConfig, known: Collection[str], *, software: str = "") -> None:
-    """Refuse flags of a file that are not among those of `software`."""
+def check_flags(config: ExperimentConfig, known: Collection[str], *, software: str = "") -> None:
+    """Refuse flags of a file that `software` does not have."""
     if unknown := [flag for flag, _ in config.flags if flag not in known]:
         hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
         hint = hint or f"; leave out what is not needed with {UNSET_FLAG} FLAG"
@@ -187,108 +157,74 @@ def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
             yield from values
 
 
-type _Items = dict[str, yaml.Node]
+class _Loader(yaml.BaseLoader):
+    """Leaves values as they are written: strings, null, lists, and mappings without a key that is given twice."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        value: str = super().construct_scalar(node)
+        return None if node.style is None and value.lower() in ("", "~", "null") else value
+
+    def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
+        items: list[Any] = []
+        for item in node.value:  # [384 384 976] without commas is a list, as for upstream's launch script
+            plain = isinstance(item, yaml.ScalarNode) and item.style is None
+            items += item.value.split() if plain else [self.construct_object(item)]
+        return items
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} is given twice; keep one of them")
+        return super().construct_mapping(node, deep=deep)
 
 
-def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, _Items]]]:
+def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A file's sections by key, after those of its bases. `above` are the files that led here."""
     if os.path.realpath(path) in map(os.path.realpath, above):
         ring = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: {BASE_KEY} goes round in a circle: {ring}; take one of them out")
-    sections = _items(path, "the file", _root(path, above))
-    for key, node in sections.items():
-        if key not in OURS and not UPSTREAM_TEST_KEYS.fullmatch(key):
-            hint = did_you_mean(key, OURS) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
-            raise UserError(f"{_at(path, node)}: unknown key {key!r}{hint}")
-    if (bases := sections.get(BASE_KEY)) is not None and not _is_null(bases):
-        items = bases.value if isinstance(bases, yaml.SequenceNode) else [bases]
-        if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
-            raise UserError(f"{path}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
-        for item in items:
-            yield from _layers(path.parent / item.value, (*above, path))
-    read: dict[str, _Items] = {key: {} for key in sections}
-    if not _is_null(env := sections.get(ENV_KEY)):
-        read[ENV_KEY] = _items(path, ENV_KEY, env, _NAME, "the name of an environment variable")
-    if ARGS_KEY in sections:
-        read[ARGS_KEY] = _items(path, ARGS_KEY, sections[ARGS_KEY], _FLAG, "a flag; write it with two dashes")
-    yield path, read
-
-
-def _root(path: Path, above: tuple[Path, ...]) -> yaml.Node | None:
-    """A file as nodes: these keep the spelling and duplicate keys."""
     try:
-        return yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        sections = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+    except OSError as error:
         where = f", the {BASE_KEY} of {above[-1]}" if above else ""
-        raise UserError(f"cannot read configuration {str(path)!r}{where}: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"cannot read configuration {str(path)!r}{where}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    for key in (ENV_KEY, ARGS_KEY):
+        if not isinstance(sections, dict) or not isinstance(sections.get(key) or {}, dict):
+            raise UserError(f"{path}: must have {ARGS_KEY}, with such lines as '--num-layers: 12', and {ENV_KEY} alike")
+        sections |= {key: sections[key] or {}} if key in sections else {}
+    if wrong := [flag for flag in sections.get(ARGS_KEY, {}) if not str(flag).startswith("--")]:
+        raise UserError(f"{path}: {ARGS_KEY} key {wrong[0]!r} is not a flag; write it with two dashes")
+    bases = sections.get(BASE_KEY) or []
+    for base in bases if isinstance(bases, list) else [bases]:
+        yield from _layers(path.parent / str(base), (*above, path))
+    yield path, sections
 
 
-def _items(
-    path: Path, what: str, node: yaml.Node | None, form: re.Pattern[str] = _ANY, must_be: str = ""
-) -> dict[str, yaml.Node]:
-    """A mapping's keys and values; refuses keys that are given twice, or that are not of the `form`."""
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below")
-    items: dict[str, yaml.Node] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or not form.fullmatch(key.value):
-            name = repr(key.value) if isinstance(key, yaml.ScalarNode) else "of several values"
-            raise UserError(f"{_at(path, key)}: {what} key {name} is not {must_be or 'a plain word'}")
-        if key.value in items:
-            raise UserError(f"{_at(path, key)}: {key.value!r} is given twice; keep one of them")
-        items[key.value] = value
-    return items
+def _text(file: Path, value: Any, key: str, environ: Mapping[str, str]) -> str:
+    """A value with `${NAME}` and `$NAME` replaced from the environment, as envsubst does it, and `$$` by a dollar."""
+    if not isinstance(value, str):
+        raise UserError(f"{file}: {key} must be a value, or a list of them for a flag")
+
+    def replaced(found: re.Match[str]) -> str:
+        name = found[2] or found[3]
+        if name is not None and name not in environ:
+            unset = f"{key} needs the environment variable {name}, which is not set"
+            raise UserError(f"{file}: {unset}; type export {name}=..., or give {key} on the command line")
+        return environ[name] if name is not None else "$"
+
+    return _PLACEHOLDER.sub(replaced, value)
 
 
-class _Placeholders(string.Template):
-    """`${NAME}`, `$NAME` and `$$`; any other dollar sign stands for itself."""
-
-    pattern = r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^}]*)\}|(?P<named>[A-Za-z_][A-Za-z0-9_]*)|(?P<invalid>(?!)))"  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Nodes as values, with placeholders replaced from the environment as envsubst does it."""
-
-    environ: Mapping[str, str]
-
-    def text(self, file: Path, key: str, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise UserError(f"{_at(file, node)}: {key} must be a value, or a list of them for a flag")
-        template = _Placeholders(node.value)
-        for name in template.get_identifiers():
-            if not _NAME.fullmatch(name):
-                raise UserError(f"{_at(file, node)}: {key}: ${{{name}}} is no placeholder; write ${{NAME}}")
-            if name not in self.environ:
-                unset = f"{key} needs the environment variable {name}, which is not set"
-                raise UserError(
-                    f"{_at(file, node)}: {unset}; type export {name}=..., or give {key} on the command line"
-                )
-        return template.safe_substitute(self.environ)
-
-    def of_flag(self, file: Path, flag: str, node: yaml.Node) -> tuple[str, ...] | None:
-        """A flag's values: none for a bare flag, None for a flag that is to be left out."""
-        if isinstance(node, yaml.SequenceNode):
-            values: list[str] = []
-            for item in node.value:
-                text = self.text(file, flag, item)
-                values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
-            return tuple(values)
-        if _is_null(node):
-            return None
-        text = self.text(file, flag, node)
-        if text.lower() in ("true", "false"):
-            return () if text.lower() == "true" else None
-        bracketed = _BRACKETED.match(text)
-        return tuple(bracketed[1].split()) if bracketed else (text,)
-
-
-def _is_null(node: yaml.Node | None) -> bool:
-    return node is None or bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def _at(path: Path, node: yaml.Node) -> str:
-    return f"{path}:{node.start_mark.line + 1}"
+def _values(file: Path, value: Any, flag: str, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """A flag's values: none for a bare flag, None for a flag that is to be left out."""
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return tuple(_text(file, item, flag, environ) for item in value)
+    text = _text(file, value, flag, environ)
+    if text.lower() in ("true", "false"):
+        return () if text.lower() == "true" else None
+    bracketed = _BRACKETED.match(text)
+    return tuple(bracketed[1].split()) if bracketed else (text,)

@@ -1,10 +1,8 @@
-"""Checks of what flags name on disk: data, the checkpoint to load, directories to write. They need no torch."""
+"""Checks of what flags name on disk: data, and the checkpoint to load. They need no torch."""
 
 from __future__ import annotations
 
 import argparse
-import re
-import tempfile
 from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
@@ -28,9 +26,9 @@ def require_data(args: argparse.Namespace) -> None:
 
 
 def check_vocabularies(args: argparse.Namespace) -> None:
-    """Refuse data that is there and whose token ids are not of the vocabulary of a run with validated settings."""
+    """Refuse data whose token ids are not of the vocabulary of a run, of which the tokenizer is built."""
     for prefix in _prefixes(args) if not (args.mock_data or args.skip_train) else ():
-        if all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
+        if Path(prefix + ".bin").exists():
             check_vocabulary(prefix, args)
 
 
@@ -48,14 +46,12 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         parse_and_normalize_split,
     )
 
-    if not re.fullmatch(r"[\d.]+(,[\d.]+){,2}", split.replace(" ", "")):  # Megatron ignores all other letters
-        raise UserError(f"--split {split}: write three numbers, such as 98,2,0 for training, validation and test")
     _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
-        if part is None and (name == "training" or (name == "validation" and needs_validation)):
-            raise UserError(f"--split {split} has no part for {name}; give 98,2,0, or 100,0,0 with --eval-iters 0")
-        if part is not None and round(part[0] * documents) == round(part[1] * documents):
+        needed = name == "training" or (name == "validation" and needs_validation)
+        first, end = part or (0.0, 0.0)
+        if (needed or part is not None) and round(first * documents) == round(end * documents):
             raise UserError(
                 f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
                 "(a text file or a line of JSONL is one), or give --split 100,0,0 --eval-iters 0 to train on all"
@@ -71,21 +67,3 @@ def check_load(args: argparse.Namespace) -> None:
     is_own = args.save and Path(args.save).resolve() == folder.resolve()
     if not ((folder / TRACKER).exists() or args.pretrained_checkpoint or is_own):
         raise UserError(f"--load {folder} holds no checkpoint, as it has no {TRACKER}; give a run's --save directory")
-
-
-def check_writable(directory: Path, flag: str) -> None:
-    """Refuse a directory of `flag` that cannot be written; makes it where it is missing."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UserError(f"{flag} {directory}: cannot write there ({error.strerror}); give another") from error
-
-
-def check_places(args: argparse.Namespace) -> None:
-    """Refuse places that Muon could not write to."""
-    if args.muon_offload == "nvme":
-        from megatron_muon.offload.files import require_writable
-
-        require_writable(Path(args.muon_offload_dir))

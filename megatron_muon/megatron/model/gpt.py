@@ -26,6 +26,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
+from megatron_muon.megatron.flags.path_checks import check_vocabularies
 
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
@@ -132,6 +133,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     """Training, validation and test sets of at least `samples` samples each, from --data-path or as mock data."""
     args = get_args()
+    check_vocabularies(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,13 +17,13 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.fsdp.patterns import matching, steps_of
-from megatron_muon.fsdp.selection import TABLES
+from megatron_muon.fsdp.selection import why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.megatron.model.parameters import experts_in, fused_rows, matrix_shape
 
-EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
-TABLE, VECTOR, UNKNOWN = "table", "vector", "fused in a way that is not known (docs/parameters.md)"
-"""Why a 2D weight goes to the scalar optimizer."""
+EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"
+UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
+"""Why a 2D weight goes to the scalar optimizer, beside the reasons of `why_not_muon`."""
 
 _FUSED = re.compile(
     r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
@@ -33,7 +32,7 @@ _FUSED = re.compile(
 """Names under which layers, megatron-core's and others, keep several matrices in one weight."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
-_LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
+_LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)  # a projection of embeddings is a matrix
 _ATTRIBUTES_LEFT_BEHIND = (
     "allreduce",
     "shared_embedding",
@@ -68,19 +67,16 @@ def tag_for_muon(
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
     """
-    for name, parameter, _ in _trained(model_chunks):
+    for name, parameter, path in _trained(model_chunks):
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
         # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
-    reasons = dict[Any, str]()
-    for name, parameter, path in _trained(model_chunks):
-        if (parameter.ndim == 2 or parameter.expert_stack) and (why := _why_not(name, parameter, path)):
-            reasons[parameter] = why
-    reasons.update(vocabulary_weights(model_chunks))
-    for parameter, why in reasons.items():
-        if not hasattr(parameter, "use_muon"):
-            parameter.use_muon, parameter.why_not_muon = False, why
+        if parameter.ndim == 2 or parameter.expert_stack:
+            why = _fuse(name, parameter, path)
+            why = (_outside(name, parameter, path[-1]) if parameter.ndim == 2 else "") or why
+            if why and not hasattr(parameter, "use_muon"):
+                parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
     others = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad and name not in matrices]
     hint = " (--muon-log-params lists all)"
@@ -103,8 +99,20 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
                 yield name, parameter, [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)]
 
 
-def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
-    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one."""
+def _outside(name: str, parameter: Any, module: Any) -> str:
+    """Why a 2D weight is no matrix inside the network, by its module, megatron-core's mark, and its name."""
+    if isinstance(module, _TABLES):
+        return EMBEDDING
+    if getattr(parameter, "is_embedding_or_output_parameter", False):
+        return OUTPUT
+    why = why_not_muon(name.replace("module.", ""), parameter)
+    if not why and 1 in parameter.shape:
+        return VECTOR
+    return "" if why == EMBEDDING and isinstance(module, _LINEAR) else why
+
+
+def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
+    """Tag a 2D parameter or a stack with `fused_rows`; `UNKNOWN` where its rows seem to be fused in another way."""
     stated = getattr(parameter, "partition_sizes", ())
     if not stated and name.endswith(".in_proj.weight"):
         stated = getattr(path[-2], "in_proj_split_sections", ())
@@ -112,14 +120,9 @@ def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
     fused = fused_rows(name, config, stated)
     fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
-    parts = name.split(".")
-    if parameter.ndim == 2 and any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
-        return TABLE
-    if parameter.ndim == 2 and 1 in parameter.shape:
-        return VECTOR
     if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
         return UNKNOWN
-    return "" if fits and (fused or not _FUSED.search(".".join(parts[-2:]))) else UNKNOWN
+    return "" if fits and (fused or not _FUSED.search(".".join(name.split(".")[-2:]))) else UNKNOWN
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
@@ -141,38 +144,6 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
         for index, chunk in enumerate(model_chunks)
         for name, parameter in chunk.named_parameters()
     }
-
-
-def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
-    """The 2D weights of embeddings and output layers, each with the reason.
-
-    Embeddings are the weights of embedding modules, with whatever else holds the same parameter, and parameters with
-    "embedding" in their names that no linear layer holds. In a model that megatron-core has not marked, the last
-    linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless one is tied.
-    """
-    reasons: dict[Any, str] = {}
-    linear: list[torch.Tensor] = []
-    vocabulary, marked = 0, False
-    modules = [item for chunk in model_chunks for item in chunk.named_modules()]
-    for module, (name, parameter) in ((m, item) for path, m in modules for item in m.named_parameters(path, False)):
-        if parameter.ndim != 2:
-            continue
-        if getattr(parameter, "is_embedding_or_output_parameter", False):
-            marked = True
-            reasons.setdefault(parameter, OUTPUT)
-        if isinstance(module, _TABLES):
-            vocabulary = max(vocabulary, parameter.shape[0])
-            reasons[parameter] = EMBEDDING
-        elif isinstance(module, _LINEAR):
-            linear.append(parameter)
-        elif "embedding" in name:
-            reasons.setdefault(parameter, EMBEDDING)
-    tied = [parameter for parameter in linear if reasons.get(parameter) == EMBEDDING]
-    reasons.update(dict.fromkeys(tied, TIED))
-    if not tied and not marked:
-        to_vocabulary = [parameter for parameter in linear if parameter.shape[0] == vocabulary]
-        reasons.update(dict.fromkeys(to_vocabulary[-1:], OUTPUT))
-    return reasons
 
 
 def parameter_table(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
@@ -15,7 +13,6 @@ import megatron.training.arguments as arguments
 import megatron.training.training as training
 import torch
 
-from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
@@ -23,7 +20,7 @@ from megatron_muon.megatron.patches import monitoring, profiling
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.patching import Patches, versions
+from megatron_muon.patching import Patches
 
 
 def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False, profile: bool = False) -> None:
@@ -32,9 +29,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     accept_full_precision(patches)
     if muon_under_fsdp:
         accept_muon(patches)
-        accept_local_logits(patches)
         use_factory(patches)
-        clip_within_the_step(patches)
         stop_after_offload_failure(patches)
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
@@ -85,55 +80,40 @@ def let_experts_have_biases(patches: Patches) -> None:
 
 
 def accept_muon(patches: Patches) -> None:
-    """Validate a run of `--optimizer muon` as one of Adam: 0.19 asserts twice that Megatron-FSDP runs Adam or SGD only.
+    """Validate a run of `--optimizer muon` as one of Adam, and one of local attention as one that needs no logits.
 
-    Everything else that validation settles for Adam under Megatron-FSDP holds for Muon too.
+    0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation settles for Adam under
+    Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for --qk-clip and --log-max-attention-logit, and
+    here local attention shows its logits too.
     """
-    texts = ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP")
-    _validate_as(patches, lambda _: {"optimizer": "adam"}, texts, check="how it treats Muon")
 
-
-def accept_local_logits(patches: Patches) -> None:
-    """Let validation take `--qk-clip` and `--log-max-attention-logit` with local attention, which shows its logits too.
-
-    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.refusals` checks everything else.
-    """
-    flags = {"qk_clip": False, "log_max_attention_logit": False}
-    texts = [f"{flag_of(name)} is only supported with TE" for name in flags]
-    _validate_as(patches, lambda args: flags if args.transformer_impl == "local" else {}, texts, check="its attention")
-
-
-def _validate_as(
-    patches: Patches, values: Callable[[argparse.Namespace], dict[str, Any]], texts: Iterable[str], *, check: str
-) -> None:
-    """Have validation see other `values` of some arguments; refuse a megatron-core that no longer says `texts`."""
-    for text in texts:
-        if text not in _source(inspect.unwrap(arguments.validate_args)):
-            raise RuntimeError(
-                f"megatron.training.arguments.validate_args no longer says {text!r}; check {check} in {versions()}"
-            )
-
-    @patches.around(arguments, "validate_args")
+    @patches.around(arguments, "validate_args", takes=["args", "defaults"])
     def validate_args(
         validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
     ) -> Any:
-        before = {name: getattr(args, name) for name in values(args)}
-        vars(args).update(values(args))
+        shown: dict[str, Any] = {"optimizer": "adam"}
+        if args.transformer_impl == "local":
+            shown |= {"qk_clip": False, "log_max_attention_logit": False}
+        before = {name: getattr(args, name) for name in shown}
+        vars(args).update(shown)
         try:
             return validate(args, defaults or {})
         finally:
             vars(args).update(before)
 
 
-_source = functools.cache(inspect.getsource)
-"""The source of a function, which takes a while to find where it is a thousand lines long."""
-
-
 def use_factory(patches: Patches) -> None:
-    """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
+    """Have the training loop build its optimizer with our factory, from a config that carries our flags.
+
+    Its step clips queries and keys. 0.19's clip_qk, which the loop calls afterwards, looks for
+    `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the next step installs anew
+    from its main weights; here it returns the logit that the step has measured, still on the device.
+    """
     from megatron.training import get_args
 
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
+
+    made: list[Any] = []
 
     def get_optimizer(
         config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
@@ -141,57 +121,23 @@ def use_factory(patches: Patches) -> None:
         args = get_args()
         if not (args.tensorboard_dir or args.wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
-        return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
-
-    patches.replace(
-        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
-    )
-    patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
-
-
-def clip_within_the_step(patches: Patches) -> None:
-    """Have the training loop log the logit that our optimizer's step has measured, instead of clipping after it.
-
-    0.19's clip_qk looks for `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the
-    next step installs anew from its main weights. What is returned stays on the device until it is logged.
-    """
-    made: list[Any] = []
-
-    @patches.around(training, "get_megatron_optimizer")
-    def remember(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made[:] = [build(*args, **kwargs)]
+        made[:] = [get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)]
         return made[0]
 
     def clip_qk(model: Any, log_max_only: bool = False) -> torch.Tensor:
         largest: torch.Tensor = made[0].qk_clip.largest
         return largest
 
+    patches.replace(
+        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
+    )
+    patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
     patches.replace(training, "clip_qk", clip_qk, takes=["model", "log_max_only"])
 
 
 def stop_after_offload_failure(patches: Patches) -> None:
     """Save a checkpoint, which is whole, and stop once momentum could not be read or written, in a step or a save."""
     from megatron.training import get_args
-
-    state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
-
-    @patches.around(
-        training, "checkpoint_and_decide_exit", takes=[*state, "checkpointing_context", "train_data_iterator"]
-    )
-    def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
-        model, optimizer, scheduler, iteration, flops, context, data = args
-        failure = getattr(optimizer, "offload_failure", None)
-        if failure is None:
-            return decide(*args)
-        if not get_args().save:
-            raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
-        try:
-            training.save_checkpoint_and_time(
-                iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
-            )
-        except SaveError as error:
-            raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
-        raise AssertionError("a save after a failure ends the run")
 
     @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
     def save_checkpoint(
@@ -200,3 +146,21 @@ def stop_after_offload_failure(patches: Patches) -> None:
         save(iteration, model, optimizer, *args, **kwargs)
         if (failure := getattr(optimizer, "offload_failure", None)) is not None:
             raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+
+    state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
+
+    @patches.around(
+        training, "checkpoint_and_decide_exit", takes=[*state, "checkpointing_context", "train_data_iterator"]
+    )
+    def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
+        model, optimizer, scheduler, iteration, flops, context, data = args
+        if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+            if not get_args().save:
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
+            try:
+                training.save_checkpoint_and_time(
+                    iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
+                )
+            except SaveError as error:
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+        return decide(*args)

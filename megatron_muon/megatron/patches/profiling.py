@@ -5,9 +5,11 @@ The optimizer names its phases itself (`core.probe`), in whatever profiler runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.training.training as training
 import torch
 from megatron.training import get_args
@@ -49,17 +51,13 @@ def name_parts(patches: Patches) -> None:
         with span(f"iteration {iteration + 1}"):
             return step(*args, iteration=iteration, **kwargs)
 
-    @patches.around(training, "get_forward_backward_func")
-    def get_forward_backward_func(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        call = get(*args, **kwargs)
+    for owner, name, label in (
+        (schedules, "forward_backward_no_pipelining", "forward_backward"),
+        (training, "finalize_model_grads", "finish_grad_sync"),
+    ):
+        patches.around(owner, name)(functools.partial(_within, label))
 
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            with span("forward_backward"):
-                return call(*args, **kwargs)
 
-        return forward_backward
-
-    @patches.around(training, "finalize_model_grads")
-    def finalize_model_grads(finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with span("finish_grad_sync"):
-            return finalize(*args, **kwargs)
+def _within(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with span(label):
+        return call(*args, **kwargs)

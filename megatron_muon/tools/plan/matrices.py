@@ -96,7 +96,7 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
     """Validated arguments for a model of local layers, and the config's global batch, which need not fit."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
-    check_flags(config, parser)
+    check_flags(config, parser._option_string_actions)
     line = [*merge(config, flags), "--use-megatron-fsdp"]
     if arguments.parse(parser, line).optimizer not in MUONS:
         line += ["--optimizer", "muon"]
@@ -105,13 +105,14 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
         ("--yaml-cfg", args.yaml_cfg, (None,)),
         ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
         ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern, (None,)),
+        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, (1,)),
     ):
         if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
     args.rank, args.world_size = 0, world_size
     if device == "cuda" and not any(word.partition("=")[0] == "--transformer-impl" for word in line):
         args.transformer_impl = "transformer_engine"
-    arguments.check_parallelism(args, world_size)
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     vars(args).update(LOCAL)
     global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
@@ -121,14 +122,12 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
     return args, global_batch
 
 
-def _activation_bytes(args: argparse.Namespace) -> float | None:
+def _activation_bytes(args: argparse.Namespace) -> float:
     """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and one MLP.
 
     With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an element
     (https://arxiv.org/abs/2205.05198, section 5).
     """
-    if args.hybrid_layer_pattern is not None:
-        return None
     of_rank = argparse.Namespace(**{**vars(args), "seq_length": args.seq_length // args.context_parallel_size})
     if args.num_experts:  # of a token, evenly
         of_token = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
@@ -145,7 +144,7 @@ def _activation_bytes(args: argparse.Namespace) -> float | None:
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
     with on_meta.process_groups(args) as groups:
-        model = on_meta.build_model(args, groups, runnable=False)
+        model = on_meta.build_model(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
         judge._annotate_tensor_parallelism(model)
         if args.moe_grouped_gemm:
@@ -206,7 +205,7 @@ def in_buckets(
     model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
 ) -> dict[torch.Tensor, tuple[int, int]]:
     """Where each trained matrix begins in its bucket, and the size of the bucket's pieces, one a data-parallel rank."""
-    units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
+    units = [adapter.TransformerLayer, adapter.MoETransformerLayer]
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
     starts = {}

@@ -23,11 +23,10 @@ from megatron_muon.megatron.flags.config_file import (
     UNSET_FLAG,
     ExperimentConfig,
     as_argv,
-    check_unset,
+    check_flags,
     given_flags,
     load_config,
     pairs,
-    refuse_unknown,
     refuse_unknown_flags,
 )
 from megatron_muon.megatron.flags.suggest import did_you_mean, plain
@@ -143,7 +142,7 @@ def _refused_early(request: Request) -> UserError | None:
             for key, value in request.sets:
                 if value.lower() != "null":  # which may take away what nothing knows
                     flag_named(key, known)
-            refuse_unknown(config, known, software=f"megatron-core {metadata.version('megatron-core')}")
+            check_flags(config, known, software=f"megatron-core {metadata.version('megatron-core')}")
             refuse_unknown_flags(request.flags, {*known, UNSET_FLAG})
     except UserError as error:
         return error
@@ -186,7 +185,7 @@ def settle(request: Request) -> Resolved:
     Raises:
         UserError: what the user got wrong.
     """
-    from megatron_muon.megatron import prepare
+    from megatron_muon.megatron import prepare, validation
     from megatron_muon.megatron.flags.arguments import BY_PACKAGES
 
     with quiet_imports():
@@ -208,6 +207,9 @@ def settle(request: Request) -> Resolved:
         flags["--device"] = Flag("--device", (opened.device,), source)
     line = [*as_argv((flag.name, flag.values) for flag in flags.values())]
     settled = prepare.check(opened, line, writes=request.writes, checks=request.checks)
+    if request.checks:
+        world_size = ranks * request.nodes
+        notes += validation.check(settled.args, world_size=world_size, elsewhere=opened.elsewhere)
     if request.writes and opened.device == "cuda":  # a dry run or submit is for another machine
         check_gpus(ranks, gpus)
     return Resolved(
@@ -242,7 +244,6 @@ def _layers(
     request: Request, config: ExperimentConfig, actions: Mapping[str, argparse.Action], typed: Sequence[str]
 ) -> tuple[dict[str, Flag], RunFolder, list[str]]:
     """The flags of file, --set, command line and run folder, each over those before it; the folder; notes."""
-    check_unset(config, typed)
     refuse_unknown_flags(typed, {*actions, UNSET_FLAG})
     flags = {flag: Flag(flag, given, str(config.origins[flag])) for flag, given in config.flags}
 
