@@ -77,9 +77,9 @@ def test_the_loss_of_a_run_that_did_not_finish_is_drawn(
     assert len(points(training)) == len(points(validation)) == steps
     (legend,) = figures["loss-steps.png"].legends
     assert [text.get_text() for text in legend.get_texts()] == ["Muon, lr 0.01 (not finished)"]
-    page = report().page(list(figures), places=[], command="report")
-    assert "**Not finished: 1 of 1 run.**" in page
-    assert f"not finished: 1 of 1, step {steps} |" in page
+    page = report().page(list(figures))
+    assert f"| {steps} | - |" in page
+    assert "| not finished: 1 of 1 |" in page
 
 
 def test_a_run_that_goes_on_is_drawn_beside_a_finished_one(make: Make, draw: Draw) -> None:
@@ -106,7 +106,7 @@ def test_where_no_loss_is_a_number_the_page_says_so(make: Make, draw: Draw, repo
     make(lambda _: math.nan)
     figures = draw()
     assert "loss-steps.png" not in figures
-    page = report().page(list(figures), places=[], command="report")
+    page = report().page(list(figures))
     assert "## Loss\n\nNo logged loss is a finite number.\n" in page
 
 
@@ -117,22 +117,21 @@ def test_rates_without_a_final_loss_make_no_empty_picture(make: Make, draw: Draw
     assert "final-loss-by-rate.png" not in draw()
 
 
-def test_diverged_rates_have_a_cross_each_with_a_count_of_its_own(make: Make, draw: Draw) -> None:
-    """Counts of neighbouring rates lay over each other."""
-    rates = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
+def test_diverged_rates_have_a_cross_each(make: Make, draw: Draw) -> None:
+    rates = ("1e-3", "2e-3", "4e-3")
     for optimizer, lr in itertools.product(("adam", "adaptive_muon"), rates):
         make(falling(0.1) if lr == rates[0] else lambda _: math.nan, optimizer=optimizer, lr=lr, steps=10)
     figure = draw()["final-loss-by-rate.png"]
     assert not covered(figure)
-    counts = [words.get_window_extent() for words in figure.axes[0].texts if words.get_text() == "1/1"]
-    assert len(counts) == 2 * (len(rates) - 1)
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(counts, 2))
+    crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
+    assert [sorted(line.get_xdata()) for line in crosses] == [[0.002, 0.004]] * 2
+    assert crosses[0].get_ydata()[0] != crosses[1].get_ydata()[0]
 
 
 LONG = "/a/very/long/place" + "x" * 200
 
 
-@pytest.mark.parametrize("case", ["two", "single point", "alike", "long names", "twelve optimizers"])
+@pytest.mark.parametrize("case", ["two", "single point", "alike", "long names", "six optimizers"])
 def test_no_legend_covers_a_curve_and_no_name_is_cut_off(make: Make, draw: Draw, case: str) -> None:
     """The legend of validation losses lay on the baseline's last one; six long names left no room for the panels."""
     if case in ("two", "single point"):
@@ -146,7 +145,7 @@ def test_no_legend_covers_a_curve_and_no_name_is_cut_off(make: Make, draw: Draw,
             flags = {"--data-path": f"{LONG}/{number % 2}", "--muon-scale-mode": f"{number}{'y' * 60}"}
             make(falling(0.05 + number / 100), flags=flags, steps=10)
     else:
-        for number in range(12):
+        for number in range(6):
             make(falling(0.05), optimizer=f"optimizer_{number}", lr=f"{1e-3 * 2**number:.3g}", steps=10)
     figures = draw()
     assert not {name: found for name, figure in figures.items() if (found := covered(figure))}
@@ -156,9 +155,9 @@ def test_no_legend_covers_a_curve_and_no_name_is_cut_off(make: Make, draw: Draw,
             assert box.width > 200, (name, "the panel is squeezed")
             assert box.height > 50, (name, "the panel is squeezed")
             assert points(panel), name
-    if case == "twelve optimizers":
+    if case == "six optimizers":
         looks = {(line.get_color(), line.get_marker()) for line in figures["loss-steps.png"].axes[0].get_lines()}
-        assert len(looks) == 12
+        assert len(looks) == 6
 
 
 def test_a_legend_over_a_curve_is_found() -> None:
