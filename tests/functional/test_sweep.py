@@ -67,8 +67,8 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.wide
-def test_rates_across_widths_as_the_example_sweeps_them(tmp_path):
-    """Two widths of one scale mode, two steps each, and the page; --dry-run lists all runs of a mode."""
+def test_examples_sweep_as_they_say(tmp_path):
+    """Rates across widths: two of one scale mode, two steps each, and the page; --dry-run lists all runs."""
     data_path = cli.make_corpus(tmp_path)[1]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     places = {"CORPUS": data_path, "OUT": str(tmp_path / "out"), "PATH": path}
@@ -81,14 +81,7 @@ def test_rates_across_widths_as_the_example_sweeps_them(tmp_path):
     assert "| unit_rms_norm | 64 |" in page or "| all | 64 |" in page, page
     assert (tmp_path / "out" / "report" / "rate-transfer.png").exists()
     anew = {**places, "OUT": str(tmp_path / "anew"), "MODES": "spectral"}
-    dry = cli.run([*script, "--dry-run"], tmp_path, seconds=3 * cli.SECONDS, env=anew).checked()
-    assert dry.output.count(" seed=1: to do, ") == 15, dry.output[-2000:]
-
-
-@pytest.mark.wide
-def test_recipes_as_the_example_sweeps_them(tmp_path):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    places = {"CORPUS": cli.make_corpus(tmp_path)[1], "OUT": str(tmp_path / "out"), "PATH": path}
-    script = ("bash", str(cli.ROOT / "examples" / "recipes.sh"), "--dry-run")
-    dry = cli.run(script, tmp_path, seconds=3 * cli.SECONDS, env=places).checked()
-    assert dry.output.count(": to do, ") == 6 * 3, dry.output[-2000:]
+    recipes = ("bash", str(cli.ROOT / "examples" / "recipes.sh"))
+    for example, runs in ((script, 15), (recipes, 6 * 3)):
+        dry = cli.run([*example, "--dry-run"], tmp_path, seconds=3 * cli.SECONDS, env=anew).checked()
+        assert dry.output.count(": to do, ") == runs, dry.output[-2000:]

@@ -182,6 +182,7 @@ def test_a_first_validation_is_a_bound(tmp_path):
     assert "in at most 0.25 of the steps**: at or before step 10 instead of 40, in at most 0.25 of the time" in text
     assert "Each seed by itself: at most 0.25 to 0.25 of the steps" in text
     assert "| 40 | at or before 10 |" in text
+    assert "| at most 0.250 |" in text
     assert report.compared[0].reached.is_bound
 
 

@@ -102,7 +102,9 @@ class Report:
             rows += [["steps to the baseline's final loss", *(steps.get(arm, "-") for arm in self.best)]]
             for label, name in (("of its steps", "steps_ratio"), ("of its time", "seconds_ratio")):
                 ratios = [getattr(found.get(arm), name, None) for arm in self.best]
-                rows += [[label, *("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)]]
+                bounds = ["at most " if steps.get(arm, "").startswith("at") else "" for arm in self.best]
+                cells = zip(bounds, ratios, strict=True)
+                rows += [[label, *("-" if ratio is None else f"{bound}{ratio:.3f}" for bound, ratio in cells)]]
         head = ["", *(plain(arm.optimizer_name) for arm in self.best)]
         return table(head, [row for row in rows if set(row[1:]) != {"-"}], numbers=range(1, len(head)))
 
