@@ -136,7 +136,7 @@ def page_of(tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "adam", "muon"),
-    [("data_path", "['data/stdlib']", "['data/mine']"), ("split", "98,2,0", "90,10,0"), ("seq_length", "64", "128")],
+    [("data_path", "['/data/stdlib']", "['/data/mine']"), ("split", "98,2,0", "90,10,0"), ("seq_length", "64", "128")],
 )
 def test_runs_that_were_not_trained_on_the_same_are_not_compared(tmp_path, key, adam, muon):
     make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", args={key: adam})
@@ -149,6 +149,15 @@ def test_runs_that_were_not_trained_on_the_same_are_not_compared(tmp_path, key, 
         assert conclusion not in text
     assert (report.best, report.compared) == ([], [])
     assert not_comparable(report.arms) == {key: [adam, muon]}
+
+
+def test_a_relative_path_is_other_data_in_another_folder(tmp_path):
+    for optimizer, path in (("adam", "['0.5', 'data/a']"), ("muon", "['0.5', 'data/a']"), ("lion", "['/d']")):
+        args, run = {"data_path": path}, {"directory": f"/home/{optimizer}"}
+        make_run(tmp_path / "runs" / optimizer, falling(0.05), optimizer=optimizer, args=args, run=run)
+    adam, lion, muon = read_arms(find_runs([tmp_path / "runs"]))[0]
+    assert not_comparable([adam, muon])["data_path"][0] == "['0.5', 'data/a'] from /home/adam"
+    assert not_comparable([adam, lion])["data_path"][1] == "['/d']"
 
 
 @pytest.mark.parametrize("args", [{"global_batch_size": "16"}, {"num_layers": "8"}])

@@ -6,6 +6,7 @@ Losses compare where the data is the same, steps where batch and model are, time
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -182,5 +183,8 @@ def _differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[st
 
 def _value(run: Record, key: str) -> str:
     """A run's setting as text, from Megatron's arguments, which are complete, else from the flags."""
-    text = run.args.get(key) or run.settings.get(key)
-    return "-" if text in (None, "None", "False") else str(text)  # Megatron writes str(value)
+    text = run.args.get(key) or run.settings.get(key) or "-"
+    if text in ("None", "False"):  # Megatron writes str(value)
+        return "-"
+    is_relative = key.endswith("_path") and text != "-" and not re.search(r"(^|')/", text)
+    return f"{text} from {run.run.get('directory', '.')}" if is_relative else text

@@ -21,21 +21,17 @@ _MAX_LABEL_LENGTH = 100
 _MOST_CURVES = 6
 
 
-def _spread(figure: str) -> Callable[[Arm], Any]:
-    return lambda arm: arm.spread(figure)
-
-
 _FIGURES: dict[str, tuple[str, Callable[[Arm], Any]]] = {
     "learning rate": ("g", lambda arm: arm.rate),
     "seeds": ("", lambda arm: ", ".join(str(run.seed) for run in arm.runs)),
     "steps": (",", lambda arm: max(run.iterations for run in arm.drawn)),
     "tokens": (",", lambda arm: arm.drawn[0].tokens),
     "final loss": (".4f", lambda arm: arm.final),
-    "training loss": (".4f", _spread("loss_last")),
-    "seconds of training": (",.0f", _spread("train_seconds")),
-    "milliseconds of a step": (",.1f", _spread("step_ms")),
-    "of these, the optimizer": (",.1f", _spread("optimizer_ms")),
-    "tokens per second": (",.0f", _spread("tokens_per_second")),
+    "training loss": (".4f", lambda arm: arm.spread("loss_last")),
+    "seconds of training": (",.0f", lambda arm: arm.spread("train_seconds")),
+    "milliseconds of a step": (",.1f", lambda arm: arm.spread("step_ms")),
+    "of these, the optimizer": (",.1f", lambda arm: arm.spread("optimizer_ms")),
+    "tokens per second": (",.0f", lambda arm: arm.spread("tokens_per_second")),
     "bytes of optimizer state, all ranks": (",", lambda arm: arm.runs[0].all_state_bytes),
     "peak bytes of a rank": (",", lambda arm: max(run.peak_bytes or 0 for run in arm.runs) or None),
 }
