@@ -182,15 +182,17 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     """Two runs of which one is done; the other starts alone until its first step, and is shown while it goes on."""
     from megatron_muon.tools.train.train import Outcome
 
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     monkeypatch.setattr(screen, "is_terminal", lambda: terminal)
     leave(tmp_path / "done", summary={"outcome": "finished"})
     whole = sweep.Sweep([plan_of(tmp_path / "done"), plan_of(tmp_path / "run")], 1)
-    live, starting = [], []
+    live, starting, groups = [], [], []
 
     def execute(experiment, *, listener, stop, env):
         for event in ({"event": "stage", "stage": "reading the data"}, {"event": "step", "step": 12, "steps": 20}):
             listener.event({**event, "loss": 2.851484})
             starting.append(whole._starting.locked())
+        groups.append(env["WANDB_RUN_GROUP"])
         live.extend(task.description for task in (whole.screen.progress.tasks if terminal else ()))
         return Outcome(0, ENDED)
 
@@ -199,7 +201,7 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     ends = []
     whole.run(lambda: ends.append(1))
     shown = capsys.readouterr().out
-    assert (starting, ends) == ([True, False], [1])
+    assert (starting, ends, groups) == ([True, False], [1], [tmp_path.parent.name])
     assert live == (["lr=0.01 seed=1  12/20  loss 2.8515"] if terminal else [])
     losses = "training loss 2.5000, validation loss 2.2500"
     assert f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}, 10 s; about 0:00 left" in shown

@@ -81,9 +81,8 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
     """Raises a UserError for runs that were trained with other settings."""
     if changed := [plan.task.folder for plan in plans if plan.state == CHANGED]:
         raise UserError(
-            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0]} (see its "
-            f"{run_folder.CONFIG}); give another folder with --out DIR, or train these anew with --overwrite (deletes "
-            "them)"
+            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0]}; give another "
+            "folder with --out DIR, or delete these and train them anew with --overwrite"
         )
 
 
@@ -126,6 +125,7 @@ class Sweep:
                 return None
             state, slot = plan.state, self._free_slots.pop()
             request = replace(plan.request, resume=state == RESUMED, overwrite=state in (AGAIN, CHANGED))
+            group = os.environ.get("WANDB_RUN_GROUP") or plan.task.folder.resolve().parents[1].name
             status = Status(self.screen, "starting", name=plan.task.name)
             if not self.screen.live:
                 self.screen.print(f"{plan.task.name}: {'resumed' if state == RESUMED else 'started'}")
@@ -134,7 +134,7 @@ class Sweep:
                     prepare(request, plan.resolved),
                     listener=_Listener(status, starting.close),
                     stop=self._stop,
-                    env=_share(plan.resolved, slot, self._jobs),
+                    env={"WANDB_RUN_GROUP": group, **_share(plan.resolved, slot, self._jobs)},
                 )
             finally:
                 status.end()
