@@ -239,6 +239,7 @@ def test_rows_and_points(swept, tmp_path):
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     first = lines[0]
+    assert list(first)[:5] == ["point", "optimizer", "lr", "seed", "outcome"]
     assert (first["point"], first["optimizer"], first["lr"], first["seed"]) == (swept[0].point, "adam", "1e-3", "1")
     assert [float(first[name]) for name in ("validation_loss", "loss_last", "step_ms")] == [3.1, 3.0, 100.0]
     assert (first["tokens"], first["iterations"], first["folder"]) == ("2560", "40", str(swept[0].folder))

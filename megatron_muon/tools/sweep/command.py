@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.suggest import plain
 from megatron_muon.tools.parser import CommandParser, positive, processes
 from megatron_muon.tools.progress import progress
 from megatron_muon.tools.sweep.grid import tasks_of
@@ -115,14 +116,12 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
     head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
     tasks = [plan.task for plan in plans]
     sweep = Sweep(plans, args.jobs)
-    to_do = len(sweep.to_do)
-    print(f"{len(plans)} runs in {out}: {len(plans) - to_do} done before, {to_do} to do", flush=True)
+    done = len(plans) - len(sweep.to_do)
+    print(f"{len(plans)} runs in {out}: {done} done before, {len(sweep.to_do)} to do", flush=True)
     sweep.run(lambda: Results(tasks).write(out, head))
     results = Results(tasks)
     results.write(out, head)
-    print(f"\n{results.table()}\n")
-    for note in results.notes:
-        print(f"note: {note}")
+    print("", results.table(), "", *(f"note: {note}" for note in results.notes), sep="\n")
     print(f"results: {out / CSV}, {out / JSON}")
     if sweep.signal is not None:
         print("stopped; the same command resumes it")
@@ -136,9 +135,9 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
 def _check_flags(flags: Sequence[str], sets: Iterable[tuple[str, str]], keys: Iterable[str]) -> None:
     """Refuses what would make all runs one, or give them one place for their files; typed flags win over the grid."""
     typed = {flag.partition("=")[0] for flag in flags}
-    varied = {f"--{key.replace('_', '-')}" for key in keys}
+    varied = {f"--{plain(key)}" for key in keys}
     if twice := typed & varied:
         raise UserError(f"{min(twice)} is in --grid and beside it, where it holds for all runs; give it once")
-    set_ = {f"--{key.lstrip('-').replace('_', '-')}" for key, value in sets if value.lower() not in ("null", "false")}
-    if own := {"--seed", "--save", "--tensorboard-dir"} & {*typed, *varied, *set_}:
+    kept = {f"--{plain(key)}" for key, value in sets if value.lower() not in ("null", "false")}
+    if own := {"--seed", "--save", "--tensorboard-dir"} & {*typed, *varied, *kept}:
         raise UserError(f"{min(own)}: each run of a sweep has its own folder below --out, and its seed from --seeds N")

@@ -59,7 +59,8 @@ class Results:
 
     def write(self, out: Path, head: Mapping[str, Any]) -> None:
         """Writes results.csv and results.json, which begins with `head`, each whole or not at all."""
-        columns = dict.fromkeys(key for row in self.rows for key in row)
+        keys = (key for point in self.points for key in point.settings)
+        columns = dict.fromkeys(["point", *keys, *self.rows[0]])
         with files.written_at_once(out / CSV) as stream:
             writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
             writer.writeheader()
