@@ -41,9 +41,9 @@ def test_the_job_has_what_the_operator_requires():
     nodes = {each["name"]: each["value"] for each in CONTAINER["env"]}
     assert sum(of["replicas"] for of in REPLICAS.values()) == int(nodes["NODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(nodes["GPUS"])
-
-
-def test_every_mount_has_its_volume_and_the_claim_is_there():
+    assert JOB["spec"]["runPolicy"]["cleanPodPolicy"] == "Running", "pods that wait for a failed one would hold GPUs"
+    name, seconds = nodes["PET_RDZV_CONF"].split("=")
+    assert (name, int(seconds) > 3600) == ("join_timeout", True), "torchrun gives up after ten minutes"
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == set(volumes)
     assert volumes["storage"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
@@ -113,14 +113,6 @@ def test_a_pod_that_waits_is_retried_after_a_signal(pod):
     assert process.wait(30) == RETRIED
 
 
-def test_pods_neither_hold_gpus_at_the_end_nor_give_up_early():
-    """Those that waited for a first pod that had failed held theirs for ever; torchrun gave up after ten minutes."""
-    assert JOB["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
-    settings = {each["name"]: each["value"] for each in CONTAINER["env"]}
-    name, seconds = settings["PET_RDZV_CONF"].split("=")
-    assert (name, int(seconds) > 3600) == ("join_timeout", True)
-
-
 def test_other_pods_wait_for_the_first(pod, tmp_path):
     """A pod that came a minute earlier gave up, and the whole job had failed."""
     with socket.socket() as first:
@@ -142,8 +134,5 @@ def test_both_recipes_copy_what_the_installation_reads():
     assert f"From: {image}\n" in apptainer
     for recipe in (docker, apptainer):
         assert "scripts/containers/install.sh" in recipe
-
-
-def test_commands_of_the_recipes_exist():
     text = "".join(file.read_text("utf-8") for file in CONTAINERS.iterdir())
     assert set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE)) == {"quickstart"} <= set(cli.COMMANDS)

@@ -9,7 +9,6 @@ from megatron.training import global_vars
 
 from megatron_muon.core.metrics import _StepProbe
 from megatron_muon.megatron.patches import monitoring
-from megatron_muon.tools.sweep.trials import _group
 from megatron_muon.tools.train.events import read_events
 
 
@@ -149,14 +148,6 @@ def test_texts_that_earlier_versions_wrote_take_nothing_from_a_resumed_run(tmp_p
     assert [point.step for point in events.points("lm loss")] == [1, 2, 3, 4, 5]
     assert events.args == {"lr": "0.1"}
     assert [began for began, _ in events.starts] == [1.0, 11.0]
-
-
-def test_a_sweep_names_the_group_of_its_runs(monkeypatch, tmp_path):
-    task = SimpleNamespace(folder=tmp_path / "compare" / "lr=8e-3" / "seed=1")
-    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
-    assert _group(task) == {"WANDB_RUN_GROUP": "compare"}
-    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
-    assert _group(task) == {}
 
 
 def test_the_error_of_a_teams_block_is_the_blocks():

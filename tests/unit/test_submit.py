@@ -56,21 +56,20 @@ def command(output: str) -> list[str]:
     return shlex.split(line)
 
 
-def test_a_dry_run_shows_the_command_and_the_script(submit):
+def test_a_dry_run_shows_the_command(submit):
     status, output, _ = submit()
     assert status == 0
-    script = ROOT / "scripts/slurm/pretrain.sbatch"
     assert command(output) == [
         *(f"MUON_ROOT={ROOT}", f"VENV={sys.prefix}", "sbatch", "--export=ALL", "--nodes=2", "--job-name=run"),
-        *(str(script), "run.yaml"),
+        *(str(ROOT / "scripts/slurm/pretrain.sbatch"), "run.yaml"),
     ]
-    assert output.endswith(script.read_text())
     assert "ck: a first start" in output
+    assert "logs/run-JOB.log" in output
     assert not Path("logs").exists()
 
 
 def test_every_option_reaches_sbatch_and_flags_the_script(submit, monkeypatch):
-    monkeypatch.setenv("CONTAINER_IMAGE", "image.sqsh")
+    monkeypatch.setenv("CONTAINER_IMAGE", "image.sqsh")  # which has its own Python
     options = ("--gpus-per-node", "8", "--time", "4:00:00", "--partition", "gpu", "--account", "me", "--job-name", "it")
     status, output, _ = submit(*options, "--sbatch=--qos=high", "--sbatch=--exclusive", "--", "--lr", "1e-3")
     assert status == 0
@@ -79,25 +78,12 @@ def test_every_option_reaches_sbatch_and_flags_the_script(submit, monkeypatch):
         *("--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive"),
         *(str(ROOT / "scripts/slurm/pretrain.sbatch"), "run.yaml", "--lr", "1e-3"),
     ]
-    assert "2 x 8 = 16 ranks" in output
-    assert "image.sqsh" in output
 
 
 def test_it_says_from_where_the_run_goes_on(submit):
     Path("ck").mkdir()
     Path("ck", files.TRACKER).write_text("30")
-    assert "ck: goes on from iteration 30" in submit()[1]
-    assert "ck: goes on from iteration 30\n" in submit("--", "--load", "pretrained", "--ckpt-step", "20")[1]
-
-
-def test_it_says_that_a_run_is_finished(submit):
-    """It "went on" with one, and the job would have ended at once after its time in the queue."""
-    Path("ck").mkdir()
-    Path("ck", files.TRACKER).write_text("30")
-    finished = "ck: finished, iteration 30 of 30; raise --train-iters to go on"
-    assert finished in submit("--", "--train-iters", "30")[1]
-    assert "goes on" not in submit("--", "--train-iters", "20")[1]
-    assert "ck: goes on from iteration 30\n" in submit("--", "--train-iters", "31")[1]
+    assert "ck: goes on from iteration 30\n" in submit()[1]
 
 
 def test_what_ranks_would_refuse_is_refused_before_the_queue(submit):
@@ -117,55 +103,43 @@ def test_an_array_has_a_task_for_each_line(submit):
     assert status == 0
     assert "--array=1-2%1" in command(output)
     assert "ARRAY_FLAGS=rates.txt" in command(output)
-    assert "2, from rates.txt" in output
+
+
+UNSAVED = "without --save DIR and --save-interval N the run could not be resumed"
 
 
 @pytest.mark.parametrize(
-    ("tasks", "message"),
+    ("change", "tasks", "arguments", "message"),
     [
-        ("", "rates.txt is empty; write a line of flags for each task"),
-        ("--lr 1e-3 --save a\n\n--lr 2e-3 --save b\n", "rates.txt:2: a line holds the flags of a task, found ''"),
-        ("--lr 1e-3 --save 'a\n", "rates.txt:1: No closing quotation; quote as in a shell"),
-        ("--lr 1e-3\n--lr 2e-3\n", "rates.txt:2: --save ck is that of task 1 too; give each line a --save of its own"),
-        ("--lr 1e-3 --save a\n--lrr 2e-3 --save b\n", "unknown flag --lrr; did you mean --lr?"),
-    ],
-)
-def test_array_files_that_would_go_wrong(submit, tasks, message):
-    Path("rates.txt").write_text(tasks)
-    status, _, errors = submit("--array", "rates.txt")
-    assert status == ExitStatus.USAGE
-    assert message in errors
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ("--lr: -> --lrr:", (), "does not know --lrr; did you mean --lr?"),
-        ("", ("--", "--no-such-flag"), "unknown flag --no-such-flag"),
-        ("", ("--", "--unset", "save"), "no --save, so the run could not be resumed; add --save DIR"),
-        ("--save-interval: 10 -> --seed: 1", (), "--save ck needs --save-interval N too"),
+        ("--lr: -> --lrr:", None, (), "does not know --lrr; did you mean --lr?"),
+        ("", None, ("--", "--no-such-flag"), "unknown flag --no-such-flag"),
+        ("", None, ("--", "--unset", "save"), UNSAVED),
+        ("--save-interval: 10 -> --seed: 1", None, (), UNSAVED),
         (
             "",
+            None,
             ("--nproc-per-node", "4", "--", "--tensor-model-parallel-size", "3"),
             "world size (8) is not divisible by",
         ),
-        ("", ("--array", "none.txt"), "cannot read --array 'none.txt': No such file"),
-        ("", ("--at-once", "2"), "--at-once 2 is for arrays; give --array FILE too"),
+        ("", None, ("--array", "none.txt"), "--array none.txt: [Errno 2] No such file"),
+        ("", None, ("--at-once", "2"), "--at-once 2 is for arrays; give --array FILE too"),
+        ("", "", (), "--array rates.txt is empty; write a line of flags for each task"),
+        ("", "--lr 1e-3 --save 'a\n", (), "--array rates.txt: No closing quotation"),
+        ("", "--lr 1e-3\n\n", (), "rates.txt:2: --save ck is that of an earlier line too"),
+        ("", "--lr 1e-3 --save a\n--lrr 2e-3 --save b\n", (), "unknown flag --lrr; did you mean --lr?"),
     ],
 )
-def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, message):
+def test_what_would_fail_after_hours_in_the_queue(submit, change, tasks, arguments, message):
     if change:
         Path("run.yaml").write_text(CONFIG.replace(*change.split(" -> ")))
+    if tasks is not None:
+        Path("rates.txt").write_text(tasks)
+        arguments = ("--array", "rates.txt")
     status, output, errors = submit(*arguments)
     assert status == ExitStatus.USAGE
     assert errors.startswith("megatron-muon: error: ")
     assert message in errors
     assert "sbatch" not in output
-
-
-@pytest.mark.parametrize("wrong", [("--nodes", "0"), ("--gpus-per-node", "8", "--nproc-per-node", "8")])
-def test_usage_errors(submit, wrong):
-    assert submit(*wrong)[0] == ExitStatus.USAGE
 
 
 def test_without_slurm_it_says_where_to_go(submit):
@@ -175,19 +149,12 @@ def test_without_slurm_it_says_where_to_go(submit):
     assert "scripts/slurm/local_cluster.sh start" in errors
 
 
-def test_where_sbatch_knows_no_cluster_it_is_one_line(submit, tmp_path):
-    """Four lines of sbatch's own, about DNS, stood there as one."""
+def test_what_sbatch_refuses_is_one_line(submit, tmp_path):
     sbatch = tmp_path / "sbatch"
-    said = ("error: fetch_config: DNS SRV lookup failed", "fatal: Could not establish a configuration source")
-    sbatch.write_text("#!/bin/sh\n" + "".join(f"echo 'sbatch: {line}' >&2\n" for line in said) + "exit 1\n")
+    sbatch.write_text("#!/bin/sh\nprintf 'sbatch: error: Invalid qos\\nspecification\\n' >&2\nexit 1\n")
     sbatch.chmod(0o755)
     status, _, errors = submit(dry=False)
-    assert status == ExitStatus.USAGE
-    (line,) = errors.splitlines()
-    assert f"sbatch finds no SLURM cluster from here ({said[1]}): type this on a login node" in line
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
-    status, _, errors = submit(dry=False)
-    assert (status, errors.count("sbatch refused the job: sbatch: error: Invalid qos")) == (ExitStatus.FAILURE, 1)
+    assert (status, errors.count("sbatch refused the job: sbatch: error: Invalid qos specification")) == (1, 1)
 
 
 def test_an_installed_package_needs_no_checkout(submit, tmp_path, monkeypatch):
@@ -223,11 +190,7 @@ def test_the_script_starts_the_installed_package_where_there_is_no_checkout(tmp_
     assert lines[lines.index("--container-mounts") + 1] == f"{tmp_path}:{tmp_path}"
     status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sif")
     inside = [*("apptainer", "exec", "--nv", "--bind", f"{tmp_path}:{tmp_path}", "--pwd", str(tmp_path)), "image.sif"]
-    assert lines[lines.index("apptainer") :][: len(inside) + 3] == [
-        *inside,
-        "python3",
-        "-m",
-        "megatron_muon.tools.train.node",
-    ]
+    inside += ["python3", "-m", "megatron_muon.tools.train.node"]
+    assert lines[lines.index("apptainer") :][: len(inside)] == inside
     assert starts("configs/quickstart.yaml")[0] == 2, "nobody says where the package is"
     assert starts("mine.yaml", VENV=str(tmp_path / "venv"))[0] == 2

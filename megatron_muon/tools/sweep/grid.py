@@ -1,11 +1,6 @@
-"""What a sweep tries: points from `--grid`, each a few settings, and the folders and flags that belong to them.
+"""What a sweep tries: every point of its `--grid`s with every seed.
 
-One `--grid` is a product of its keys' values; several are alternatives, so that settings which make sense for one
-optimizer only are tried with it alone:
-
-    --grid optimizer=adam lr=1e-3,2e-3  --grid optimizer=muon lr=4e-3,8e-3 muon_momentum=0.9,0.95
-
-are 2 + 4 points.
+One `--grid` is a product of its keys' values; several are alternatives, each tried by itself.
 """
 
 from __future__ import annotations
@@ -14,110 +9,58 @@ import csv
 import hashlib
 import itertools
 import re
-import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_muon.errors import UserError
 
-_KEY = re.compile(r"-*([A-Za-z_][A-Za-z0-9_-]*)=(.*)\Z", re.DOTALL)
-_MAX_FOLDER_LENGTH = 150
-
-
-@dataclass(frozen=True)
-class Point:
-    """One combination of settings, as they are typed for `--set`, in the order of the grid.
-
-    Its name leaves the `hidden` keys out: those that take a setting away and do nothing else in their grid.
-    """
-
-    settings: tuple[tuple[str, str], ...]
-    hidden: frozenset[str] = frozenset()
-
-    @property
-    def name(self) -> str:
-        """Its settings for people: optimizer=muon,lr=0.008."""
-        shown = [setting for setting in self.settings if setting[0] not in self.hidden]
-        return ",".join(f"{key}={value}" for key, value in shown or self.settings)
-
-    @property
-    def folder(self) -> str:
-        """Its name as a folder: without slashes or blanks, and not too long."""
-        quoted = urllib.parse.quote(self.name, safe="+,=.@:").replace("%2F", "-")
-        if len(quoted) > _MAX_FOLDER_LENGTH or "%" in quoted:
-            digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
-            quoted = f"{quoted.replace('%', '_')[:_MAX_FOLDER_LENGTH]}-{digest}"
-        return quoted
-
 
 @dataclass(frozen=True)
 class Task:
-    """One run of a sweep: a point with a seed, in its own folder below the sweep's."""
+    """One run of a sweep: a point, named by its settings as they are typed for `--set`, with a seed and a folder."""
 
-    point: Point
+    point: str
+    settings: tuple[tuple[str, str], ...]
     seed: int
     folder: Path
 
     @property
     def name(self) -> str:
         """For people: optimizer=muon,lr=0.008 seed=1."""
-        return f"{self.point.name} seed={self.seed}"
+        return f"{self.point} seed={self.seed}"
 
 
-def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
+def tasks_of(grids: Sequence[Sequence[str]], seeds: int, out: Path) -> list[Task]:
+    """Every point, none twice, with the seeds 1 to `seeds`: all points with the first seed, then with the second.
 
-    Raises:
-        UserError: a word is not of that form, or a second `--grid` was meant as a factor of the first.
+    A UserError names a word of a `--grid` that is not KEY=VALUE,VALUE.
     """
-    points: dict[frozenset[tuple[str, str]], Point] = {}
-    folders: dict[str, Point] = {}
-    first: dict[str, list[str]] = {}
-    for grid in map(_parse, grids):
-        if first and not first.keys() & grid.keys():
-            both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
-            raise UserError(
-                f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "
-                f"alternatives, each tried for itself; for every combination write one: --grid {both}"
-            )
-        first = {**grid, **first}
-        hidden = frozenset(key for key, values in grid.items() if values == ["null"])
-        for values in itertools.product(*grid.values()):
-            point = Point(tuple(zip(grid, values, strict=True)), hidden)
-            point = points.setdefault(frozenset(point.settings), point)
-            if (other := folders.setdefault(point.folder, point)) is not point:
-                raise UserError(
-                    f"--grid: the points {dict(other.settings)} and {dict(point.settings)} would share the folder "
-                    f"{point.folder}; leave one of them out"
-                )
-    return tuple(points.values())
+    points = dict.fromkeys(point for words in grids for point in _points(words))
+    tasks = []
+    for seed, point in itertools.product(range(1, seeds + 1), points):
+        name = ",".join(f"{key}={value}" for key, value in point)
+        tasks.append(Task(name, point, seed, out / folder_of(name) / f"seed={seed}"))
+    return tasks
 
 
-def tasks_of(points: Sequence[Point], seeds: int, out: Path) -> tuple[Task, ...]:
-    """Every point with the seeds 1 to `seeds`: all points with the first seed, then with the second."""
-    return tuple(
-        Task(point, seed, out / point.folder / f"seed={seed}") for seed in range(1, seeds + 1) for point in points
-    )
+def folder_of(point: str) -> str:
+    """A point's name as a folder: without slashes or blanks, not too long, and never that of another point."""
+    plain = re.sub(r"[^\w+,=.@:-]", "-", point, flags=re.ASCII)[:150]
+    return plain if plain == point else f"{plain}-{hashlib.sha256(point.encode()).hexdigest()[:8]}"
 
 
-def _parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Values by key of one `--grid`."""
+def _points(words: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
     grid: dict[str, list[str]] = {}
     for word in words:
-        key = ""
-        for value in next(csv.reader([word], skipinitialspace=True), []):
-            if match := _KEY.match(value):
-                key, value = match[1].replace("-", "_").lower(), match[2]
-                if key in grid:
-                    raise UserError(f"--grid {' '.join(words)}: {key} is given twice; write {key}=VALUE,VALUE once")
-                if key == "seed":
-                    raise UserError(f"--grid {word}: seeds come from --seeds N, which takes 1 to N")
-                grid[key] = []
-            if not key or not value or value in grid[key]:
-                fault = "a value is empty or stands there twice" if key else "no key"
-                raise UserError(
-                    f"--grid {word}: {fault}; write KEY=VALUE,VALUE, such as optimizer=adam,muon lr=1e-3,2e-3"
-                )
-            grid[key].append(value)
-    return grid
+        first, *values = next(csv.reader([word], skipinitialspace=True), [""])
+        key, _, value = first.partition("=")
+        key = key.lstrip("-").replace("-", "_").lower()
+        if not key.isidentifier() or not all([value, *values]) or key in grid:
+            raise UserError(
+                f"--grid {' '.join(words)}: write KEY=VALUE,VALUE for each key once, such as optimizer=adam,muon "
+                f"lr=1e-3,2e-3; found {word!r}"
+            )
+        grid[key] = [value, *values]
+    for combination in itertools.product(*grid.values()):
+        yield tuple(zip(grid, combination, strict=True))
