@@ -170,7 +170,7 @@ def gathered_exchange(
     """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
     routes = [
         make_route(
-            layout, [index], [None] * len(layout.matrices), group.rank(), orthogonalizer.scale,
+            layout, [index], [Team((group.rank(),), (0.0,))] * len(layout.matrices), group.rank(), orthogonalizer.scale,
             number=index, rows_by=ALL_GATHER, updates_by=NOWHERE,
         )
         for index in range(len(layout.matrices))

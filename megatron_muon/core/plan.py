@@ -154,12 +154,8 @@ def make_plan(
     None `AUTO_BYTES` or as much as whole blocks need; `rules` None forms no teams, on one node.
 
     Raises:
-        ValueError: a cost for each matrix is missing, or the buffer is too small, also for the largest teams.
+        UserError: the buffer is too small.
     """
-    if len(costs) != len(layout.matrices):
-        raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
-    if buffer_bytes is not None and buffer_bytes <= 0:
-        raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
     rules = rules or TeamRules(memory.iteration.cost, [0] * layout.world_size, size=1)
     needs = _fitting_needs(layout, costs, rules, memory, buffer_bytes)
     loads = np.zeros(layout.world_size)

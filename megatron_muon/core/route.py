@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_muon.core.copies import Copy, Strided
 from megatron_muon.core.layout import Layout, Shard
-from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team, blocks_of
+from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team
 
 NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
 """How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
@@ -120,7 +120,7 @@ def make_stacks(slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], 
 def make_route(
     layout: Layout,
     indices: Sequence[int],
-    teams: Sequence[Team | None],
+    teams: Sequence[Team],
     rank: int,
     scale: Callable[[tuple[int, int]], float],
     *,
@@ -130,12 +130,13 @@ def make_route(
 ) -> Route:
     """This rank's part in wave `number`, of the matrices with these indices.
 
-    `teams` are the owners of each matrix of the layout, None where every rank orthogonalises it for itself; `scale` is
-    of the update of a block of a shape.
+    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises it for itself;
+    `scale` is of the update of a block of a shape.
     """
     world = layout.world_size
     held = dict(zip(indices, layout.held(rank, indices), strict=True))
-    stacks = make_stacks([slot for index in indices for slot in _slots(layout, index, teams[index], rank)], scale)
+    slots = itertools.chain(*(teams[index].slots(index, layout.matrices[index]) for index in indices))
+    stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
     units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
     ours = [unit for unit in units if unit.owner == rank]
     sent = _laid_out(world, [(unit.owner, unit) for unit in units if unit.owner != rank and unit.source == rank])
@@ -206,17 +207,10 @@ _Placed = list[tuple[int, _Unit]]
 """Units with the element of a buffer at which each begins."""
 
 
-def _slots(layout: Layout, index: int, team: Team | None, rank: int) -> list[BlockSlice]:
-    """What `rank` orthogonalises of a matrix."""
-    if team is None:
-        return blocks_of(index, layout.matrices[index], rank)
-    return [slot for slot in team.slots(index, layout.matrices[index]) if slot.rank == rank]
-
-
 def _units(
     layout: Layout,
     indices: Sequence[int],
-    teams: Sequence[Team | None],
+    teams: Sequence[Team],
     rank: int,
     held: dict[int, Shard],
     stacks: Sequence[Stack],
@@ -231,8 +225,8 @@ def _units(
     for index in indices:
         matrix, team = layout.matrices[index], teams[index]
         here = [held[index]] if held[index].numel else []
-        for part in [None] if team is None or team.cuts is None else team.slices(index, matrix):
-            owner = rank if team is None else team.ranks[0] if part is None else part.rank
+        for part in [None] if team.cuts is None else team.slices(index, matrix):
+            owner = team.ranks[0] if part is None else part.rank
             ours = [found for found in slots[index] if part in (None, found[2])] if owner == rank else []
             for shard in matrix.shards if owner == rank else here:
                 source = shard.rank if is_gather else shard.source(owner, layout.world_size)

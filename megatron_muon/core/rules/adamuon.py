@@ -11,18 +11,10 @@ from typing import Any, override
 
 import torch
 
-from megatron_muon.core.numbers import check_number
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
 
 MOMENT2 = "moment2_buffer"
 """The second moment's slot, upstream's name."""
-
-
-def moment_settings(options: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a rule with a second moment, as parameter groups have them."""
-    check_number("adaptive_muon_beta2", options["beta2"])
-    check_number("adaptive_muon_eps", options["eps"])
-    return {"beta2": options["beta2"], "eps": options["eps"]}
 
 
 class AdaMuon(Rule):
@@ -33,7 +25,7 @@ class AdaMuon(Rule):
 
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         super().__init__(held, options)
-        self.settings = moment_settings(options)
+        self.settings = {name: options[name] for name in ("beta2", "eps")}
         self._scales = [
             factors[shard.row_start : shard.row_start + shard.rows]
             for factors, shard in zip(held.scales, held.shards, strict=True)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.rules.adamuon import MOMENT2, moment_settings
+from megatron_muon.core.rules.adamuon import MOMENT2
 from megatron_muon.core.rules.rule import Held, Rule, Step
 
 
@@ -31,7 +31,7 @@ class NorMuon(Rule):
 
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         super().__init__(held, options)
-        self.settings = moment_settings(options)
+        self.settings = {name: options[name] for name in ("beta2", "eps")}
         self._rank = held.group.rank()
         counts = zip(held.layout.matrices, held.experts, strict=True)
         self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
