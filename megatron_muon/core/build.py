@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
-from megatron_muon.core.layout import Layout, replicated
+from megatron_muon.core.layout import Layout, everywhere
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
@@ -149,7 +150,7 @@ def local_exchange(
 ) -> Exchange:
     """Every rank does all of the work on matrices that it holds whole, in `most` bytes, without communication."""
     memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
-    alone = Layout(1, tuple(replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices))
+    alone = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices))
     routes = [
         make_route(
             alone, part, [Team((0,), (0.0,))] * len(alone.matrices), 0, orthogonalizer.scale,

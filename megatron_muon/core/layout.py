@@ -6,11 +6,13 @@ Orthogonalising them together would mix their singular vectors, so the rows of a
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import itertools
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,8 +125,8 @@ class Holders:
         """The holders of `shards`."""
         pairs = [(holder, number) for number, shard in enumerate(shards) for holder in shard.holders]
         ranks, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        corners = itertools.chain.from_iterable((s.row_start, s.rows, s.col_start, s.cols) for s in shards)
-        rectangles = np.fromiter(corners, np.int64, 4 * len(shards)).reshape(-1, 4)
+        corners = [(s.row_start, s.rows, s.col_start, s.cols) for s in shards]
+        rectangles = np.array(corners, dtype=np.int64).reshape(-1, 4)
         return cls(shards, ranks, numbers, rectangles[:, 1] * rectangles[:, 3], rectangles)
 
     def sources(self, owner: int, world_size: int) -> Ints:
@@ -174,20 +176,17 @@ class Matrix:
                 raise LayoutError(f"{self.name}: rank {shard.rank} has an empty shard; leave empty shards out")
             if not (0 <= shard.row_start <= rows - shard.rows and 0 <= shard.col_start <= cols - shard.cols):
                 raise LayoutError(f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}")
-        edges = sorted({0, rows, *(s.row_start for s in self.shards), *(s.row_start + s.rows for s in self.shards)})
-        starting: dict[int, list[Shard]] = {}  # by first row
-        for shard in self.shards:
-            starting.setdefault(shard.row_start, []).append(shard)
-        band: list[Shard] = []  # those with rows between two edges
-        for top, bottom in itertools.pairwise(edges):
-            band = [shard for shard in band if shard.row_start + shard.rows > top] + starting.get(top, [])
-            reached = 0
-            for first, end in [*sorted((s.col_start, s.col_start + s.cols) for s in band), (cols, cols)]:
-                if first != reached:
-                    fault = "no rank holds" if first > reached else "several ranks hold"
-                    low, high = sorted((reached, first))
-                    raise LayoutError(f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {low} to {high - 1}")
-                reached = end
+        tops = sorted({0, *(s.row_start for s in self.shards), *(s.row_start + s.rows for s in self.shards)} - {rows})
+        lefts = sorted({0, *(s.col_start for s in self.shards), *(s.col_start + s.cols for s in self.shards)} - {cols})
+        holders = np.zeros((len(tops), len(lefts)), dtype=np.int64)  # of each cell between the edges of shards
+        for s in self.shards:
+            above, below = (bisect.bisect_left(tops, row) for row in (s.row_start, s.row_start + s.rows))
+            left, right = (bisect.bisect_left(lefts, col) for col in (s.col_start, s.col_start + s.cols))
+            holders[above:below, left:right] += 1
+        if (holders != 1).any():
+            row, col = np.argwhere(holders != 1)[0]
+            fault = "no rank holds" if holders[row, col] == 0 else "several ranks hold"
+            raise LayoutError(f"{self.name}: {fault} row {tops[row]}, column {lefts[col]}")
 
 
 @dataclass(frozen=True)
@@ -223,13 +222,11 @@ class Layout:
                 raise LayoutError(f"{name}: blocks of {blocks} rows do not make its {matrix.shape[0]} rows")
 
     def _check_holders(self, matrix: Matrix) -> None:
-        name, held = matrix.name, set[int]()
-        for rank in (rank for shard in matrix.shards for rank in shard.holders):
+        for rank, shards in Counter(rank for shard in matrix.shards for rank in shard.holders).items():
             if not 0 <= rank < self.world_size:
-                raise LayoutError(f"{name}: rank {rank} is not in a group of {self.world_size}")
-            if rank in held:
-                raise LayoutError(f"{name}: rank {rank} holds two shards; a rank holds one rectangle of a matrix")
-            held.add(rank)
+                raise LayoutError(f"{matrix.name}: rank {rank} is not in a group of {self.world_size}")
+            if shards > 1:
+                raise LayoutError(f"{matrix.name}: rank {rank} holds {shards} shards; a rank holds one rectangle")
 
     def digest(self) -> int:
         """A hash of all that is in the layout, 0 <= digest < 2**63: equal layouts have equal ones, on any rank."""
@@ -249,20 +246,15 @@ class Layout:
     @functools.cached_property
     def holders(self) -> list[Holders]:
         """Who holds each matrix; those that are cut alike have the same object."""
-        found: dict[int, Holders] = {}
-        for matrix in self.matrices:
-            if id(matrix.shards) not in found:
-                found[id(matrix.shards)] = Holders.of(matrix.shards)
+        cuts = {id(matrix.shards): matrix.shards for matrix in self.matrices}
+        found = {cut: Holders.of(shards) for cut, shards in cuts.items()}
         return [found[id(matrix.shards)] for matrix in self.matrices]
 
     def held(self, rank: int, indices: Sequence[int] | None = None) -> list[Shard]:
         """What `rank` holds of each matrix, or of some; a shard without rows where it holds nothing."""
         matrices = self.matrices if indices is None else [self.matrices[index] for index in indices]
-        found: dict[int, Shard | None] = {}
-        for matrix in matrices:
-            if id(matrix.shards) not in found:
-                found[id(matrix.shards)] = matrix.shard_of(rank)
-        return [found[id(matrix.shards)] or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in matrices]
+        found = {cut: one.shard_of(rank) for cut, one in {id(one.shards): one for one in matrices}.items()}
+        return [found[id(one.shards)] or Shard(rank, 0, 0, 0, one.shape[1]) for one in matrices]
 
 
 def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
@@ -279,13 +271,6 @@ def from_rectangles(
 ) -> Matrix:
     """The matrix of which rank r holds `rectangles[r]`, without elements where it holds none."""
     return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))
-
-
-def replicated(
-    name: str, shape: tuple[int, int], world_size: int, split: RowSplit | None = None, steps: int = 0
-) -> Matrix:
-    """The matrix that every rank holds whole."""
-    return Matrix(name, shape, everywhere(shape, world_size), split or whole(shape[0]), steps)
 
 
 @functools.cache

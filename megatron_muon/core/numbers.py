@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_muon.core.errors import UserError
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(NamedTuple):
     """Numbers that a setting may have, from `low` to less than `high`; never NaN or infinite."""
 
     low: float = 0.0
@@ -34,15 +32,12 @@ class Range:
         return low + high + (f" ({self.hint})" if self.hint else "")
 
 
-_RATE = Range()
-_SHARE = Range(high=1.0)
-_BUFFER = Range(low=0.001)
 _COUNT = Range(low=1, whole=True)
 RANGES = {
-    **dict.fromkeys(("lr", "min_lr", "muon_lr", "muon_min_lr", "weight_decay", "adam_eps"), _RATE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"), _SHARE),
-    **dict.fromkeys(("muon_momentum", "adaptive_muon_beta2"), _SHARE),
-    **dict.fromkeys(("muon_exchange_buffer_mb", "muon_offload_buffer_mb"), _BUFFER),
+    **dict.fromkeys(("lr", "min_lr", "muon_lr", "muon_min_lr", "weight_decay", "adam_eps"), Range()),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"), Range(high=1.0)),
+    **dict.fromkeys(("muon_momentum", "adaptive_muon_beta2"), Range(high=1.0)),
+    **dict.fromkeys(("muon_exchange_buffer_mb", "muon_offload_buffer_mb"), Range(low=0.001)),
     **dict.fromkeys(("log_interval", "seed", "seq_length", "num_layers", "hidden_size", "num_attention_heads"), _COUNT),
     "muon_num_ns_steps": Range(low=1, whole=True, hint="5 is usual"),
     "muon_extra_scale_factor": Range(above=True, hint="0.2 gives updates of AdamW's size"),
@@ -72,16 +67,16 @@ def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
 def check_numbers(values: Any) -> None:
     """The same for all numbers of parsed flags or of a config: ranges, nothing NaN, no lowest rate above its peak."""
     given = {name: value for name, value in vars(values).items() if value is not None}
-    for name in RANGES.keys() & given.keys():
-        check_number(name, given[name])
     for name, value in given.items():
+        if name in RANGES:
+            check_number(name, value)
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, (int, float)) and name not in _INFINITE:
                 _finite(flag_of(name), number, "a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         # Muon takes the common rate where its own is not given.
         low, high = (name if name in given else name.removeprefix("muon_") for name in (lowest, peak))
-        if low in given and high in given and given[low] > given[high]:
+        if given.get(low, 0.0) > given.get(high, math.inf):
             raise UserError(
                 f"{flag_of(low)} {given[low]:g} is above {flag_of(high)} {given[high]:g}; choose {flag_of(lowest)} of "
                 f"at most {given[high]:g}"
@@ -93,7 +88,7 @@ def _finite(flag: str, value: Any, possible: str) -> float:
     try:
         number = float(value)
     except OverflowError:
-        raise UserError(f"{flag} has more digits than a number can have; choose {possible}") from None
+        number = math.inf
     if not math.isfinite(number):
         raise UserError(f"{flag} {number:g} is not finite; choose {possible}")
     return number

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, from_rectangles, replicated
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, everywhere, from_rectangles
 from megatron_muon.core.layout import Shard as Held
 from megatron_muon.fsdp import cuts
 from megatron_muon.fsdp.cuts import Places, bucket_shards, placed_shards
@@ -117,7 +117,7 @@ def layout(**changes: Any) -> Layout:
     """A small layout, with some of it changed."""
     made = {"name": "w", "shape": (8, 4), "rectangles": [(0, 5, 0, 4), (5, 3, 0, 4)], "split": RowSplit(2, (3, 1))}
     given = {**made, **changes}
-    return Layout(2, (from_rectangles(*given.values()), replicated("v", (3, 3), 2)))
+    return Layout(2, (from_rectangles(*given.values()), Matrix("v", (3, 3), everywhere((3, 3), 2))))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ def test_matrices_that_share_their_shards_are_as_if_each_had_its_own() -> None:
     shared = tuple(Matrix(matrix.name, matrix.shape, own[0].shards) for matrix in own)
     assert own[0].shards is not own[1].shards
     assert (Layout(2, own).digest(), Layout(2, own).held(1)) == (Layout(2, shared).digest(), Layout(2, shared).held(1))
-    with pytest.raises(ValueError, match="w3: no rank holds rows 8 to 8"):
+    with pytest.raises(ValueError, match="w3: no rank holds row 8, column 0"):
         Layout(2, (*shared, Matrix("w3", (9, 4), own[0].shards)))
     assert Layout(3, (*shared,)).held(2) == [Held(2, 0, 0, 0, 4)] * 3

@@ -81,11 +81,11 @@ def test_cuts_need_not_form_a_grid() -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([shard(0, range(0, 3), range(4))], "no rank holds rows 3 to 5, columns 0 to 3"),
-        ([shard(0, range(0, 6), range(3))], "no rank holds rows 0 to 5, columns 3 to 3"),
+        ([shard(0, range(0, 3), range(4))], "no rank holds row 3, column 0"),
+        ([shard(0, range(0, 6), range(3))], "no rank holds row 0, column 3"),
         (
             [shard(0, range(0, 4), range(4)), shard(1, range(3, 6), range(4))],
-            "several ranks hold rows 3 to 3, columns 0 to 3",
+            "several ranks hold row 3, column 0",
         ),
         ([shard(0, range(0, 7), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
         ([shard(0, range(-1, 6), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
@@ -104,7 +104,7 @@ def test_the_message_names_the_place(shards: list[Shard], message: str) -> None:
         ([matrix(shard(0, range(6), range(4)))] * 2, "w: this name stands for two matrices"),
         ([matrix(shard(-1, range(6), range(4)))], "rank -1 is not in a group of 2"),
         ([matrix(shard(2, range(6), range(4)))], "rank 2 is not in a group of 2"),
-        ([matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))], "rank 0 holds two shards"),
+        ([matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))], "rank 0 holds 2 shards"),
         ([row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))], "blocks of 2 x .* do not make its 6 rows"),
     ],
 )

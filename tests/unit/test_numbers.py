@@ -125,9 +125,7 @@ def test_what_is_no_number_is_said_to_be_none(value):
 @pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400, 3)], ids=["large", "low", "fraction"])
 def test_what_no_float_holds_is_refused(value):
     """With 400 digits it was an OverflowError."""
-    with pytest.raises(
-        UserError, match=r"^--muon-num-ns-steps has more digits than .*; choose a whole number"
-    ) as raised:
+    with pytest.raises(UserError, match=r"^--muon-num-ns-steps inf is not finite; choose a whole number") as raised:
         check_number("muon_num_ns_steps", value)
     assert len(str(raised.value)) < 140
 

@@ -16,7 +16,7 @@ from megatron_muon.core import orthogonalize
 from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.exchange import Buffers
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, replicated
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, everywhere
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
@@ -103,7 +103,11 @@ def test_one_block_that_is_not_finite_makes_its_matrixs_update_nan(precision: st
     split = RowSplit(groups=2, parts=(4, 2, 2))
     shapes = [(16, 10), (16, 10), (5, 12), (5, 12)]
     layout = Layout(
-        1, tuple(replicated(str(i), shape, 1, split if shape[0] == 16 else None) for i, shape in enumerate(shapes))
+        1,
+        tuple(
+            Matrix(str(i), shape, everywhere(shape, 1), split if shape[0] == 16 else None)
+            for i, shape in enumerate(shapes)
+        ),
     )
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     orthogonalizer = Orthogonalizer(Iteration(precision=precision))

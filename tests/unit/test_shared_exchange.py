@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_muon.core.build import owner_exchange, shared_exchange
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import Buffers
-from megatron_muon.core.layout import Layout, replicated
+from megatron_muon.core.layout import Layout, Matrix, everywhere
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
@@ -43,7 +43,7 @@ class Group:
 
 
 def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan:
-    layout = Layout(ranks, tuple(replicated(f"w{i}", shape, ranks) for i, shape in enumerate(shapes)))
+    layout = Layout(ranks, tuple(Matrix(f"w{i}", shape, everywhere(shape, ranks)) for i, shape in enumerate(shapes)))
     costs = [float(rows * cols) for rows, cols in shapes]
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 

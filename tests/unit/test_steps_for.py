@@ -17,7 +17,7 @@ from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import GRAM, STANDARD, Iteration
 from megatron_muon.core.exchange import Buffers
-from megatron_muon.core.layout import Layout, Matrix, replicated, row_sharded
+from megatron_muon.core.layout import Layout, Matrix, everywhere, row_sharded
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
@@ -82,7 +82,7 @@ def test_blocks_with_other_steps_have_a_stack_of_their_own(method: str) -> None:
     """Each update is that of emerging-optimizers with its steps, to fp32's rounding, and of no other number."""
     matrices = [Matrix(name, (12, 20), steps=steps) for name, steps in zip("abcd", (0, 3, 8, 3), strict=True)]
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", method=method), scale_mode="shape_scaling")
-    layout = Layout(1, tuple(replicated(one.name, one.shape, 1, steps=one.steps) for one in matrices))
+    layout = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in matrices))
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     exchange = local_exchange(layout, group, orthogonalizer, Buffers(torch.device("cpu")), memory=Memory(4))
     assert sorted(len(of.slots) for wave in exchange._waves for of in wave.route.stacks) == [1, 1, 2]

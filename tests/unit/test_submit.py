@@ -119,7 +119,7 @@ UNSAVED = "without --save DIR and --save-interval N the run could not be resumed
             "",
             None,
             ("--nproc-per-node", "4", "--", "--tensor-model-parallel-size", "3"),
-            "world size (8) is not divisible by",
+            "world size (8) is not",
         ),
         ("", None, ("--array", "none.txt"), "--array none.txt: [Errno 2] No such file"),
         ("", None, ("--at-once", "2"), "--at-once 2 is for arrays; give --array FILE too"),

@@ -202,7 +202,7 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     whole.run(lambda: ends.append(1))
     shown = capsys.readouterr().out
     assert (starting, ends, groups) == ([True, False], [1], [tmp_path.parent.name])
-    assert live == (["lr=0.01 seed=1  12/20  loss 2.8515"] if terminal else [])
+    assert live == (["lr=0.01 seed=1  step 12/20  loss 2.8515"] if terminal else [])
     losses = "training loss 2.5000, validation loss 2.2500"
     assert f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}, 10 s; about 0:00 left" in shown
     assert ("\x1b[" in shown) is terminal
