@@ -19,6 +19,17 @@ SEQUENCE = 8
 VOCABULARY = 131
 LATENT = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
 QUERY_LATENT = 10
+HYBRID = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 3,
+    "mamba_state_dim": 5,
+    "mamba_num_groups": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 4,
+}
 STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
 
 
@@ -42,6 +53,7 @@ class Case:
             the forward pass does not use them.
         latent: multi-latent attention, with the query's latent where `query_latent`.
         output_gate: attention with a gate for each query head.
+        hybrid: layers of a HybridModel, a letter each as in --hybrid-layer-pattern, instead of `layers`; never run.
         attention: fields of TransformerConfig for QK-clip and for biases.
         excluded: substrings of the names that `muon_exclude` names, for the reference.
         steps_for: Newton-Schulz steps by such substrings of names, for the reference; the last one that is found holds.
@@ -74,6 +86,7 @@ class Case:
     latent: bool = False
     query_latent: bool = False
     output_gate: bool = False
+    hybrid: str = ""
     attention: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     steps_for: tuple[tuple[str, int], ...] = ()

@@ -129,6 +129,9 @@ BLOCKS = {
     "latent attention, whole": Case(
         layers=1, latent=True, query_latent=True, optimizer={"muon_split_qkv": False}
     ),
+    "hybrid": Case(hybrid="MG*", output_gate=True),
+    "hybrid, latent attention": Case(hybrid="M+", latent=True, query_latent=True),
+    "hybrid, whole": Case(hybrid="MG", optimizer={"muon_split_qkv": False}),
     "experts": Case(layers=1, experts=3, swiglu=True, optimizer=GATED),
     "stacked experts": Case(layers=1, stacked=3, swiglu=True, optimizer=GATED),
     "stacked experts, whole": Case(layers=1, stacked=5, swiglu=True),
@@ -194,7 +197,10 @@ BLOCKS_OVER_LAYOUTS = {
     "ep2": MOE.but(
         swiglu=True, expert_parallel=2, optimizer={**GATED, "muon_exclude": ["router"]}, excluded=("router",)
     ),
-    "latent attention, tp2": TP.but(query_groups=3, latent=True, query_latent=True, optimizer=OVER_TP),
+    "hybrid tp2": TP.but(hybrid="MG*", output_gate=True, optimizer=OVER_TP),
+    "hybrid, latent attention, tp2": TP.but(
+        hybrid="M+", query_groups=3, latent=True, query_latent=True, optimizer=OVER_TP
+    ),
     "expert tp2": MOE.but(swiglu=True, experts=2, expert_tensor=2, optimizer={**GATED, **OVER_TP}),
 }  # fmt: skip
 """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
@@ -310,6 +316,8 @@ TABLE: dict[str, Group] = {
                                                     for label, case in (SETTINGS | BLOCKS).items()}, **SHARED)),
     "blocks, gathered": Group(2, of_all(BLOCKS, **GATHERED)),
     "blocks over layouts": Group(4, BLOCKS_OVER_LAYOUTS),
+    "blocks over two ranks": Group(2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid},
+                                   often=True),
     "blocks, hyperball": Group(3, of_all(BLOCKS, **HYPERBALL), steps=5),
     "blocks over layouts, hyperball": Group(4, of_all(BLOCKS_OVER_LAYOUTS, **HYPERBALL), steps=5),
     **{f"teams of {size} on {n}": _teams(n, size) for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.support.case import LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
+from tests.support.case import HYBRID, LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
 
 
 def global_name(name: str, first_expert: int) -> str:
@@ -30,9 +30,11 @@ def transformer_config(case: Case) -> Any:
     if case.latent:
         more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
         more |= {"add_bias_linear": False}
+    if case.hybrid:
+        more |= HYBRID | {"is_hybrid_model": True, "normalization": "RMSNorm"}
     more |= case.attention
     return (MLATransformerConfig if case.latent else TransformerConfig)(
-        num_layers=case.layers,
+        num_layers=len(case.hybrid) or case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
         num_attention_heads=case.heads,
@@ -83,7 +85,7 @@ class NoCoreAttention(torch.nn.Module):
 def build_gpt(case: Case, config: Any) -> torch.nn.Module:
     from megatron.core.parallel_state import get_expert_model_parallel_rank
 
-    model = _gpt_model(case, config)
+    model = _hybrid_model(case, config) if case.hybrid else _gpt_model(case, config)
     if case.stacked:
         config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
     for layer in model.decoder.layers if case.stacked else ():
@@ -119,6 +121,24 @@ def _gpt_model(case: Case, config: Any) -> Any:
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="learned_absolute",
     )
+
+
+def _hybrid_model(case: Case, config: Any) -> Any:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_muon.patching import Patches
+    from tests.support.hybrid import build_without_kernels, local_layers
+
+    with Patches() as changes:
+        build_without_kernels(changes)
+        return HybridModel(
+            config,
+            local_layers(hybrid_stack_spec),
+            vocab_size=case.vocabulary,
+            max_sequence_length=SEQUENCE,
+            hybrid_layer_pattern=case.hybrid,
+        )
 
 
 def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.support.case import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
+from tests.support.case import HYBRID, LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
 
 
 def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
@@ -34,6 +34,8 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
         width, in_group = case.hidden // case.heads, case.heads // case.query_groups
         kinds = ["query"] * in_group + ["gate"] * (in_group * case.output_gate) + ["key", "value"]
         owner = [(kind, head, width) for head, kind in enumerate(kinds * case.query_groups)]
+    elif "in_proj" in name:
+        owner = [(kind, kind, rows // case.tensor) for _ in range(case.tensor) for kind, rows in in_projection(name)]
     elif "linear_kv_up_proj" in name:
         owner = [(kind, (kind, head), LATENT[size])
                  for head in range(case.heads)
@@ -59,6 +61,20 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
         row += rows
     assert row == shape[-2], (name, row, shape)
     return list(blocks.values())
+
+
+def in_projection(name: str) -> list[tuple[str, int]]:
+    """The parts of Mamba's or GatedDeltaNet's `in_proj` and their rows, in the order of their forward passes."""
+    size = HYBRID
+    if "mixer" in name:
+        inner, state = (
+            size["mamba_num_heads"] * size["mamba_head_dim"],
+            size["mamba_num_groups"] * size["mamba_state_dim"],
+        )
+        return [("z", inner), ("x", inner), ("B", state), ("C", state), ("dt", size["mamba_num_heads"])]
+    keys, values = (size[f"linear_num_{kind}_heads"] * size[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
+    heads = size["linear_num_value_heads"]
+    return [("query", keys), ("key", keys), ("value", values), ("z", values), ("beta", heads), ("alpha", heads)]
 
 
 def rows_to_scale(case: Case, name: str, gamma: list[float]) -> Iterator[tuple[int, float]]:

@@ -64,8 +64,6 @@ def show(figures: Figures, source: str, *, details: bool) -> None:
         print_table(("memory of a GPU", "with Adam", "with Muon"), rows)
         has = "fits" if memory["fits"] else "DOES NOT FIT"
         print_line(f"with Muon it {has}: a GPU has {size(memory['capacity'])}\n", "green" if memory["fits"] else "red")
-        if not memory["muon"]["activations"]:
-            print_line("warning: activations are not in it: Megatron has no formula for hybrid models", "yellow")
     if step is not None:
         both = [step["adam_ms"], step["muon_ms"]]
         rows = [
