@@ -120,10 +120,7 @@ class Int8(Codec):
         values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
         for chunk in _chunks(rows, cols, record.device):
             part = values[chunk].copy_(codes[chunk])
-            part.mul_(part.abs())
-            for block_cols, blocks in _equal_blocks(cols):
-                block = part[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
-                block.mul_(scales[chunk, blocks, None])
+            part.mul_(part.abs()).mul_(_by_column(scales[chunk], cols))
         return values
 
     @override
@@ -133,14 +130,13 @@ class Int8(Codec):
         scales, codes = self._parts(record, rows, cols)
         for chunk, noise in _noise(values, place, step=step):
             scaled = values[chunk].abs()
-            for block_cols, blocks in _equal_blocks(cols):
-                block = scaled[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
-                # Of what the largest code will decode to, because that gives the same scale when it is encoded again,
-                # as after loading a checkpoint. Zero where all values are nearly so, not finite where one is not.
-                scale = _int8_scale(_int8_scale(block.amax(dim=-1)) * _INT8_MAX**2)
-                scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
-                scales[chunk, blocks] = scale
-                block.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0)[..., None])
+            blocks = torch.nn.functional.pad(scaled, (0, -cols % BLOCK_COLS)).unflatten(1, (-1, BLOCK_COLS))
+            # Of what the largest code will decode to, because that gives the same scale when it is encoded again,
+            # as after loading a checkpoint. Zero where all values are nearly so, not finite where one is not.
+            scale = _int8_scale(_int8_scale(blocks.amax(dim=-1)) * _INT8_MAX**2)
+            scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+            scales[chunk] = scale
+            scaled.mul_(_by_column(torch.where(scale > 0, scale.reciprocal(), 0.0), cols))
             # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of the way between the
             # two squares, (scaled - c^2) / (2 c + 1).
             root = scaled.sqrt().floor_()
@@ -181,19 +177,15 @@ def _blocks(cols: int) -> int:
     return -(-cols // BLOCK_COLS)
 
 
-def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
-    """Columns and numbers of the full blocks, then those of the shorter last one."""
-    full = cols // BLOCK_COLS
-    if full:
-        yield slice(0, full * BLOCK_COLS), slice(0, full)
-    if cols % BLOCK_COLS:
-        yield slice(full * BLOCK_COLS, cols), slice(full, full + 1)
+def _by_column(scales: Tensor, cols: int) -> Tensor:
+    """A number for each block (rows, blocks) as one for each column (rows, cols)."""
+    return scales[..., None].expand(-1, -1, BLOCK_COLS).flatten(1)[:, :cols]
 
 
 def _chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
     """Ranges of rows that are worked on at once; none for an empty rectangle."""
     if rows and cols:
-        size = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // cols)
+        size = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // max(cols, BLOCK_COLS))
         for start in range(0, rows, size):
             yield slice(start, min(start + size, rows))
 

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -30,18 +31,18 @@ class MomentumFile:
     """
 
     def __init__(self, directory: Path, size: int) -> None:
-        self.directory = directory
-        self.size = size
+        self.directory, self.size = directory, size
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
-        self.direct = True
+        descriptor = self._file.fileno()
         try:
             if size:  # else the system calls it invalid
-                os.posix_fallocate(self._file.fileno(), 0, size)
+                os.posix_fallocate(descriptor, 0, size)
         except OSError:
             self.close()
             raise
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+            self.direct = True
         except OSError:  # a file system without direct I/O
             self.direct = False
 
@@ -88,7 +89,7 @@ class DiskRecords:
     """
 
     def __init__(self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str) -> None:
-        self.file = file
+        self.file, self._file = file, cast(MomentumFile, file)  # without one there are no records
         self.failure: str | None = None
         self.lost: set[int] = set()
         self._offsets = dict(zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False))
@@ -105,10 +106,10 @@ class DiskRecords:
             buffer.copy_(self._kept[index])
         elif index not in self.lost:
             try:
-                self._move(MomentumFile.read, index, buffer)
+                self._file.read(self._offsets[index], buffer)
             except OSError as first:
                 try:
-                    self._move(MomentumFile.read, index, buffer)
+                    self._file.read(self._offsets[index], buffer)
                     self._fail("read", index, first, "nothing is lost, a second try worked")
                 except OSError:
                     lost = f"{self._what} of {self._names[index]} is lost on this rank; start again from a checkpoint"
@@ -118,22 +119,19 @@ class DiskRecords:
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
-        if index not in self.lost:
-            try:
-                self._move(MomentumFile.write, index, buffer)
-                self._kept.pop(index, None)
-            except OSError as error:
-                self._kept[index] = buffer.clone()
-                self._fail("write", index, error, "nothing is lost, what was to be written is kept in memory")
-
-    def _move(self, move: Callable[[MomentumFile, int, torch.Tensor], None], index: int, buffer: torch.Tensor) -> None:
-        assert self.file is not None, "there is no record on disk"
-        move(self.file, self._offsets[index], buffer)
+        if index in self.lost:
+            return
+        try:
+            self._file.write(self._offsets[index], buffer)
+            self._kept.pop(index, None)
+        except OSError as error:
+            self._kept[index] = buffer.clone()
+            self._fail("write", index, error, "nothing is lost, what was to be written is kept in memory")
 
     def _fail(self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False) -> None:
         with self._guard:
             if self.failure is None or (is_lost and not self.lost):
-                place = f"a file of {self.file and self.file.directory} at offset {self._offsets[index]:,}"
+                place = f"a file of {self._file.directory} at offset {self._offsets[index]:,}"
                 why = error.strerror or str(error)
                 self.failure = f"cannot {doing} {self._what} in {place}: {why}; {outcome}"
             if is_lost:

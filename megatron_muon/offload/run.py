@@ -16,7 +16,7 @@ from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import MomentumFile, require_writable
+from megatron_muon.offload.files import MomentumFile
 from megatron_muon.offload.memory import in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
@@ -25,7 +25,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 
 @dataclass(eq=False)
 class OffloadRun:
-    """The stores of one run. Collective; a UserError on every rank where one cannot use the directory."""
+    """The stores of one run. """
 
     offload: str
     """"none", "cpu" or "nvme"."""
@@ -41,16 +41,6 @@ class OffloadRun:
 
     def __post_init__(self) -> None:
         self.stores: list[RecordStore] = []
-        self._disk_bytes: dict[str, int] = {}  # by what is kept
-        if self.offload == "nvme":
-            self._directory = Path(self.directory or "").absolute()
-            refusal: UserError | None = None
-            try:
-                require_writable(self._directory)
-            except UserError as error:
-                refusal = error
-            if failed := next(filter(None, of_all_ranks(refusal)), None):
-                raise failed
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
         """A store for the momentum that `rank` holds of a layout, as `make_records`."""
@@ -68,12 +58,10 @@ class OffloadRun:
         places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         file = None
         if self.offload == "nvme":
-            size = sum(in_pages(size) for size, place in zip(sizes, places, strict=True) if place == DISK)
-            file = self._take_room(size, what)
+            file = self._take_room(sum(in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK), what)
         store = RecordStore(
             names, shards, places, codec, device=device, staging_bytes=int(self.buffer_mb * 2**20), file=file, what=what
         )
-        store.on_disk = self.offload == "nvme"
         self.stores.append(store)
         return store
 
@@ -82,28 +70,23 @@ class OffloadRun:
         while self.stores:
             self.stores.pop().close()
 
-    def _take_room(self, size: int, what: str) -> MomentumFile | None:
-        """A file of `size` bytes, none for none; refused on every rank where one cannot have it."""
-        self._disk_bytes[what] = self._disk_bytes.get(what, 0) + size
-        needed = sum(self._disk_bytes.values())
-        file: MomentumFile | None = None
-        error: str | None = None
+    def _take_room(self, size: int, what: str) -> MomentumFile:
+        """A file of `size` bytes; refused on every rank where one cannot have it."""
+        file = refusal = None
         try:
-            file = MomentumFile(self._directory, size) if size else None
-        except OSError as refusal:
-            error = refusal.strerror or str(refusal)
-        everyone = of_all_ranks((error, socket.gethostname(), needed))
-        failed = next((one for one in everyone if one[0] is not None), None)
-        if failed is None:
+            file = MomentumFile(Path(self.directory or "").absolute(), size)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            refusal = f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
+        failed = next(filter(None, of_all_ranks(refusal)), None)
+        if file is not None and failed is None:
             return file
         self.close()
         if file is not None:
             file.close()
-        of_host = sum(needed for _, host, needed in everyone if host == failed[1])
         raise UserError(
-            f"--muon-offload-dir {self._directory} is too small ({failed[0]}): {' and '.join(self._disk_bytes)} of the "
-            f"ranks on {failed[1]} need {of_host:,} bytes, {failed[2]:,} of them on the rank that failed. Choose a "
-            "larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
+            f"--muon-offload-dir {self.directory} {failed}; choose a larger local disk, --muon-momentum-dtype bf16 or "
+            "int8, or a smaller --muon-offload-fraction"
         )
 
 

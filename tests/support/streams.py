@@ -103,9 +103,6 @@ class Task:
         self._end = end
         self._result = result
 
-    def done(self) -> bool:
-        return self._end.gpu.thread.time >= self._end.time
-
     def result(self) -> Any:
         self._end.synchronize()
         return self._result

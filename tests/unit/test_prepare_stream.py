@@ -101,7 +101,7 @@ class Trial:
         )
         self.store = self.muon.store
         assert self.store is not None
-        self.store._take_back = self._noting(self.store._take_back)  # type: ignore[method-assign]
+        self.store._leave = self._noting(self.store._leave)  # type: ignore[method-assign]
 
     def _store(self, held: Any, folder: Path, place: str, staging_bytes: int) -> RecordStore:
         return RecordStore(
@@ -114,12 +114,12 @@ class Trial:
             file=MomentumFile(folder, PAGE * len(held)) if place == DISK else None,
         )
 
-    def _noting(self, take_back: Callable[..., None]) -> Callable[..., None]:
-        def noted(*borrowed: Any) -> None:
+    def _noting(self, leave: Callable[..., None]) -> Callable[..., None]:
+        def noted(slot: Any) -> None:
             self.order.append("rows")
             if self._last_products:
                 self.behind.append(torch.cuda.current_stream().clock.get("products", 0) >= self._last_products)
-            take_back(*borrowed)
+            leave(slot)
 
         return noted
 
@@ -261,7 +261,8 @@ def test_the_paper_shows_a_missing_wait(
     one = trial(place=place)
     assert one.store is not None
     prepare = one.store.prepare_stream._stream  # type: ignore[union-attr]
-    first, *_, last = one.store._free
+    first, *_, last = one.store._slots
+    bring = one.store._bring
     if missing == "a slot too many":
         last.host, last.device = first.host, first.device
 
@@ -272,7 +273,7 @@ def test_the_paper_shows_a_missing_wait(
         "copies in": (prepare, "wait_event", lambda event: None),
         "copies out": (one.store._streams[1], "wait_event", lambda event: None),
         "copies out, on the host": (Event, "synchronize", lambda event: None),
-        "writes": (store_module._Slot, "wait", lambda slot: None),
+        "writes": (one.store, "_bring", lambda records, before: bring(records, None)),
         "a slot too many": (one.store, "on_return", None),
     }[missing]
     monkeypatch.setattr(victim, name, instead)
