@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -35,16 +36,13 @@ _THREADS = 2  # for reading, and as many for writing: a write waits for the rows
 SLOTS = 3
 """Slots of staging memory: one is read, one is worked on, one is written back."""
 
-Batch = tuple[int, ...]
-"""Shards whose records lie in a slot together."""
-
 
 class _Slot:
     """Some staging memory, and the batch that is in it."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
         self.host, self.device = host, device
-        self.batch: Batch = ()
+        self.batch: tuple[int, ...] = ()
         self.records: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a device's copy."""
         self.task: Future[Any] | None = None
@@ -112,13 +110,13 @@ class RecordStore(MomentumStore):
         self.staging_bytes = sum(slot.host.numel() + slot.device.numel() for slot in self._slots)
         self._idle = deque(self._slots)  # the one that was left first, first
         self._ahead: deque[_Slot] = deque()  # that are read for what comes next
-        self._order: list[Batch] = []  # of the step before
-        self._asked: list[Batch] = []  # by this step
+        self._order: list[tuple[int, ...]] = []  # of the step before
+        self._asked: list[tuple[int, ...]] = []  # by this step
         self._next = 0  # place in `_order` of what is to be read next
         # Threads start with the first record that moves.
-        self._readers, self._writers = (
-            ThreadPoolExecutor(_THREADS, f"momentum {way}", initializer=self._start_thread) for way in ("in", "out")
-        )
+        initializer = partial(torch.cuda.set_device, device) if self._on_gpu else None
+        self._readers = ThreadPoolExecutor(_THREADS, "momentum in", initializer)
+        self._writers = ThreadPoolExecutor(_THREADS, "momentum out", initializer)
         self.prepare_stream = PrepareStream(device) if self._pages and self._on_gpu else None
 
     def verify(self) -> None:
@@ -206,10 +204,6 @@ class RecordStore(MomentumStore):
         self._slot_bytes = size
         return [_Slot(*parts) for parts in zip(host.chunk(SLOTS), on_device.chunk(SLOTS), strict=True)]
 
-    def _start_thread(self) -> None:
-        if self._on_gpu:
-            torch.cuda.set_device(self._device)
-
     def _decode(self, index: int, record: torch.Tensor) -> torch.Tensor:
         return self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
 
@@ -229,7 +223,7 @@ class RecordStore(MomentumStore):
         if indices:
             yield range(first, len(indices))
 
-    def _slot_with(self, batch: Batch) -> _Slot | None:
+    def _slot_with(self, batch: tuple[int, ...]) -> _Slot | None:
         """The slot with these records, once the arithmetic may see them; None for no records."""
         if not batch:
             return None
@@ -237,7 +231,8 @@ class RecordStore(MomentumStore):
         if not self._ahead:
             self._read_ahead()
         if not self._ahead or self._ahead[0].batch != batch:  # the order has changed
-            self._drop_ahead()
+            self._idle.extend(self._ahead)
+            self._ahead.clear()
             self._next = len(self._order)  # learn the new one
             self._read_into(self._idle.popleft(), batch)
         slot = self._ahead.popleft()
@@ -251,7 +246,7 @@ class RecordStore(MomentumStore):
             self._read_into(self._idle.popleft(), self._order[self._next])
             self._next += 1
 
-    def _read_into(self, slot: _Slot, batch: Batch) -> None:
+    def _read_into(self, slot: _Slot, batch: tuple[int, ...]) -> None:
         slot.batch, slot.records, start = batch, {}, 0
         for index in batch:
             end = start + self._pages[index]
@@ -272,12 +267,9 @@ class RecordStore(MomentumStore):
         """Wait for all reads and writes; what was read ahead is dropped."""
         for slot in self._slots:
             slot.wait()
-        self._drop_ahead()
-        self._next = 0
-
-    def _drop_ahead(self) -> None:
-        self._idle.extend(self._ahead)
+        self._idle = deque(self._slots)
         self._ahead.clear()
+        self._next = 0
 
     def _bring(self, records: dict[int, tuple[torch.Tensor, torch.Tensor]], before: Future[Any] | None) -> Any:
         """In a thread: read a batch, and copy it to the device, once the slot's batch `before` is written."""

@@ -177,39 +177,3 @@ def test_saving_and_loading_as_they_once_were_are_refused(ranks: Pool) -> None:
         found = ranks(1, refusals)[0]
     assert {bug: error[: len(BUGS[bug])] for bug, error in found.items()} == BUGS
     assert found[""] == ""
-
-
-def rules(rank: int, world_size: int) -> dict[str, str]:
-    """In a worker: what becomes of some operations."""
-    from tests.support.two_memories import PlaceError
-
-    host, device = torch.ones(2), torch.ones(2, device="cuda")
-    found = {}
-    for name, run in {
-        "copy": lambda: host.copy_(device + 1).device,
-        "number": lambda: (device * torch.tensor(2.0)).device,
-        "new": lambda: device.new_zeros(3).device,
-        "like": lambda: torch.zeros_like(device, device="cpu").device,
-        "to": lambda: device.to("cpu").add(host).device,
-        "itself": lambda: device.to(device.device) is device,
-        "reduce": lambda: dist.all_reduce(device),
-        "add": lambda: host + device,
-        "number of the device": lambda: host * device.sum(),
-        "reduce on the host": lambda: dist.all_reduce(host),
-        "reduce numbers of the host": lambda: dist.all_reduce(torch.tensor([1.0])),
-        "reduce what was computed there": lambda: dist.all_reduce(torch.from_numpy(host.numpy()) + 1),
-        "numpy": lambda: device.numpy(),
-    }.items():
-        try:
-            found[name] = str(run())
-        except PlaceError:
-            found[name] = "refused"
-    return found
-
-
-def test_host_and_device_memory_are_apart(ranks: Pool) -> None:
-    with ranks.two_memories():
-        found = ranks(1, rules)[0]
-    works = {"copy": "cpu", "number": "cuda:0", "new": "cuda:0", "like": "cpu", "to": "cpu", "itself": "True"}
-    assert dict(list(found.items())[:7]) == works | {"reduce": "None"}
-    assert set(list(found.values())[7:]) == {"refused"}

@@ -1,22 +1,16 @@
 """A GPU's streams and driver, and the host's threads, on paper: operations run at once, in the program's order.
 
-Two things are noted of each. What its stream, or its thread, knows of the others by the waits that the program asked
-for: every access to memory must come after the accesses of others that it may meet, else a GPU may run them in any
-order. And when it would run: streams do one operation after the other, each takes a time drawn at random, and a wait
-costs what is left of what it waits for. So a step has a timeline, the same for the same seed on any machine. How fast a
-GPU is, it does not tell.
+Of each it is noted what its stream, or its thread, knows of the others by the waits that the program asked for: every
+access to memory must come after the accesses of others that it may meet, else a GPU may run them in any order. How fast
+a GPU is, it does not tell.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import random
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -27,10 +21,6 @@ from megatron_muon.offload import store
 from megatron_muon.offload.files import MomentumFile
 
 Clock = dict[str, int]
-
-_PRODUCTS = {"aten::bmm", "aten::baddbmm"}
-_SHORT = 0.002
-"""What takes less time than products and transfers, which take 1 on average."""
 
 
 def later(one: Clock, other: Clock) -> Clock:
@@ -57,16 +47,14 @@ class Driver:
 
 
 class Moment:
-    """What has happened, as counts of operations by stream or thread, and the time on the timeline."""
+    """What has happened, as counts of operations by stream or thread."""
 
-    def __init__(self, gpu: Gpu, clock: Clock, time: float) -> None:
+    def __init__(self, gpu: Gpu, clock: Clock) -> None:
         self.gpu = gpu
         self.clock = clock
-        self.time = time
 
     def wait_for(self, other: Moment) -> None:
         self.clock = later(self.clock, other.clock)
-        self.time = max(self.time, other.time)
 
 
 class Event(Moment):
@@ -78,11 +66,11 @@ class Line(Moment):
     """What does one thing after the other: a stream, or a task of the host."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
-        super().__init__(gpu, {}, 0.0)
+        super().__init__(gpu, {})
         self.name = name
 
     def record_event(self) -> Event:
-        return Event(self.gpu, dict(self.clock), self.time)
+        return Event(self.gpu, dict(self.clock))
 
 
 class Stream(Line):
@@ -109,39 +97,26 @@ class Task:
 
 
 class Threads:
-    """Takes the place of a ThreadPoolExecutor; a task begins when it is submitted and a thread is free.
+    """Takes the place of a ThreadPoolExecutor; a task runs when it is submitted.
 
     Of other tasks it knows what its submitter knows: it may run in any of the threads.
     """
 
-    def __init__(self, gpu: Gpu, count: int, name: str) -> None:
+    def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
         self._name = name
-        self._free_at = [0.0] * count
         self._count = 0
 
     def submit(self, run: Callable[..., Any], *args: Any) -> Task:
         self._count += 1
         thread = Line(self._gpu, f"{self._name} {self._count}")
         thread.wait_for(self._gpu.thread)
-        thread.time = max(thread.time, heapq.heappop(self._free_at))
         with self._gpu.running(thread):
             result = run(*args)
-        heapq.heappush(self._free_at, thread.time)
         return Task(thread.record_event(), result)
 
     def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
         """Nothing is left to do."""
-
-
-class Span(NamedTuple):
-    """An operation on the timeline: what does it, and the thread that asked for it."""
-
-    line: str
-    operation: str
-    thread: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -160,22 +135,16 @@ class Gpu(TorchDispatchMode):
     Attributes:
         products: the stream that a thread begins with.
         thread: the host's thread that runs.
-        timeline: all operations, in the order in which the program asked for them.
-        early: accesses to memory that was released before them.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seed: int = 0) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.seed = seed
         self.driver = Driver()
-        self.thread = self.main = Line(self, "host")
+        self.thread = Line(self, "host")
         self.products = self.current = Stream(self, "products")
         self.streams = [self.products]
-        self.timeline: list[Span] = []
-        self._counts = Counter[str]()
         self.accesses: dict[int, list[Access]] = {}  # by storage
         self._alive: list[torch.UntypedStorage] = []  # so that no address comes twice
-        self.early: list[Access] = []
         for name, value in {
             "Stream": self._new_stream,
             "current_stream": lambda device=None: self.current,
@@ -183,22 +152,9 @@ class Gpu(TorchDispatchMode):
             "cudart": lambda: self.driver,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
-        monkeypatch.setattr(store, "ThreadPoolExecutor", lambda count, name, **_: Threads(self, count, name))
+        monkeypatch.setattr(store, "ThreadPoolExecutor", lambda count, name, _: Threads(self, name))
         for name, writes in (("read", True), ("write", False)):
             monkeypatch.setattr(MomentumFile, name, self._watched(getattr(MomentumFile, name), f"disk {name}", writes))
-
-    def restart(self, seed: int) -> None:
-        """A new timeline, with delays of its own."""
-        self.seed = seed
-        self.timeline.clear()
-        self._counts.clear()
-
-    def hidden(self) -> float:
-        """The share of the time of copies, asked for by the store's threads, in which products run."""
-        copies = [span for span in self.timeline if span.operation == "aten::copy_" and span.thread != "host"]
-        products = [span for span in self.timeline if span.operation in _PRODUCTS]
-        both = sum(max(0.0, min(c.end, p.end) - max(c.start, p.start)) for c in copies for p in products)
-        return both / sum(copy.end - copy.start for copy in copies)
 
     def _new_stream(self, device: Any = None) -> Stream:
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
@@ -243,11 +199,6 @@ class Gpu(TorchDispatchMode):
 
     def _run(self, line: Line, operation: str, found: Iterable[tuple[torch.Tensor, bool]]) -> None:
         line.clock[line.name] = line.clock.get(line.name, 0) + 1
-        start, kind = line.time, f"{line.name} {operation}"
-        self._counts[kind] += 1
-        mean = 1.0 if operation in _PRODUCTS or self.thread is not self.main else _SHORT
-        line.time += mean * random.Random(f"{self.seed} {kind} {self._counts[kind]}").expovariate(1.0)
-        self.timeline.append(Span(line.name, operation, self.thread.name, start, line.time))
         for tensor, writes in found:
             self._note(tensor, writes, line, operation)
 
@@ -264,16 +215,3 @@ class Gpu(TorchDispatchMode):
             if other.start < end and start < other.end and (writes or other.writes):
                 assert line.clock.get(other.line, 0) >= other.tick, f"{access} does not wait for {other}"
         of_storage.append(access)
-
-    def watch_release(self, tensor: torch.Tensor, of: Stream, then: Callable[[], object]) -> None:
-        """When `tensor` returns to the memory of a stream, that stream must wait for all that have accessed it."""
-        start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        storage = tensor.untyped_storage().data_ptr()
-
-        def released() -> None:
-            then()
-            for other in self.accesses.get(storage, []):
-                if other.start < end and start < other.end and of.clock.get(other.line, 0) < other.tick:
-                    self.early.append(other)
-
-        weakref.finalize(tensor, released)
