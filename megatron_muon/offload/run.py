@@ -25,7 +25,7 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 
 @dataclass(eq=False)
 class OffloadRun:
-    """The stores of one run. """
+    """The stores of one run."""
 
     offload: str
     """"none", "cpu" or "nvme"."""

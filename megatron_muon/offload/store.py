@@ -99,9 +99,10 @@ class RecordStore(MomentumStore):
         beside = of_place[HOST] if self._on_gpu else []
         # Of records that lie elsewhere than the arithmetic.
         self._pages = {i: in_pages(self._sizes[i]) for i in (*beside, *of_place[DISK])}
-        host = self._transfer_memory(sum(self._pages[i] for i in beside)).split([self._pages[i] for i in beside])
-        self._home = {i: aligned(self._sizes[i], device=device) for i in {*of_place[DEVICE], *of_place[HOST]} - {*beside}}
-        self._home |= zip(beside, host, strict=True)
+        pages = [self._pages[i] for i in beside]
+        self._home = dict(zip(beside, self._transfer_memory(sum(pages)).split(pages), strict=True))
+        for i in {*of_place[DEVICE], *of_place[HOST]} - self._pages.keys():
+            self._home[i] = aligned(self._sizes[i], device=device)
         self._slots = self._make_slots(staging_bytes, has_file=file is not None)
         self.bytes = {place: sum(self._sizes[i] for i in of_place[place]) for place in (DEVICE, HOST)}
         self.bytes[DEVICE] += sum(slot.device.numel() for slot in self._slots)
