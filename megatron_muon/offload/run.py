@@ -85,8 +85,8 @@ class OffloadRun:
         if file is not None:
             file.close()
         raise UserError(
-            f"--muon-offload-dir {self.directory} {failed}; choose a larger local disk, --muon-momentum-dtype bf16 or "
-            "int8, or a smaller --muon-offload-fraction"
+            f"--muon-offload-dir {self.directory} {failed}; choose a directory with room for it, --muon-momentum-dtype "
+            "bf16 or int8, or a smaller --muon-offload-fraction"
         )
 
 
