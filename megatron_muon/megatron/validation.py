@@ -79,7 +79,7 @@ def complete(args: argparse.Namespace) -> None:
             try:
                 build_megatron(args)  # which pads the vocabulary, too
             except UserError:
-                if args.data_parallel_sharding_strategy == "optim_grads_params":
+                if args.data_parallel_sharding_strategy != "optim_grads_params":
                     raise
                 args.vocab_size = 1
 

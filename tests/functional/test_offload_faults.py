@@ -210,7 +210,6 @@ def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None
     assert re.search(r"[\d,]{6,} bytes \(No space left on device\); choose a directory with room", error)
     assert run.iterations == []
     assert lying_there(training) == ["weights.bin"]
-    assert needed > of_rank > 0
 
 
 def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -> tuple[str | None, list[bool]]:
@@ -228,7 +227,7 @@ def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -
             run.make_store(layout, rank, torch.device("cpu"))
     except UserError as refusal:
         return str(refusal), []
-    on_disk = [store.on_disk for store in run.stores]
+    on_disk = [store.disk.file is not None for store in run.stores]
     run.close()
     return None, on_disk
 

@@ -56,7 +56,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
         (("fc1=0",), "--muon-ns-steps-for fc1: 0 is out of range"),
         (("qkv=5", "fc1=6"), "--muon-ns-steps-for fc1: 6 is not proven with --muon-coefficient-type quintic; choose"),
         (("fc1=10", "--muon-ns", "gram"), "--muon-ns gram is not stable in bf16 with 10 steps"),
-        (("fc1=4", *NO_SHARD), "with .* no_shard it is megatron-core's own, .*; use optim, .* --muon-share-replicated"),
+        (("fc1=4", *NO_SHARD), "no_shard exchanges nothing, .*; use optim, .* --muon-share-replicated"),
     ],
 )
 def test_what_cannot_be_is_refused(parser, argv: tuple[str, ...], message: str) -> None:
