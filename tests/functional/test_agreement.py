@@ -92,7 +92,10 @@ def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: 
 REFUSED = [
     (TP.but(query_groups=1, strategy="no_shard"), "--num-query-groups 1 is less than --tensor-model-parallel-size"),
     (TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}), "no rank's part of the QKV matrix"),
-    (HSDP.but(strategy="no_shard"), "--num-distributed-optimizer-instances 2 has nothing to shard"),
+    (
+        HSDP.but(strategy="no_shard"),
+        "--num-distributed-optimizer-instances does not work with --data-parallel-sharding-strategy no_shard",
+    ),
     (
         Case(layers=1, attention=CLIP, frozen=("linear_qkv",)),
         "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which is frozen",

@@ -163,14 +163,17 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
-    """In a worker: what a rank does before it trains; what is wrong with the flags."""
-    from megatron_muon.megatron import launch
+    """In a worker: the checks before ranks are started, and Megatron's; what is wrong with the flags."""
+    from megatron_muon.megatron import prepare, validation
+    from megatron_muon.megatron.flags.config_file import merge
 
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        launch.prepare(argv, writes=False)
+        opened = prepare.open_line(argv, writes=False)
+        line = merge(opened.config, opened.rest) if opened.config else opened.rest
+        validation.check(prepare.check(opened, line, writes=False).args, world_size=ranks)
     except UserError as error:
         return str(error)
     return ""
