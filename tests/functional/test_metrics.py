@@ -85,20 +85,13 @@ def documented() -> set[str]:
 
 
 @pytest.mark.usefixtures("two_memories_too")
-def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_logs_metrics(ranks: Pool, tmp_path: Path) -> None:
     corpus = cli.make_corpus(tmp_path)
     batches = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6")
     training = Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches, "--log-interval", "2"))
-    shown = re.compile(
-        r"^megatron-muon: [\d,]+ tokens/s, optimizer \d+\.\d% of the step, \d:\d\d:\d\d left$", re.MULTILINE
-    )
     rates = ("--muon-lr", "0.03", "--muon-min-lr", "0.003", "--lr-decay-style", "linear")
-    run = training(*cli.MUON, *rates, "--tensorboard-dir", "events", "--muon-metrics-interval", "3").checked()
-    logged = [
-        float(rate) for rate in re.findall(r"of the step, Muon's learning rate (\S+), \d:\d\d:\d\d left", run.output)
-    ]
-    assert logged == pytest.approx([0.021, 0.012, 0.003])
-    assert run.output.rstrip().count("0:00:00 left") >= 1
+    metrics = ("--muon-metrics-interval", "3", "--timing-log-level", "1")
+    training(*cli.MUON, *rates, "--tensorboard-dir", "events", *metrics).checked()
     scalars = read_events(tmp_path / "events").scalars
     assert {name for name in scalars if not name.endswith(" vs samples")} <= documented()
     assert {"tokens-per-second", "optimizer-share", "mem-max-allocated-bytes"} <= set(scalars)
@@ -111,6 +104,5 @@ def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) 
     assert {f"muon/{part}_ms" for part in ("gather", "newton_schulz", "scatter", "apply", "step")} <= names
     assert all([point.step for point in scalars[name]] == [3, 6] for name in names)
 
-    run = training("--optimizer", "adam", "--use-megatron-fsdp", "--tensorboard-dir", "of-adam").checked()
-    assert len(shown.findall(run.output)) == 3
+    training("--optimizer", "adam", "--use-megatron-fsdp", "--tensorboard-dir", "of-adam").checked()
     assert not any(name.startswith("muon/") for name in read_events(tmp_path / "of-adam").scalars)

@@ -44,6 +44,7 @@ MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--
 RUN = (*cli.MUON, *MODEL, "--mock-data")
 
 FILES = {
+    "key.yaml": "MODEL_ARG:\n  --num-layers: 2\n",
     "flag.yaml": "MODEL_ARGS:\n  --num-layers: 2\n  --hidden-sise: 32\n",
     "variable.yaml": "MODEL_ARGS:\n  --data-path: ${NO_SUCH_VARIABLE}/text\n",
     "a-file": "not a directory\n",
@@ -80,14 +81,6 @@ CASES |= {
         ("fp16", (*RUN, "--fp16"), ("--fp16", "--optimizer muon", "use --bf16")),
         ("more TP than ranks", (*RUN, "--tensor-model-parallel-size", "4"), ("world size (2) is not",)),
         ("unwritable save", (*RUN, "--save", "a-file/below", "--save-interval", "2"), ("cannot write there",)),
-        (
-            "no offload directory",
-            (
-                *(*RUN, "--data-parallel-sharding-strategy", "optim"),
-                *("--muon-offload", "nvme", "--muon-offload-dir", "absent"),
-            ),
-            ("absent: cannot write there (No such file", "make it"),
-        ),
         # Story: each was a traceback, or a training that never ended well.
         ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long",)),
         ("no interval of validation", (*RUN, "--eval-interval", "0"), ("--eval-interval 0", "--eval-iters 0")),
