@@ -24,7 +24,7 @@ from megatron.training import theoretical_memory_usage as formulas
 from megatron.training import training
 
 from megatron_muon.core.layout import Layout
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.fsdp.cuts import Places, bucket_shards
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
@@ -143,7 +143,7 @@ def _activation_bytes(args: argparse.Namespace) -> float:
 
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
-    with on_meta.process_groups(args) as groups:
+    with on_meta.process_groups(args) as groups, quiet_imports():
         model = on_meta.build_model(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
         judge._annotate_tensor_parallelism(model)
