@@ -71,6 +71,8 @@ def complete(args: argparse.Namespace) -> None:
     The size of the vocabulary is that of `--vocab-size`, else the tokenizer's where there is one at hand. Where neither
     is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
     """
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
     from megatron_muon.megatron.data.tokenizers import build_megatron
 
     with _as_in_training(True):
@@ -82,6 +84,8 @@ def complete(args: argparse.Namespace) -> None:
                 if args.data_parallel_sharding_strategy != "optim_grads_params":
                     raise
                 args.vocab_size = 1
+        if args.pad_vocab_size and args.padded_vocab_size is None:
+            args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
 
 
 def _validate(args: argparse.Namespace) -> None:
