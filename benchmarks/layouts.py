@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
-import torch
-from torch import nn
 
 from megatron_muon.core.layout import Layout, RowSplit, row_sharded
 
@@ -36,27 +29,6 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
             split = qkv if name == "qkv" else None
             matrices.append(row_sharded(f"layers.{layer}.{name}", shape, even_rows(shape[0], ranks), split))
     return Layout(ranks, tuple(matrices))
-
-
-def fsdp_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
-    """The matrices of `gpt_layout`, each layer in a bucket of Megatron-FSDP, which its own functions cut."""
-    from megatron_muon.fsdp.cuts import Places, bucket_shards
-    from megatron_muon.tools.plan.matrices import in_buckets
-
-    even = gpt_layout(ranks, hidden_size, num_layers)
-    layer = even.matrices[: len(even.matrices) // num_layers]
-    module = nn.Module()
-    for number, matrix in enumerate(layer):
-        module.register_parameter(f"w{number}", nn.Parameter(torch.empty(matrix.shape, device="meta")))
-    groups: Any = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: ranks))
-    starts = in_buckets(module, groups, SimpleNamespace(data_parallel_sharding_strategy="optim"), None)
-    places = Places(np.arange(ranks).reshape(1, ranks, 1))
-    shards = [
-        bucket_shards(*starts[parameter], matrix.shape, matrix.shape, places)
-        for matrix, parameter in zip(layer, module.parameters(), strict=True)
-    ]
-    cut = (replace(matrix, shards=shards[number % len(layer)]) for number, matrix in enumerate(even.matrices))
-    return Layout(ranks, tuple(cut))
 
 
 def layout_of(ranks: int, matrices: Iterable[tuple[int, int, int]]) -> Layout:

@@ -20,9 +20,6 @@ from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.events import SAMPLES, WARMUP_STEPS, Point, RunEvents, read_events
 
-PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
-"""Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
-
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
 
@@ -54,7 +51,6 @@ class Record:
         outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
         step_ms, optimizer_ms, optimizer_share: of an iteration; of the optimizer's step in it; their ratio.
         tokens_per_second: of all ranks together.
-        phases_ms: of the measured steps of Muon, by phase; empty without them.
         state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
         peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
@@ -122,8 +118,6 @@ class Record:
         self.optimizer_share = _median(self._by_step("optimizer-share"))
         if self.optimizer_share is None and self.optimizer_ms and self.step_ms:
             self.optimizer_share = self.optimizer_ms / self.step_ms
-        phases = {phase: _median(self._by_step(f"muon/{phase}_ms")) for phase in PHASES}
-        self.phases_ms = {phase: ms for phase, ms in phases.items() if ms is not None}
 
     def _by_step(self, tag: str) -> dict[int, float]:
         return {point.step: point.value for point in self.events.points(tag)}
