@@ -1,4 +1,4 @@
-"""What benchmarks step on: a GPT's matrices or given ones, cut evenly over the ranks or as Megatron-FSDP cuts them."""
+"""What benchmarks step on: a GPT's matrices or given ones, cut evenly over the ranks."""
 
 from __future__ import annotations
 

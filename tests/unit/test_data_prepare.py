@@ -226,8 +226,8 @@ def tokenizer(*spec, **settings):
 @pytest.mark.parametrize(
     ("inputs", "given", "message"),
     [
-        ("", tokenizer(vocab_size=256), "--vocab-size 256 is too small .* at least 257"),
-        ("", tokenizer("NullTokenizer"), "needs --vocab-size"),
+        ("", tokenizer(vocab_size=300), "has 257 ids, not --vocab-size 300; leave it out"),
+        ("", tokenizer(model="gpt2"), "has no --tokenizer-model; leave it out, or give its --tokenizer-type"),
         ("", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
         ("", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
         ("", {"settings": Settings(suffixes=(".rs",))}, r"found no file \.rs"),
@@ -248,10 +248,16 @@ def test_wrong_inputs_outputs_and_tokenizers_are_refused(tree, tmp_path, inputs,
 
 def test_the_standard_library_is_python_only_and_written_once(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tree))
+    write = corpus._write
     for _ in range(2):
         prepare([], tmp_path / "stdlib", Settings(stdlib=STDLIB), overwrite=True)
         monkeypatch.setattr(corpus, "_write", None)  # where the second would end
+    monkeypatch.setattr(corpus, "_write", write)
     assert texts(tmp_path / "stdlib") == ["first = 1\r\n", "second = 'ü'\n"]
+    whole = (tmp_path / "stdlib.bin").read_bytes()
+    (tmp_path / "stdlib.bin").write_bytes(whole[:-1])  # as a full disk leaves it
+    prepare([], tmp_path / "stdlib", Settings(stdlib=STDLIB), overwrite=True)
+    assert (tmp_path / "stdlib.bin").read_bytes() == whole
 
 
 def test_the_lock_keeps_other_processes_out(tmp_path):

@@ -11,8 +11,8 @@ import contextlib
 import fcntl
 import os
 import platform
+import shutil
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -31,13 +31,14 @@ _Watch = Callable[[list[Source]], Iterable[Source]]
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What was written: `tokens` with the ids that end documents, and what was `skipped` in words."""
+    """What was written: `tokens` with the ids that end documents, what was `skipped` in words, `sizes` in bytes."""
 
     settings: Settings
     documents: int
     tokens: int
     vocab_size: int | None = None
     skipped: str
+    sizes: dict[str, int]
 
 
 def prepare(
@@ -94,12 +95,12 @@ class OutputPaths:
             yield
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest, if it is there, readable, and its data too."""
+        """The manifest, if it is there, readable, and its data too, in the sizes that it states."""
         try:
             manifest = msgspec.json.decode(self.manifest.read_bytes(), type=Manifest)
+            return manifest if manifest.sizes == _sizes(self.bin, self.idx) else None
         except (OSError, msgspec.MsgspecError):
             return None
-        return manifest if self.bin.exists() and self.idx.exists() else None
 
 
 def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _Watch) -> Manifest:
@@ -108,8 +109,11 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     skipped: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory(dir=paths.prefix.parent, prefix=f".{paths.prefix.name}.") as partial:
-        bin_, idx, manifest_file = files = [Path(partial, path.name) for path in paths.all]
+    partial = paths.prefix.with_name(f".{paths.prefix.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+    partial.mkdir()
+    try:
+        bin_, idx, manifest_file = files = [partial / path.name for path in paths.all]
         builder = IndexedDatasetBuilder(str(bin_), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         with builder.data_file:
             for document in read_documents(watch(found), settings.json_key, skipped):
@@ -126,6 +130,7 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
             tokens=sum(map(int, lengths)),
             vocab_size=int(tokenizer.vocab_size),
             skipped=counts,
+            sizes=_sizes(bin_, idx),
         )
         manifest_file.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
         paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
@@ -133,4 +138,10 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
             index.unlink()
         for file, place in zip(files, paths.all, strict=True):
             os.replace(file, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _sizes(bin_: Path, idx: Path) -> dict[str, int]:
+    return {"bin": bin_.stat().st_size, "idx": idx.stat().st_size}

@@ -56,11 +56,11 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
 
 def check_spec(spec: TokenizerSpec) -> None:
     """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
-    kind, size, least = spec.tokenizer_type, spec.vocab_size, BYTE_LEVEL_VOCAB_SIZE
-    if kind == BYTE_LEVEL and size is not None and size < least:
-        raise UserError(f"--vocab-size {size} is too small for {kind}, which has {least} ids; give at least {least}")
-    if kind == IN_TRAINING and not size:
-        raise UserError(f"{kind} (text that already holds ids) needs --vocab-size N")
+    kind, size = spec.tokenizer_type, spec.vocab_size
+    if kind == BYTE_LEVEL and size not in (None, BYTE_LEVEL_VOCAB_SIZE):
+        raise UserError(f"{kind} has {BYTE_LEVEL_VOCAB_SIZE} ids, not --vocab-size {size}; leave it out")
+    if kind == BYTE_LEVEL and spec.model is not None:
+        raise UserError(f"{kind} has no --tokenizer-model; leave it out, or give its --tokenizer-type")
     if kind in _PACKAGES and not spec.model:
         raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
@@ -102,6 +102,11 @@ def encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
     place, text = document
     tokenizer = build(spec)
     try:
-        return np.append(np.array(tokenizer.tokenize(text), np.int32), np.int32(tokenizer.eod))
+        ids = np.append(np.array(tokenizer.tokenize(text), np.int32), np.int32(tokenizer.eod))
     except (ValueError, TypeError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
+    if ids.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"{place}: the tokenizer gives the id {ids.max()}, and has a vocabulary of {tokenizer.vocab_size}"
+        )
+    return ids

@@ -171,3 +171,6 @@ def _of_run(args: argparse.Namespace, *, on_cpu: bool, elsewhere: bool) -> Rules
     yield wanted and (on_cpu or not has_transformer_engine()), missing
     # The saving process would share the tensors that training changes.
     yield args.async_save and on_cpu, "--async-save does not work on the CPU; leave it out"
+    # Megatron would save in the foreground, with a warning.
+    alone = args.async_save and not args.use_persistent_ckpt_worker and not on_cpu
+    yield alone, "--async-save needs --use-persistent-ckpt-worker; add it"

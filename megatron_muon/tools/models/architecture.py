@@ -216,6 +216,8 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         if rope.get("factor") is not None:
             flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope["factor"]}
     if experts := config.get("num_local_experts") or config.get("num_experts"):
+        if config["num_experts_per_tok"] == 1:
+            raise UserError("config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here")
         flags |= {"--num-experts": experts, "--moe-router-topk": config["num_experts_per_tok"]}
         flags |= {"--moe-ffn-hidden-size": ffn, "--moe-router-load-balancing-type": "aux_loss"}
     has_bias = kind == GPT2 or (kind == LLAMA and config.get("attention_bias"))

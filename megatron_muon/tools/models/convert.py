@@ -51,6 +51,8 @@ def export_model(args: argparse.Namespace) -> None:
         weights = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
         dtype = weights.trained_in if args.dtype == "auto" else getattr(torch, args.dtype)
         if args.to == TORCH_DIST:
+            if args.tokenizer is not None:
+                raise UserError(f"--tokenizer {args.tokenizer} has no place in torch_dist; leave it out")
             check_named(weights.args)
             write(
                 out, weights.shapes, weights.read, layout=TORCH_DIST, args=weights.args, iteration=weights.iteration,
@@ -127,6 +129,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     Raises:
         UserError: `out` holds something already, or cannot be written.
     """
+    out = out.resolve()
     aside = out.with_name(out.name + ".unfinished")
     try:
         if out.exists() and any(out.iterdir()):

@@ -47,19 +47,16 @@ def counterpart(weights: Weights, tokenizer: str | None) -> Source:
     Raises:
         UserError: something of the model has no counterpart, or its tokenizer does not fit.
     """
-    args = weights.args
+    args, own, warning = weights.args, None, ""
     try:
-        built = tokenizer_of(args) if tokenizer is None else from_folder(transformers.AutoTokenizer, tokenizer)
+        own = tokenizer_of(args)
     except UserError as error:
-        if tokenizer is not None:
-            raise
-        print(
-            f"megatron-muon: warning: without a tokenizer: {error}; give one with the same ids by --tokenizer DIR",
-            file=sys.stderr,
-        )
-        built = None
-    size = None if built is None else len(built)
-    config = to_config(args, vocab=args.vocab_size or size)  # of Hugging Face's, Megatron saves the padded size alone
+        warning = f"without a tokenizer: {error}; give one with the same ids by --tokenizer DIR"
+    built = own if tokenizer is None else from_folder(transformers.AutoTokenizer, tokenizer)
+    if built is None:
+        print(f"megatron-muon: warning: {warning}", file=sys.stderr)
+    # With a tokenizer of Hugging Face Megatron saves the padded size alone.
+    config = to_config(args, vocab=args.vocab_size or (None if own is None else len(own)))
     _check_tokens(built, config["vocab_size"])
     rules = mapping.rules(config, args)
     mapping.check(weights.folder, weights.shapes, {rule.megatron: rule.shape for rule in rules if rule.megatron})

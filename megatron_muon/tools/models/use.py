@@ -51,7 +51,6 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
     left = model.config.max_position_embeddings - len(ids)
     if left < 1:
         raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")
-    torch.manual_seed(args.seed)
     how: dict[str, Any] = {"do_sample": False}
     if args.temperature:
         how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
@@ -59,6 +58,7 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
     how |= {"pad_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     how |= {"max_new_tokens": min(args.max_new_tokens, left), "attention_mask": torch.ones_like(inputs)}
     try:
+        torch.manual_seed(args.seed)
         model.generate(inputs, streamer=Printer(tokenizer, skip_special_tokens=True), **how)
     except (ValueError, RuntimeError) as error:  # settings that make no sense, or weights that are not finite
         raise UserError(f"nothing can be drawn: {reason_of(error)}") from error

@@ -68,7 +68,7 @@ class Model:
     strategy: str  # --data-parallel-sharding-strategy
     half: bool  # trains in bf16, and not in fp32
     reduced_bytes: int  # of an element of the gradients when they are reduced
-    activation_bytes: float | None = None  # of a micro-batch on a rank; None where Megatron has no formula
+    activation_bytes: float = 0.0  # of a micro-batch on a rank
 
     @property
     def weight_bytes(self) -> int:
@@ -138,7 +138,7 @@ def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> di
     weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
     common = {
         "gradients": model.reduced_bytes * (whole if model.strategy == "optim" else held),
-        "activations": model.activation_bytes or 0.0,
+        "activations": model.activation_bytes,
     }
     of = {
         "adam": {"weights": weights + MAIN_BYTES * held, **common, "state": MOMENTS_BYTES * held, "step": 0},
