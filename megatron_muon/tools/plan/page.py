@@ -10,7 +10,7 @@ from megatron_muon.tools.plan.estimate import GroupPlan, Hardware, KindPlan, Set
 
 Figures = dict[str, Any]
 
-_SUMS = ("matrices", "parameters", "waves", "exchange_bytes", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
+_SUMS = ("matrices", "parameters", "waves", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
 """Figures that add up over a rank's groups, which step one by one; of the others the largest counts."""
 
 
@@ -35,9 +35,23 @@ def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, h
         },
         **{name: sum(group[name] for group in groups) for name in _SUMS},
         **{name: max(group[name] for group in groups) for name in ("extra_bytes", "buffer_bytes", "peers")},
+        "exchange_bytes": _received(kinds, world_size),
         "max_over_mean": sum(map(max, loads)) / mean if mean else 1.0,
         "groups": groups,
     }
+
+
+def _received(kinds: Sequence[KindPlan], world_size: int) -> int:
+    """The most bytes that a rank receives in a step of all of its groups."""
+    received = [0] * world_size
+    for kind in kinds:
+        left = set(range(world_size))
+        while left:
+            members = kind.members(min(left))
+            left -= set(members)
+            for rank, count in zip(members, kind.of(members[0]).received, strict=True):
+                received[rank] += count
+    return max(received, default=0)
 
 
 def _of_group(item: GroupPlan) -> Figures:
