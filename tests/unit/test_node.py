@@ -46,6 +46,18 @@ def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, c
     assert said in capsys.readouterr().out
 
 
+def test_a_step_of_its_own_is_refused_and_not_dropped_but_at_a_requeue(tmp_path, monkeypatch):
+    """With checkpoints 500 and 1000 `--ckpt-step 500` went on from 1000 without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / files.TRACKER).write_text("40")
+    typed = ["--save", "ck", "--ckpt-step", "30"]
+    with pytest.raises(UserError, match="to go back, start another run"):
+        node.requeueable(typed)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert node.requeueable(typed) == ["--save", "ck", *GO_ON]
+
+
 @pytest.mark.parametrize("flags", [["--seed", "3"], [*CONFIG, "--unset", "save"]])
 def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)

@@ -300,6 +300,13 @@ def test_arguments_that_do_not_go_together(argv, message, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("taken_away", [["--set", "ckpt_step=null"], ["--", "--unset", "ckpt-step"]])
+def test_a_ckpt_step_that_is_taken_away_is_no_step_to_go_back_to(taken_away, tmp_path, capsys):
+    line = ["train", "--resume", "--out", str(tmp_path), *taken_away]
+    assert cli.main(line) == ExitStatus.USAGE
+    assert "cannot read" in capsys.readouterr().err  # config.yaml, and no more
+
+
 def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
     code = (
         "import sys\nfrom megatron_muon.cli import main\n"

@@ -115,6 +115,10 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
         raise UserError(f"--array {file}: {error}") from None
     if not tasks:
         raise UserError(f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save a")
+    if () in tasks:
+        raise UserError(
+            f"--array {file}:{tasks.index(()) + 1}: a line holds the flags of a task, and this one is blank"
+        )
     return tasks
 
 
@@ -125,6 +129,7 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     each task: where it begins.
     """
     from megatron_muon.checkpoint import files
+    from megatron_muon.tools.train.node import TO_GO_BACK, names_own_step
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
@@ -132,7 +137,7 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]
     begins: dict[str, str] = {}
     wrong: list[str] = []
-    for number, answer in enumerate(resolve_here(requests), 1):
+    for number, (request, answer) in enumerate(zip(requests, resolve_here(requests), strict=True), 1):
         task = "" if args.array is None else f"{args.array}:{number}: "
         if isinstance(answer, UserError):
             wrong += [f"{task}{line}" for line in str(answer).splitlines()]
@@ -140,8 +145,9 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
             wrong.append(f"{task}without --save DIR and --save-interval N the run could not be resumed; add them")
         elif save in begins:
             wrong.append(f"{task}--save {save} is that of an earlier line too; give each line a --save of its own")
+        elif (found := files.latest(Path(save))) is not None and names_own_step(request.flags):
+            wrong.append(f"{task}{TO_GO_BACK}")
         else:
-            found = files.latest(Path(save))
             begins[save] = "a first start" if found is None else f"goes on from iteration {found}"
     if wrong:
         raise UserError("\n".join(dict.fromkeys(wrong)))

@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 """Flags that say how to begin, and not how to go on from the run's own checkpoint."""
 
+TO_GO_BACK = (
+    "a run goes on from its latest checkpoint; to go back, start another run in a folder of its own, with the first "
+    "one's checkpoints as --load and --ckpt-step N"
+)
+"""The refusal of flags of which `names_own_step` is true."""
+
 _asked_to_end = False
 
 
@@ -84,6 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.OK
 
 
+def names_own_step(typed: Sequence[str]) -> bool:
+    """Whether flags that were typed ask for an iteration, and of no other checkpoints than the run's own."""
+    given = {flag for flag, _ in config_file.pairs(typed, ("--ckpt-step", "--load"))}
+    return given == {"--ckpt-step"}
+
+
 def requeueable(flags: Sequence[str]) -> list[str]:
     """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end, and that SLURM may have put back.
 
@@ -91,7 +103,7 @@ def requeueable(flags: Sequence[str]) -> list[str]:
     `--load`, and without `FIRST_START_ONLY`.
 
     Raises:
-        UserError: no `--save`, or a configuration that cannot be read.
+        UserError: no `--save`, a configuration that cannot be read, or `names_own_step`, but not of a requeued job.
     """
     given, rest = _split(flags, "--config")
     start, in_file, merged = [], set(), rest
@@ -106,6 +118,8 @@ def requeueable(flags: Sequence[str]) -> list[str]:
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
+    if names_own_step(rest) and not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        raise UserError(TO_GO_BACK)
     print(f"node: going on from {save}, iteration {found}", flush=True)
     unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
     return [*start, *_split(rest, *FIRST_START_ONLY)[1], *unset, "--load", save, "--exit-signal-handler"]
