@@ -21,8 +21,9 @@ WANDB_RUN = "wandb.json"
 """In a run's folder: the `id` by which Weights & Biases knows it."""
 
 TOLD = "told.jsonl"
-"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, written by the last rank of each
-machine. Each has an `event` and facts of it, null or absent where they are not known:
+"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, in a file that the launcher makes if
+it reads them, written by the last rank of each machine. Each has an `event` and facts of it, null or absent where they
+are not known:
 
 - stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,

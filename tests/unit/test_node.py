@@ -122,9 +122,11 @@ def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypa
         assert not Path(os.environ[STATUS_FOLDER]).exists()
 
 
-def test_sigterm_ends_a_node_that_is_still_importing():
+def test_sigterm_ends_a_node_that_is_still_importing(tmp_path):
     """An import passed over the exception that was to end it, and the run went on training."""
-    code = "from megatron_muon.tools.train import node\ntry: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
+    (tmp_path / "made").mkdir()
+    code = f"from megatron_muon.tools.train import node\nnode._made = {str(tmp_path / 'made')!r}\n"
+    code += "try: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (75, "")
+    assert (done.returncode, done.stdout, [*tmp_path.iterdir()]) == (75, "", [])
     assert "node: start 1 ended by SIGTERM" in done.stderr

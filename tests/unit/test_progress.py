@@ -77,6 +77,7 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
     vars(settings).update(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
     for name, value in ((STATUS_FOLDER, str(tmp_path)), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
+    (tmp_path / TOLD).touch()
     progress = Progress(on_gpu=False)
 
     def results(prefix, forward_step, data, model, iteration, *rest):
@@ -105,10 +106,13 @@ def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monke
     monkeypatch.delenv(STATUS_FOLDER, raising=False)
     assert not tells()
     monkeypatch.setenv(STATUS_FOLDER, str(tmp_path))
+    (tmp_path / TOLD).touch()
     tell("stage", step=1)
-    assert not (tmp_path / TOLD).exists()
     monkeypatch.setenv("LOCAL_RANK", "1")
     tell("stage", step=2)
     assert json.loads((tmp_path / TOLD).read_text()) == {"event": "stage", "step": 2}
     monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "gone"))
     tell("stage", step=3)  # the launcher was killed: training goes on
+    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "unread"))
+    (tmp_path / "unread").mkdir()
+    assert not tells()  # a node that no `train` watches wants the ends of ranks alone

@@ -46,10 +46,12 @@ TO_GO_BACK = (
 """The refusal of flags of which `names_own_step` is true."""
 
 _asked_to_end = False
+_made = ""  # the `STATUS_FOLDER` of a run that no `train` watches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the workers of this machine; their exit status, see `status`."""
+    global _made
     signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -58,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
-    ends = Path(watched or tempfile.mkdtemp(prefix="node-"))
     if watched is None:
         try:
             args.training_script_args = requeueable(args.training_script_args)
@@ -66,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"node: error: {error}", file=sys.stderr, flush=True)
             return ExitStatus.USAGE
         set_options(args, os.environ)
-        os.environ[STATUS_FOLDER] = str(ends)
+        os.environ[STATUS_FOLDER] = _made = tempfile.mkdtemp(prefix="node-")
         os.environ[OWNS_PLACES] = "1"  # a start cut off before its first checkpoint is put back into the queue
     else:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    ends = Path(os.environ[STATUS_FOLDER])
     try:
         run(args)
     except ChildFailedError as error:
@@ -85,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
         return ExitStatus.TEMPFAIL if has_saved else ExitStatus.FAILURE
     finally:
-        if watched is None:
-            shutil.rmtree(ends, ignore_errors=True)
+        shutil.rmtree(_made, ignore_errors=True)
     return ExitStatus.OK
 
 
@@ -188,6 +189,7 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
         print(_ended_by_sigterm(), file=sys.stderr, flush=True)
+        shutil.rmtree(_made, ignore_errors=True)
         os._exit(ExitStatus.TEMPFAIL)  # an exception may be lost, as within an import
     for worker in workers:
         with contextlib.suppress(psutil.Error):
