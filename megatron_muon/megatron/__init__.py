@@ -13,9 +13,10 @@ LOSS = "lm loss"
 """The training loss, as the model names it and Megatron logs it."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model on a model-parallel rank;
-of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its digest, `plans`, the figures of each kind of group, and
-`state_bytes` of all ranks, by kind."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `machine`, `versions`, `commit` and `dirty` as in
+run.json; `parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`,
+its digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
+iteration at which Megatron ended the run for a number that is not finite."""
 
 WANDB_RUN = "wandb.json"
 """In a run's folder: the `id` by which Weights & Biases knows it."""

@@ -3,8 +3,8 @@
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
 `megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node. torchrun itself would kill workers
-30 seconds after SIGTERM, and its status is always 1. In a job of SLURM the run may be put back into the queue
-(`requeueable`), and the first node holds the rendezvous.
+30 seconds after SIGTERM, and its status is always 1. Without `train`, on nodes of SLURM, Kubernetes or one's own, the
+same command again goes on with the run (`requeueable`). Under SLURM the first node holds the rendezvous.
 """
 
 from __future__ import annotations

@@ -224,7 +224,6 @@ def _run_record(experiment: Experiment) -> dict[str, Any]:
         "config_files": list(resolved.files),
         "config_hash": resolved.config_hash,
         "device": resolved.device,
-        "nodes": request.nodes,
         "ranks": resolved.ranks,
         "settings": dict(resolved.settings),
         "filled_in": [token for flag in resolved.filled_in for token in (flag.name, *flag.values)],
