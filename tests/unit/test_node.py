@@ -54,6 +54,8 @@ def test_a_step_of_its_own_is_refused_and_not_dropped_but_at_a_requeue(tmp_path,
     typed = ["--save", "ck", "--ckpt-step", "30"]
     with pytest.raises(UserError, match="to go back, start another run"):
         node.requeueable(typed)
+    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --load: pretrained\n")
+    assert node.requeueable([*CONFIG, *typed])[-4:] == ["ck", *GO_ON], "a step of what the first start began from"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert node.requeueable(typed) == ["--save", "ck", *GO_ON]
 

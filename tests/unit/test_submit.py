@@ -86,6 +86,7 @@ def test_it_says_from_where_the_run_goes_on(submit):
     assert "ck: goes on from iteration 30\n" in submit()[1]
     status, _, errors = submit("--", "--ckpt-step", "20")
     assert (status, errors.count("to go back, start another run in a folder of its own")) == (ExitStatus.USAGE, 1)
+    assert submit("--", "--ckpt-step", "20", "--load", "pretrained")[0] == 0
 
 
 def test_what_ranks_would_refuse_is_refused_before_the_queue(submit):

@@ -129,7 +129,8 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     each task: where it begins.
     """
     from megatron_muon.checkpoint import files
-    from megatron_muon.tools.train.node import TO_GO_BACK, names_own_step
+    from megatron_muon.megatron.flags.config_file import pairs
+    from megatron_muon.tools.train.node import TO_GO_BACK
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
@@ -145,9 +146,10 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
             wrong.append(f"{task}without --save DIR and --save-interval N the run could not be resumed; add them")
         elif save in begins:
             wrong.append(f"{task}--save {save} is that of an earlier line too; give each line a --save of its own")
-        elif (found := files.latest(Path(save))) is not None and names_own_step(request.flags):
-            wrong.append(f"{task}{TO_GO_BACK}")
         else:
+            found, load = files.latest(Path(save)), dict(answer.flag_values).get("--load", (save,))
+            if found is not None and load == (save,) and pairs(request.flags, ("--ckpt-step",)):
+                wrong.append(f"{task}{TO_GO_BACK}")
             begins[save] = "a first start" if found is None else f"goes on from iteration {found}"
     if wrong:
         raise UserError("\n".join(dict.fromkeys(wrong)))

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def request_of(args: argparse.Namespace) -> Request:
     """What the arguments ask for; a UserError for those that do not go together."""
     from megatron_muon.megatron.flags.config_file import pairs
-    from megatron_muon.tools.train.node import TO_GO_BACK, names_own_step
+    from megatron_muon.tools.train.node import TO_GO_BACK
     from megatron_muon.tools.train.resolve import Request
 
     if args.resume and args.overwrite:
@@ -106,7 +106,7 @@ def request_of(args: argparse.Namespace) -> Request:
     typed = [*args.flags, *(f"--{plain(key)}={value}" for key, value in sets if value.lower() != "null")]
     if args.no_save and pairs(typed, ("--save",)):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    if args.resume and names_own_step(typed):
+    if args.resume and pairs(typed, ("--ckpt-step",)) and not pairs(typed, ("--load",)):
         raise UserError(TO_GO_BACK)
     if args.config is None and not (args.resume and args.out):
         raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")

@@ -43,7 +43,7 @@ TO_GO_BACK = (
     "a run goes on from its latest checkpoint; to go back, start another run in a folder of its own, with the first "
     "one's checkpoints as --load and --ckpt-step N"
 )
-"""The refusal of flags of which `names_own_step` is true."""
+"""The refusal of a --ckpt-step that was typed, where the run loads no other checkpoints than its own."""
 
 _asked_to_end = False
 _made = ""  # the `STATUS_FOLDER` of a run that no `train` watches
@@ -91,12 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitStatus.OK
 
 
-def names_own_step(typed: Sequence[str]) -> bool:
-    """Whether flags that were typed ask for an iteration, and of no other checkpoints than the run's own."""
-    given = {flag for flag, _ in config_file.pairs(typed, ("--ckpt-step", "--load"))}
-    return given == {"--ckpt-step"}
-
-
 def requeueable(flags: Sequence[str]) -> list[str]:
     """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end, and that SLURM may have put back.
 
@@ -104,7 +98,7 @@ def requeueable(flags: Sequence[str]) -> list[str]:
     `--load`, and without `FIRST_START_ONLY`.
 
     Raises:
-        UserError: no `--save`, a configuration that cannot be read, or `names_own_step`, but not of a requeued job.
+        UserError: no `--save`, a configuration that cannot be read, or `TO_GO_BACK`, but not of a requeued job.
     """
     given, rest = _split(flags, "--config")
     start, in_file, merged = [], set(), rest
@@ -112,14 +106,16 @@ def requeueable(flags: Sequence[str]) -> list[str]:
         config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
         start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
         merged = config_file.merge(config, rest)
-    save = _split(merged, "--save")[0].save
+    places = _split(merged, "--save", "--load")[0]
+    save = places.save
     if save is None:
         raise UserError("no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes share")
     found = files.latest(Path(save))
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    if names_own_step(rest) and not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+    is_own_step = config_file.pairs(rest, ("--ckpt-step",)) and places.load in (None, save)
+    if is_own_step and not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
         raise UserError(TO_GO_BACK)
     print(f"node: going on from {save}, iteration {found}", flush=True)
     unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
@@ -130,7 +126,9 @@ def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[s
     """The values of some flags, and the command line without them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in flags:
-        parser.add_argument(flag, action="store" if flag in ("--config", "--save", "--ckpt-step") else "store_true")
+        parser.add_argument(
+            flag, action="store" if flag in ("--config", "--save", "--load", "--ckpt-step") else "store_true"
+        )
     return parser.parse_known_args(list(argv))
 
 
