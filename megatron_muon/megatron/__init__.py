@@ -13,16 +13,18 @@ LOSS = "lm loss"
 """The training loss, as the model names it and Megatron logs it."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model on a model-parallel rank;
-of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its digest, `plans`, the figures of each kind of group, and
-`state_bytes` of all ranks, by kind."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `machine`, `versions`, `commit` and `dirty` as in
+run.json; `parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`,
+its digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
+iteration at which Megatron ended the run for a number that is not finite."""
 
 WANDB_RUN = "wandb.json"
 """In a run's folder: the `id` by which Weights & Biases knows it."""
 
 TOLD = "told.jsonl"
-"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, written by the last rank of each
-machine. Each has an `event` and facts of it, null or absent where they are not known:
+"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, in a file that the launcher makes if
+it reads them, written by the last rank of each machine. Each has an `event` and facts of it, null or absent where they
+are not known:
 
 - stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,

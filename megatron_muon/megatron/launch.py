@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -33,6 +34,7 @@ from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
 
 _SECONDS_FOR_FIRST_RANK = 30.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run() -> NoReturn:
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     A user's mistake, or a checkpoint that cannot be written, is one line on the first rank of each node.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status, error, failed_at, trace = 1, None, time.time(), ""
     try:
         if {"--help", "-h"} & set(argv):
@@ -118,6 +122,18 @@ def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def _end_with(parent: int) -> None:
+    """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
+
+    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
+    """
+    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # it may be half imported
+        if os.getppid() != parent:
+            print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
+            os._exit(ExitStatus.FAILURE)
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
     """Set in `environ` what torchrun would have set for one process, unless this is a launched rank; a note on it.
 
@@ -148,7 +164,11 @@ def _help() -> None:
         return
     with quiet_imports():
         parser = arguments.build_parser()
-    parser.print_help()
+    try:
+        parser.print_help()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _has_trained() -> bool:

@@ -12,9 +12,10 @@ from megatron_muon.megatron import STATUS_FOLDER, TOLD
 
 
 def tells() -> bool:
-    """Whether this rank reports to the launcher: the last of its machine, as the last of all has the loss."""
+    """Whether this rank reports, and a launcher reads it: the last of its machine, as the last of all has the loss."""
     place, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return STATUS_FOLDER in os.environ and place.isdigit() and size.isdigit() and int(place) == int(size) - 1
+    is_last = place.isdigit() and size.isdigit() and int(place) == int(size) - 1
+    return is_last and STATUS_FOLDER in os.environ and Path(os.environ[STATUS_FOLDER], TOLD).exists()
 
 
 def tell(event: str, **facts: Any) -> None:

@@ -131,6 +131,7 @@ def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpu
     steps = "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1 --eval-interval 1"
     flags = ("--save", "saves", "--save-interval", "2", "--log-memory-to-tensorboard", "--tensorboard-dir", "events")
     argv = [*cli.TINY, *corpus, *cli.MUON, *steps.split(), *flags, "--log-interval", "1", "--device", "cpu"]
+    (tmp_path / TOLD).touch()
     answers = ranks(2, train_and_tell, argv=argv, folder=str(tmp_path), ends=str(tmp_path))
     assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
     events = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]

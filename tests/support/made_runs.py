@@ -71,7 +71,7 @@ def make_run(
         found = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
         (folder / "summary.json").write_text(json.dumps(found))
         started = {
-            **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "nodes": 1, "ranks": 2, "device": "cpu"},
+            **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "ranks": 2, "device": "cpu"},
             **{"commit": "abc", "dirty": False, "versions": {"python": "3.12.1"}},
             "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load},
         }

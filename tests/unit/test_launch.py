@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -144,6 +146,25 @@ def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")
     assert launch.main([]) == 0
+
+
+def test_a_rank_whose_torchrun_is_killed_before_the_ranks_have_met_ends(tmp_path):
+    """It waited for the store that torchrun held, for twelve minutes and with the lock of --save.
+
+    Its watch ended in a traceback where it looked while another thread was importing torch.distributed.
+    """
+    here, parent = tmp_path / "ended", "subprocess.Popen([sys.executable, '-c', child]); time.sleep(0.5); os._exit(0)"
+    child = (
+        "import os, sys, types; from megatron_muon.megatron import launch; launch._SECONDS_BETWEEN_LOOKS = 0.05; "
+        "sys.modules['torch.distributed'] = types.ModuleType('torch.distributed'); "
+        f"sys.stderr = open({str(here)!r}, 'w'); launch._end_with(int(os.environ['TORCHRUN']))"
+    )
+    program = f"import os, subprocess, sys, time; os.environ['TORCHRUN'] = str(os.getpid()); child = {child!r}; "
+    subprocess.run([sys.executable, "-c", program + parent], check=True)
+    deadline = time.monotonic() + 30
+    while not (here.exists() and "torchrun has ended" in here.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 from megatron.training import global_vars
 
 from megatron_muon.core.metrics import _StepProbe
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.patches import monitoring
 from megatron_muon.tools.train.events import read_events
 
@@ -42,12 +43,14 @@ def flags_of(folder, **flags):
     return SimpleNamespace(**{**given, **places, "finetune": False, "ckpt_step": None, **flags})
 
 
-def start(patches, monkeypatch, tmp_path, writer, *, rank=1, **flags):
+def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags):
     """What Megatron does as a run starts; the stand-in."""
     args = flags_of(tmp_path / "run", rank=rank, **flags)
     wandb = Wandb()
 
     def set_wandb_writer(args):
+        if error is not None:
+            raise error
         if args.wandb_project and args.rank == 1:
             global_vars._GLOBAL_WANDB_WRITER = wandb
 
@@ -81,6 +84,12 @@ def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, fla
     monkeypatch.setattr(monitoring, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
     start(patches, monkeypatch, tmp_path, writer, **flags)
     assert "add_scalar" not in vars(writer)
+
+
+def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch, tmp_path):
+    no_key = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured")
+    with pytest.raises(UserError, match=r"--wandb-project mine: No API key configured; type wandb login, or"):
+        start(patches, monkeypatch, tmp_path, Writer(), error=no_key)
 
 
 # Which run it is

@@ -46,6 +46,20 @@ def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, c
     assert said in capsys.readouterr().out
 
 
+def test_a_step_of_its_own_is_refused_and_not_dropped_but_at_a_requeue(tmp_path, monkeypatch):
+    """With checkpoints 500 and 1000 `--ckpt-step 500` went on from 1000 without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / files.TRACKER).write_text("40")
+    typed = ["--save", "ck", "--ckpt-step", "30"]
+    with pytest.raises(UserError, match="to go back, start another run"):
+        node.requeueable(typed)
+    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --load: pretrained\n")
+    assert node.requeueable([*CONFIG, *typed])[-4:] == ["ck", *GO_ON], "a step of what the first start began from"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert node.requeueable(typed) == ["--save", "ck", *GO_ON]
+
+
 @pytest.mark.parametrize("flags", [["--seed", "3"], [*CONFIG, "--unset", "save"]])
 def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
@@ -110,9 +124,11 @@ def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypa
         assert not Path(os.environ[STATUS_FOLDER]).exists()
 
 
-def test_sigterm_ends_a_node_that_is_still_importing():
+def test_sigterm_ends_a_node_that_is_still_importing(tmp_path):
     """An import passed over the exception that was to end it, and the run went on training."""
-    code = "from megatron_muon.tools.train import node\ntry: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
+    (tmp_path / "made").mkdir()
+    code = f"from megatron_muon.tools.train import node\nnode._made = {str(tmp_path / 'made')!r}\n"
+    code += "try: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (75, "")
+    assert (done.returncode, done.stdout, [*tmp_path.iterdir()]) == (75, "", [])
     assert "node: start 1 ended by SIGTERM" in done.stderr

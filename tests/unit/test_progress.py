@@ -30,13 +30,15 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     assert muon_rate([{**ADAM, "default_config": False}]) is None  # Adam's embeddings with --decoupled-lr
 
 
-def test_a_step_that_is_not_finite_is_told_before_the_run_ends(monkeypatch):
+def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeypatch, settings):
     """Megatron ends it before it is logged; without --save in an error of its own about where to save."""
     told = []
     monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
-    assert module.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == ({}, 0, False, False, 0)
-    module.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
+    progress = Progress(on_gpu=False)
+    assert progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == ({}, 0, False, False, 0)
+    progress.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
+    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}  # where no launcher was told
 
 
 def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
@@ -44,7 +46,9 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
     chunk = torch.nn.Linear(8, 6, bias=False)
     chunk.weight.orig_param = torch.empty(3, 8)
     Progress(on_gpu=False).watch(lambda *_: SimpleNamespace(), None, [chunk, torch.nn.Linear(2, 2)])
-    assert json.loads((tmp_path / "facts.json").read_text()) == {"parameters": 3 * 8 + 2 * 2 + 2}
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
+    assert torch.__version__.startswith(facts["versions"]["torch"])
     assert list(tmp_path.iterdir()) == [tmp_path / "facts.json"]  # it is written aside and renamed
 
 
@@ -77,6 +81,7 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
     vars(settings).update(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
     for name, value in ((STATUS_FOLDER, str(tmp_path)), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
+    (tmp_path / TOLD).touch()
     progress = Progress(on_gpu=False)
 
     def results(prefix, forward_step, data, model, iteration, *rest):
@@ -105,10 +110,13 @@ def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monke
     monkeypatch.delenv(STATUS_FOLDER, raising=False)
     assert not tells()
     monkeypatch.setenv(STATUS_FOLDER, str(tmp_path))
+    (tmp_path / TOLD).touch()
     tell("stage", step=1)
-    assert not (tmp_path / TOLD).exists()
     monkeypatch.setenv("LOCAL_RANK", "1")
     tell("stage", step=2)
     assert json.loads((tmp_path / TOLD).read_text()) == {"event": "stage", "step": 2}
     monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "gone"))
     tell("stage", step=3)  # the launcher was killed: training goes on
+    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "unread"))
+    (tmp_path / "unread").mkdir()
+    assert not tells()  # a node that no `train` watches wants the ends of ranks alone

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 
 import pytest
 
@@ -97,3 +98,33 @@ def test_each_layer_wins_over_those_before_it(actions, tmp_path, monkeypatch):
         ("--tensorboard-dir", "b/tensorboard", "run folder"),
     ]
     assert str(folder.root) == "b"
+
+
+@pytest.mark.parametrize(
+    ("out", "places", "note"),
+    [
+        # The first rank makes the folder of --save at the start: a --load from elsewhere was taken for it.
+        ("ft", ["pre/checkpoints", "ft/checkpoints"], ()),
+        (
+            "copy",
+            ["pre/checkpoints", "copy/checkpoints"],
+            ("this run was started in ft; it continues with what is in copy",),
+        ),
+        ("away", ["pre/checkpoints", "scratch/checkpoints"], ()),
+    ],
+)
+def test_a_run_goes_on_in_its_own_places(actions, tmp_path, monkeypatch, out, places, note):
+    """--finetune began from random weights; a copy wrote into the original; checkpoints elsewhere moved silently."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("--save", "--load", "--tensorboard-dir"):
+        actions[name] = argparse.ArgumentParser().add_argument(name)
+    for name in ("pre", "ft", "copy", "away"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    save = "scratch/checkpoints" if out == "away" else "ft/checkpoints"
+    (tmp_path / out / "config.yaml").write_text(f"MODEL_ARGS:\n  --load: pre/checkpoints\n  --save: {save}\n")
+    was = "away" if out == "away" else "ft"
+    (tmp_path / out / "run.json").write_text(json.dumps({"folder": was, "directory": str(tmp_path)}))
+    request = Request(f"{out}/config.yaml", out=out, keeps_places=True, resume=True)
+    flags, folder, notes = _layers(request, load_config(request.config), actions, [])
+    assert [*flags["--load"].values, *flags["--save"].values] == places
+    assert (str(folder.checkpoints), tuple(notes)) == (places[1], note)

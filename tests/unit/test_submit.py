@@ -84,6 +84,9 @@ def test_it_says_from_where_the_run_goes_on(submit):
     Path("ck").mkdir()
     Path("ck", files.TRACKER).write_text("30")
     assert "ck: goes on from iteration 30\n" in submit()[1]
+    status, _, errors = submit("--", "--ckpt-step", "20")
+    assert (status, errors.count("to go back, start another run in a folder of its own")) == (ExitStatus.USAGE, 1)
+    assert submit("--", "--ckpt-step", "20", "--load", "pretrained")[0] == 0
 
 
 def test_what_ranks_would_refuse_is_refused_before_the_queue(submit):
@@ -125,7 +128,8 @@ UNSAVED = "without --save DIR and --save-interval N the run could not be resumed
         ("", None, ("--at-once", "2"), "--at-once 2 is for arrays; give --array FILE too"),
         ("", "", (), "--array rates.txt is empty; write a line of flags for each task"),
         ("", "--lr 1e-3 --save 'a\n", (), "--array rates.txt: No closing quotation"),
-        ("", "--lr 1e-3\n\n", (), "rates.txt:2: --save ck is that of an earlier line too"),
+        ("", "--lr 1e-3\n\n", (), "rates.txt:2: a line holds the flags of a task, and this one is blank"),
+        ("", "--lr 1e-3\n--lr 2e-3\n", (), "rates.txt:2: --save ck is that of an earlier line too"),
         ("", "--lr 1e-3 --save a\n--lrr 2e-3 --save b\n", (), "unknown flag --lrr; did you mean --lr?"),
     ],
 )

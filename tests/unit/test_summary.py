@@ -104,6 +104,12 @@ def test_validation_is_the_first_result_of_the_last_iteration(tmp_path):
     assert loaded(tmp_path / "two").validation_last == pytest.approx(4.5)
 
 
+def test_a_run_without_a_launcher_says_in_its_facts_where_it_diverged(run_dir):
+    """In a job Megatron's end for a number that is not finite left a run that was merely unfinished."""
+    (run_dir / "tensorboard" / "facts.json").write_text('{"diverged_at": 31}')
+    assert (loaded(run_dir).diverged_at, loaded(run_dir).diverged) == (31, True)
+
+
 def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path):
     write_start(tmp_path / "tensorboard", range(1, 31), loss=lambda step: math.nan if step > 20 else 5.0)
     assert loaded(tmp_path).diverged_at == 21

@@ -38,10 +38,10 @@ def test_a_value_with_a_comma_is_quoted():
     assert names('"split=98,2,0","95,5,0"') == ["split=98,2,0", "split=95,5,0"]
 
 
-@pytest.mark.parametrize("words", ["lr", "1,2", "=1", "lr=", "lr=1,,2", "lr=1 lr=2"])
+@pytest.mark.parametrize("words", ["lr", "1,2", "=1", "lr=", "lr=1,,2", "lr=1 lr=2", "", "lr=1,2 "])
 def test_a_malformed_grid_is_refused(words):
     with pytest.raises(UserError, match=r"write KEY=VALUE,VALUE for each key once"):
-        names(words)
+        tasks_of([words.split(" ")], 1, Path())
 
 
 def test_folders_can_be_read_and_are_never_shared():

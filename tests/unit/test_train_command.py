@@ -194,14 +194,19 @@ def test_a_start_without_a_step_may_be_overwritten(tmp_path):
 
 def test_places_of_a_run_move_with_its_folder(tmp_path):
     """A copy went on from the original's checkpoints and wrote into them; a renamed run began at step 1."""
-    first, copy = tmp_path / "first", tmp_path / "copy"
-    for folder in (first / "saves", copy / "saves", tmp_path / "scratch"):
-        folder.mkdir(parents=True)
-    assert run_folder.now_at(first, str(first / "saves")) == first / "saves"
-    assert run_folder.now_at(copy, str(first / "saves")) == copy / "saves"
-    assert run_folder.now_at(copy, str(tmp_path / "scratch")) == tmp_path / "scratch"
-    assert run_folder.now_at(copy, "gone/tensorboard") == copy / "tensorboard"
-    assert run_folder.now_at(copy, "/scratch/not-made-yet") == Path("/scratch/not-made-yet")
+    run = {"folder": "runs/first", "directory": str(tmp_path)}
+    first, copy = tmp_path / "runs" / "first", tmp_path / "runs" / "copy"
+    first.mkdir(parents=True)
+    copy.mkdir()
+    assert run_folder.moved("runs/first/checkpoints", run, first) == "runs/first/checkpoints"
+    assert run_folder.moved("runs/first/ckpt/x", run, copy) == str(copy / "ckpt" / "x")
+    assert run_folder.moved(str(first / "tensorboard"), run, copy) == str(copy / "tensorboard")
+    assert run_folder.moved("/scratch/checkpoints", run, copy) == "/scratch/checkpoints"
+    first.rmdir()
+    assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
+    assert run_folder.moved("runs/first/checkpoints", {}, copy) == "runs/first/checkpoints"
+    of_first = {**run, "tensorboard_dir": "runs/first/tensorboard", "checkpoint_dir": "runs/first/checkpoints"}
+    assert run_folder.places_of(copy, of_first) == RunFolder(copy, copy / "tensorboard", copy / "checkpoints")
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(taken):
@@ -293,6 +298,13 @@ def test_arguments_that_do_not_go_together(argv, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("taken_away", [["--set", "ckpt_step=null"], ["--", "--unset", "ckpt-step"]])
+def test_a_ckpt_step_that_is_taken_away_is_no_step_to_go_back_to(taken_away, tmp_path, capsys):
+    line = ["train", "--resume", "--out", str(tmp_path), *taken_away]
+    assert cli.main(line) == ExitStatus.USAGE
+    assert "cannot read" in capsys.readouterr().err  # config.yaml, and no more
 
 
 def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):

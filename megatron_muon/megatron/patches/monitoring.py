@@ -18,6 +18,7 @@ from typing import Any
 import megatron.training.global_vars as global_vars
 
 from megatron_muon.checkpoint import files
+from megatron_muon.errors import UserError
 from megatron_muon.megatron import WANDB_RUN
 from megatron_muon.megatron.places import read_json
 from megatron_muon.patching import Patches
@@ -36,7 +37,13 @@ def log_to_both(patches: Patches) -> None:
         if not args.wandb_project or args.rank != args.world_size - 1:
             return make(args)
         choose_run(args, os.environ)
-        make(args)
+        try:
+            make(args)
+        except Exception as error:
+            if not type(error).__module__.startswith("wandb"):
+                raise
+            remedy = "type wandb login, or set WANDB_MODE=offline and upload later with wandb sync"
+            raise UserError(f"--wandb-project {args.wandb_project}: {error}; {remedy}") from error
         wandb, writer = global_vars.get_wandb_writer(), global_vars.get_tensorboard_writer()
         if writer is None:
             writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None))

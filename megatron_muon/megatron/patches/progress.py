@@ -27,6 +27,7 @@ from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.gpu import bf16_tflops
+from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
 from megatron_muon.megatron.tell import tell, tells
 from megatron_muon.patching import Patches
@@ -62,7 +63,7 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Report what a training does, with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
-    patches.around(training, "train_step", takes=["iteration"])(step)
+    patches.around(training, "train_step", takes=["iteration"])(progress.step)
     patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
         progress.follow
     )
@@ -91,8 +92,16 @@ class Progress:
         facts = optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}
         # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
         parameters = sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters())
-        self._write_facts(parameters=parameters, **facts)
+        self._write_facts(**(origin() if is_first_rank() else {}), parameters=parameters, **facts)
         return optimizer
+
+    def step(self, call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        """Instead of `train_step`; a step whose loss or gradient is not finite is not logged before all ranks end."""
+        result = call(*args, iteration=iteration, **kwargs)
+        if result[3]:
+            tell("diverged", step=iteration + 1)
+            self._write_facts(diverged_at=iteration + 1)
+        return result
 
     def follow(self, log: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's log of an iteration."""
@@ -190,14 +199,6 @@ class Progress:
         if result[0] and LOSS in result[0]:
             tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)  # Megatron is to print it, too
         return result
-
-
-def step(call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-    """Instead of `train_step`; a step whose loss or gradient is not finite is not logged before all ranks end."""
-    result = call(*args, iteration=iteration, **kwargs)
-    if result[3]:
-        tell("diverged", step=iteration + 1)
-    return result
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:

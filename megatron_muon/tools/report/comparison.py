@@ -170,7 +170,7 @@ def _not_compared(words: str, arms: Sequence[Arm], found: Mapping[str, Sequence[
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
     """The machines and numbers of processes of runs."""
     return {
-        (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "nodes", "ranks")))
+        (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "ranks")))
         for run in runs
     }
 

@@ -144,4 +144,4 @@ def _origin_of(run: Mapping[str, Any]) -> str:
     software = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
     commit = f"commit {run.get('commit')}{', with changes' if run.get('dirty') else ''}"
     machine = "{processor}, {cores} cores, {system}".format_map(run["machine"])
-    return f"{commit}; {software}; {machine}; {run['nodes']} x {run['ranks']} processes on {run.get('device')}"
+    return f"{commit}; {software}; {machine}; {run['ranks']} processes on {run.get('device')}"

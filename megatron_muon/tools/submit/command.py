@@ -115,6 +115,10 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
         raise UserError(f"--array {file}: {error}") from None
     if not tasks:
         raise UserError(f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save a")
+    if () in tasks:
+        raise UserError(
+            f"--array {file}:{tasks.index(()) + 1}: a line holds the flags of a task, and this one is blank"
+        )
     return tasks
 
 
@@ -125,6 +129,8 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     each task: where it begins.
     """
     from megatron_muon.checkpoint import files
+    from megatron_muon.megatron.flags.config_file import pairs
+    from megatron_muon.tools.train.node import TO_GO_BACK
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
@@ -132,7 +138,7 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]
     begins: dict[str, str] = {}
     wrong: list[str] = []
-    for number, answer in enumerate(resolve_here(requests), 1):
+    for number, (request, answer) in enumerate(zip(requests, resolve_here(requests), strict=True), 1):
         task = "" if args.array is None else f"{args.array}:{number}: "
         if isinstance(answer, UserError):
             wrong += [f"{task}{line}" for line in str(answer).splitlines()]
@@ -141,7 +147,9 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
         elif save in begins:
             wrong.append(f"{task}--save {save} is that of an earlier line too; give each line a --save of its own")
         else:
-            found = files.latest(Path(save))
+            found, load = files.latest(Path(save)), dict(answer.flag_values).get("--load", (save,))
+            if found is not None and load == (save,) and pairs(request.flags, ("--ckpt-step",)):
+                wrong.append(f"{task}{TO_GO_BACK}")
             begins[save] = "a first start" if found is None else f"goes on from iteration {found}"
     if wrong:
         raise UserError("\n".join(dict.fromkeys(wrong)))

@@ -53,7 +53,7 @@ def folder_of(point: str) -> str:
 def _points(words: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
     grid: dict[str, list[str]] = {}
     for word in words:
-        first, *values = next(csv.reader([word], skipinitialspace=True), [""])
+        first, *values = next(csv.reader([word], skipinitialspace=True), []) or [""]
         key, _, value = first.partition("=")
         key = key.lstrip("-").replace("-", "_").lower()
         if not key.isidentifier() or not all([value, *values]) or key in grid:

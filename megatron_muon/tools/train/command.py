@@ -96,20 +96,18 @@ def run(args: argparse.Namespace) -> int:
 
 def request_of(args: argparse.Namespace) -> Request:
     """What the arguments ask for; a UserError for those that do not go together."""
-    from megatron_muon.megatron.flags.config_file import given_flags
+    from megatron_muon.megatron.flags.config_file import pairs
+    from megatron_muon.tools.train.node import TO_GO_BACK
     from megatron_muon.tools.train.resolve import Request
 
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
     sets = [assignment(text) for text in args.sets]
-    typed = {*map(plain, given_flags(args.flags)), *(plain(key) for key, _ in sets)}
-    if args.no_save and "save" in typed:
+    typed = [*args.flags, *(f"--{plain(key)}={value}" for key, value in sets if value.lower() != "null")]
+    if args.no_save and pairs(typed, ("--save",)):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    if args.resume and "ckpt-step" in typed and "load" not in typed:
-        raise UserError(
-            "--resume goes on from the latest checkpoint; to go back, start another run: --out DIR, with the first "
-            "one's checkpoints as --load and --ckpt-step N"
-        )
+    if args.resume and pairs(typed, ("--ckpt-step",)) and not pairs(typed, ("--load",)):
+        raise UserError(TO_GO_BACK)
     if args.config is None and not (args.resume and args.out):
         raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
     config, ranks = args.config or args.out / run_folder.CONFIG, args.nproc

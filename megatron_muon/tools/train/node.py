@@ -3,8 +3,8 @@
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
 `megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node. torchrun itself would kill workers
-30 seconds after SIGTERM, and its status is always 1. In a job of SLURM the run may be put back into the queue
-(`requeueable`), and the first node holds the rendezvous.
+30 seconds after SIGTERM, and its status is always 1. Without `train`, on nodes of SLURM, Kubernetes or one's own, the
+same command again goes on with the run (`requeueable`). Under SLURM the first node holds the rendezvous.
 """
 
 from __future__ import annotations
@@ -39,11 +39,19 @@ if TYPE_CHECKING:
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
 """Flags that say how to begin, and not how to go on from the run's own checkpoint."""
 
+TO_GO_BACK = (
+    "a run goes on from its latest checkpoint; to go back, start another run in a folder of its own, with the first "
+    "one's checkpoints as --load and --ckpt-step N"
+)
+"""The refusal of a --ckpt-step that was typed, where the run loads no other checkpoints than its own."""
+
 _asked_to_end = False
+_made = ""  # the `STATUS_FOLDER` of a run that no `train` watches
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the workers of this machine; their exit status, see `status`."""
+    global _made
     signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -52,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     watched = os.environ.get(STATUS_FOLDER)  # by `train`, which has chosen flags and places
-    ends = Path(watched or tempfile.mkdtemp(prefix="node-"))
     if watched is None:
         try:
             args.training_script_args = requeueable(args.training_script_args)
@@ -60,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"node: error: {error}", file=sys.stderr, flush=True)
             return ExitStatus.USAGE
         set_options(args, os.environ)
-        os.environ[STATUS_FOLDER] = str(ends)
+        os.environ[STATUS_FOLDER] = _made = tempfile.mkdtemp(prefix="node-")
         os.environ[OWNS_PLACES] = "1"  # a start cut off before its first checkpoint is put back into the queue
     else:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    ends = Path(os.environ[STATUS_FOLDER])
     try:
         run(args)
     except ChildFailedError as error:
@@ -79,8 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
         return ExitStatus.TEMPFAIL if has_saved else ExitStatus.FAILURE
     finally:
-        if watched is None:
-            shutil.rmtree(ends, ignore_errors=True)
+        shutil.rmtree(_made, ignore_errors=True)
     return ExitStatus.OK
 
 
@@ -91,7 +98,7 @@ def requeueable(flags: Sequence[str]) -> list[str]:
     `--load`, and without `FIRST_START_ONLY`.
 
     Raises:
-        UserError: no `--save`, or a configuration that cannot be read.
+        UserError: no `--save`, a configuration that cannot be read, or `TO_GO_BACK`, but not of a requeued job.
     """
     given, rest = _split(flags, "--config")
     start, in_file, merged = [], set(), rest
@@ -99,13 +106,17 @@ def requeueable(flags: Sequence[str]) -> list[str]:
         config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
         start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
         merged = config_file.merge(config, rest)
-    save = _split(merged, "--save")[0].save
+    places = _split(merged, "--save", "--load")[0]
+    save = places.save
     if save is None:
         raise UserError("no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes share")
     found = files.latest(Path(save))
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
+    is_own_step = config_file.pairs(rest, ("--ckpt-step",)) and places.load in (None, save)
+    if is_own_step and not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
+        raise UserError(TO_GO_BACK)
     print(f"node: going on from {save}, iteration {found}", flush=True)
     unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
     return [*start, *_split(rest, *FIRST_START_ONLY)[1], *unset, "--load", save, "--exit-signal-handler"]
@@ -115,7 +126,9 @@ def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[s
     """The values of some flags, and the command line without them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in flags:
-        parser.add_argument(flag, action="store" if flag in ("--config", "--save", "--ckpt-step") else "store_true")
+        parser.add_argument(
+            flag, action="store" if flag in ("--config", "--save", "--load", "--ckpt-step") else "store_true"
+        )
     return parser.parse_known_args(list(argv))
 
 
@@ -174,6 +187,7 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
         print(_ended_by_sigterm(), file=sys.stderr, flush=True)
+        shutil.rmtree(_made, ignore_errors=True)
         os._exit(ExitStatus.TEMPFAIL)  # an exception may be lost, as within an import
     for worker in workers:
         with contextlib.suppress(psutil.Error):

@@ -77,7 +77,7 @@ class Record:
         self.iterations = self.train[-1].step if self.train else 0
         self.tokens = self.train[-1].tokens if self.train else None
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
-        self.diverged_at: int | None = next(logged, self.summary.get("diverged_at"))
+        self.diverged_at: int | None = next(logged, (self.summary if self.run else self.facts).get("diverged_at"))
         asked = self.whole_number("train_iters")
         is_finished = asked is not None and self.iterations >= asked
         self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
@@ -98,8 +98,6 @@ class Record:
         ]
         self.validation = self._losses(means)
         self.validation_last = self.validation[-1].loss if self.validation else None
-        numbers = (point for point in self.validation if math.isfinite(point.loss))
-        self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
 
     def _read_times(self) -> None:
         seconds = self._by_step("iteration-time") or {

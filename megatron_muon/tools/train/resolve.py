@@ -30,9 +30,9 @@ from megatron_muon.megatron.flags.config_file import (
     refuse_unknown_flags,
 )
 from megatron_muon.megatron.flags.suggest import did_you_mean, plain
-from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RunFolder, beside, locate
+from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
 from megatron_muon.tools.train.processes import python_path
-from megatron_muon.tools.train.run_folder import config_hash, now_at
+from megatron_muon.tools.train.run_folder import config_hash, moved
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
 """Where a setting that no file holds comes from."""
@@ -266,8 +266,10 @@ def _layers(
     said = {plain(name) for name in (*chosen, *given_flags(typed), *(key for key, _ in sets))}
     added, notes = dict[str, str](), list[str]()
     if request.keeps_places and request.out is not None:
-        now = {flag: str(now_at(Path(request.out), values[flag])) for flag in PLACES if flag in {*values} - {*chosen}}
+        run, root = read_json(Path(request.out, RUN)), Path(request.out)
+        now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in {*values} - {*chosen}}
         added = {flag: path for flag, path in now.items() if path != values[flag]}
+        notes += [f"this run was started in {run['folder']}; it continues with what is in {root}"] if added else []
         chosen = values = {**values, **added}
     folder, places = locate(values, chosen, out=request.out, default=request.default_out)
     if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -53,18 +54,24 @@ _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 
 def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
     """Where the files of a run lie now, as far as its run.json says."""
-    tensorboard, save = run.get("tensorboard_dir") or TENSORBOARD, run.get("checkpoint_dir") or CHECKPOINTS
-    return RunFolder(root, now_at(root, tensorboard), now_at(root, save))
+    tensorboard, save = (
+        Path(moved(run.get(key) or str(root / name), run, root))
+        for key, name in (("tensorboard_dir", TENSORBOARD), ("checkpoint_dir", CHECKPOINTS))
+    )
+    return RunFolder(root, tensorboard if tensorboard.is_dir() else root / TENSORBOARD, save)
 
 
-def now_at(root: Path, path: str) -> Path:
-    """Where a place of a run is now: under its name in the run's folder, which may have been moved, or where it was.
+def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
+    """Where a file or folder of a run is now that its folder may have been copied or renamed to `root`.
 
-    So a copy neither goes on from the original's checkpoints nor writes into them.
+    A copy must neither go on from the original's checkpoints nor write into them.
     """
-    was = Path(path)
-    here, is_ours = root / was.name, was.name in (TENSORBOARD, CHECKPOINTS)
-    return here if here.exists() or (is_ours and not was.exists()) else was
+    if "folder" not in run:  # no run.json
+        return path
+    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
+    if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
+        return path
+    return str(root / now.relative_to(was))
 
 
 def name_of(config: Path) -> str:

@@ -33,6 +33,9 @@ _OUTCOMES = {
 _OF_TORCHRUN = re.compile(r"[IWE]\d{4} ")
 """Begins the lines that torchrun logs."""
 
+_REJECTED = re.compile(r"iteration (\d+): Unexpected result")
+"""How a rank ends with --rerun-mode disabled, alone, at a number that is not finite."""
+
 _TRACE_LINES = 16
 
 
@@ -58,8 +61,8 @@ def summary_of(
     outcome = _OUTCOMES.get(status, "failed")
     record = read_record(folder.root, places=folder)
     at, why = diverged_at if record.diverged_at is None else record.diverged_at, None
-    if at is None and "Unexpected result" in (error or ""):  # with --rerun-mode disabled: on a rank alone
-        at = record.iterations + 1
+    if at is None and (found := _REJECTED.search(error or "")):
+        at = int(found[1])
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:
@@ -79,7 +82,7 @@ def summary_of(
         "diverged": why is not None,
         "diverged_why": why,
         **{name: record.facts.get(name) for name in ("parameters", "muon_parameters")},
-        "world_size": run["nodes"] * run["ranks"],
+        "world_size": run["ranks"],
         **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
         "optimizer": run["settings"].get("optimizer"),
         "started": run["started"],

@@ -162,6 +162,7 @@ def _launch(
     base = processes.environment(resolved.ranks, settings=resolved.env)
     output, signals = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
+        Path(ends, TOLD).touch()  # without it nothing is told
         told = Lines(Path(ends, TOLD))
 
         def show_line(line: str) -> None:
@@ -223,7 +224,6 @@ def _run_record(experiment: Experiment) -> dict[str, Any]:
         "config_files": list(resolved.files),
         "config_hash": resolved.config_hash,
         "device": resolved.device,
-        "nodes": request.nodes,
         "ranks": resolved.ranks,
         "settings": dict(resolved.settings),
         "filled_in": [token for flag in resolved.filled_in for token in (flag.name, *flag.values)],
