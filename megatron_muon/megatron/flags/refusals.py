@@ -149,6 +149,8 @@ def _optimizer(run: MuonRun) -> Rules:
 def _without_muon(run: MuonRun) -> Rules:
     for flag in run.given(*(name for name in FIELDS if name not in ADAPTIVE)):
         yield True, f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
+    missing = "--muon-allow-missing-state needs --use-megatron-fsdp; add it or leave the flag out"
+    yield not run.ddp.use_megatron_fsdp and getattr(run.settings, "muon_allow_missing_state", False), missing
     logits = asked(run.model)  # with Adam megatron-core's clip ends in an AttributeError
     needs = f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
     yield run.ddp.use_megatron_fsdp and logits, needs
@@ -255,6 +257,8 @@ def _offload(run: MuonRun) -> Rules:
         for flag in run.given(*names):
             needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}"
             yield settings.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
+    no_accelerator = "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
+    yield settings.muon_ns_device == "accelerator" and run.on_cpu, no_accelerator
     adaptive = f"{NS_ON_CPU} is not supported with {ADAPTIVE_MUON}; use accelerator, or leave it out"
     on_other_device = settings.muon_ns_device == "cpu" and not run.on_cpu
     yield on_other_device and settings.optimizer == "adaptive_muon", adaptive
