@@ -158,9 +158,10 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     if args.momentum_dtype != "fp32" and not args.offload:
         raise UserError(f"--momentum-dtype {args.momentum_dtype} needs --offload; with none momentum stays in place")
     if args.offload_dir is not None:
-        from megatron_muon.offload.files import require_writable
-
-        require_writable(Path(args.offload_dir))
+        try:
+            tempfile.TemporaryFile(dir=args.offload_dir).close()
+        except OSError as error:
+            raise UserError(f"--offload-dir {args.offload_dir}: cannot write there: {error.strerror}") from None
     spec = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)}
     for name in ("methods", "team_size", "variants", "peers", "offload"):
         spec[name] = list(dict.fromkeys(spec[name]))  # once each, in the order given

@@ -70,9 +70,9 @@ def _first_line(error: BaseException) -> str:
     return "a file could not be written in full" if "unexpected pos" in line else line
 
 
-def unforeseen(error: Exception) -> str:
+def unforeseen(error: BaseException) -> str:
     """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
-    cause = f"{type(error).__name__}: {_first_line(error)}".encode("unicode_escape").decode()
+    cause = f"{type(error).__name__}: {reason_of(error)}".encode("unicode_escape").decode()
     try:
         with tempfile.NamedTemporaryFile("wb", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
             file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))

@@ -128,10 +128,9 @@ def make_route(
     rows_by: str = ALL_TO_ALL,
     updates_by: str = ALL_TO_ALL,
 ) -> Route:
-    """This rank's part in wave `number`, of the matrices with these indices.
+    """This rank's part in wave `number`, of the matrices with these indices; `scale` is of a shape's update.
 
-    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises it for itself;
-    `scale` is of the update of a block of a shape.
+    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises it for itself.
     """
     world = layout.world_size
     held = dict(zip(indices, layout.held(rank, indices), strict=True))

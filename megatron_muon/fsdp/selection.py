@@ -37,7 +37,7 @@ TABLES = ("*bias*", "*_table", "*_log")
 
 OUTPUTS = (
     *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
-    *("classifier", "score", "qa_outputs", "seq_relationship"),
+    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out"),
 )
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
 
@@ -142,11 +142,11 @@ def why_not_muon(name: str, parameter: torch.Tensor) -> str:
     parts = name.split(".")
     if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return "table"
-    if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
-        return "embedding"
     numbered = any(part.isdigit() for part in parts)
     if not numbered and any(part.lower() in OUTPUTS for part in parts):
         return "output layer"
+    if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
+        return "embedding"
     return ""
 
 

@@ -58,7 +58,7 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
 
     Raises:
-        UserError: no CUDA where it was asked for, or a GPU that cannot be used for "auto".
+        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
     """
     import torch
 
@@ -66,6 +66,11 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
     if has_cuda and wanted != "cpu":
+        rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if rank >= count and not on_paper:
+            raise UserError(
+                f"each rank needs a GPU of its own, and this machine has {count}; use --nproc-per-node {count}"
+            )
         return "cuda"
     if wanted == "cuda" and not on_paper:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")

@@ -224,9 +224,9 @@ def _train() -> None:
         if end.code or _ended_by_signal() or _has_trained():
             raise
     except (AssertionError, ValueError) as failure:
-        if isinstance(failure, UserError) or hasattr(args, "curr_iteration"):
+        if hasattr(args, "curr_iteration") or (refusal := refused(failure)) is None:
             raise
-        raise refused(failure) from failure  # before the first step it is the settings that Megatron refuses
+        raise refusal from failure  # before the first step it is the settings that Megatron refuses
     finally:
         if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
             torch.distributed.destroy_process_group()

@@ -18,7 +18,7 @@ import re
 import traceback
 from collections.abc import Iterator
 
-from megatron_muon.errors import UserError, quiet_imports, reason_of
+from megatron_muon.errors import UserError, quiet_imports, unforeseen
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.patching import Patches
 
@@ -134,33 +134,27 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what megatron-core raises into a UserError of one line: its words, and the condition that did not hold."""
+    """Turn what megatron-core refuses into a UserError in its words, and what no check foresaw into another."""
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     try:
         yield
     except UserError:
         raise
-    except (Exception, CheckpointException) as refusal:
-        raise refused(refusal) from refusal
+    except (Exception, CheckpointException) as error:
+        raise refused(error) or UserError(f"Megatron's validation failed: {unforeseen(error)}") from error
 
 
-def refused(refusal: BaseException) -> UserError:
-    """A UserError of one line for what megatron-core has raised."""
-    reason = " ".join((reason_of(refusal) if hasattr(refusal, "failures") else str(refusal)).split())
-    if not isinstance(refusal, (AssertionError, ValueError, RuntimeError)) and type(refusal) is not Exception:
-        reason = f"{type(refusal).__name__}: {reason}"
-    said = ": ".join(filter(None, (reason, condition(refusal))))
+def refused(error: BaseException) -> UserError | None:
+    """A UserError of one line, with the condition that did not hold, where a statement of Megatron has raised this."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    above = [part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]]
+    is_own = frame.f_globals.get("__name__", "").startswith("megatron.") and above
+    if not is_own or not re.search(r"\b(assert|raise)\b", above[-1]):
+        return None
+    starts = [at for at, part in enumerate(above) if part.startswith(("assert ", "if ", "elif "))]
+    source = " ".join(above[starts[-1] if starts else -1 :]).partition(" raise ")[0].rstrip(", \\")
+    condition = f"{source} ({os.path.basename(file)}:{line})"
+    said = ": ".join(filter(None, (" ".join(str(error).split()), condition)))
     return UserError(f"megatron-core refuses these settings: {said}")
-
-
-def condition(refusal: BaseException) -> str:
-    """The source of the `assert` or `if` behind an exception of Megatron, and where it is; empty for others'."""
-    for frame, line in reversed(list(traceback.walk_tb(refusal.__traceback__))):
-        if frame.f_globals.get("__name__", "").startswith("megatron."):
-            file = frame.f_code.co_filename
-            above = [part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]]
-            starts = [at for at, part in enumerate(above) if part.startswith(("assert ", "if ", "elif "))]
-            source = " ".join(above[starts[-1] if starts else -1 :]).partition(" raise ")[0].rstrip(", \\")
-            return f"{source} ({os.path.basename(file)}:{line})"
-    return ""

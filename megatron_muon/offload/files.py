@@ -19,7 +19,6 @@ from typing import cast
 
 import torch
 
-from megatron_muon.errors import UserError
 from megatron_muon.offload.memory import in_pages
 
 
@@ -153,14 +152,3 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
         print(f"megatron-muon: warning: {why}; they are taken from main memory", flush=True)
         memory = torch.empty(size, dtype=torch.uint8)
     return list(memory[:size].view(torch.float32).split(list(sizes)))
-
-
-def require_writable(directory: Path) -> None:
-    """Check --muon-offload-dir; a UserError where it is missing, not a directory, or not writable."""
-    try:
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise UserError(
-            f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); make it, or choose "
-            "a directory of a local disk that this user may write"
-        ) from error

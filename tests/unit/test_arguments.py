@@ -135,7 +135,8 @@ PROFILE = "--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 20
         (f"--pipeline-model-parallel-size 2 {FSDP}", {}, "-size 2 does not work with --use-megatron-fsdp"),
         ("--optimizer adam --fp16", {}, None),
         ("--optimizer muon --fp16", {}, "--fp16 is not supported with --optimizer muon; use --bf16"),
-        ("--async-save", {"device": "cuda"}, None),
+        ("--async-save --use-persistent-ckpt-worker", {"device": "cuda"}, None),
+        ("--async-save", {"device": "cuda"}, "needs --use-persistent-ckpt-worker"),
         ("--async-save", {}, "does not work on the CPU"),
         (PROFILE, {}, None),
         ("--profile", {"device": "cuda"}, None),  # for nsys
@@ -145,6 +146,11 @@ PROFILE = "--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 20
         (f"{PROFILE} --train-iters 5", {}, "no profile would be written"),
         (f"{PROFILE} --profile-step-start 5 --profile-step-end 5", {}, "no profile would be written"),
         ("--hybrid-layer-pattern M*", {}, "makes a hybrid model"),
+        ("--num-attention-heads 4 --group-query-attention --num-query-groups 3", {}, "-heads 4 is no multiple of"),
+        ("--num-experts 2 --moe-router-topk 3 --swiglu", {}, "--moe-router-topk 3 is more than --num-experts 2"),
+        ("--num-experts 2", {}, "no fused GELU for the experts"),
+        ("--num-experts 2 --disable-bias-linear", {}, None),
+        ("--optimizer adam --muon-allow-missing-state", {}, "-state needs --use-megatron-fsdp; add it or leave"),
         ("--transformer-impl transformer_engine", {}, r"needs a GPU and Transformer Engine; .*'\.\[te\]'"),
     ],
 )

@@ -135,6 +135,7 @@ def test_installed_peers_reach_the_specification(monkeypatch):
             r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2",
         ),
         (("--peers", "deepspeed", "--device", "cuda"), r"--peers deepspeed --device cuda: .* type --device cpu"),
+        (("--offload", "nvme", "--offload-dir", "/nowhere"), r"--offload-dir /nowhere: cannot write there: No such"),
         (("--offload", "nvme"), r"--offload nvme and --offload-dir DIR go together"),
         (("--momentum-dtype", "bf16"), r"--momentum-dtype bf16 needs --offload"),
     ],

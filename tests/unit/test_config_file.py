@@ -75,11 +75,12 @@ def model_args(*lines):
         ("--moe-layer-freq: '[0,1,1]'", ["--moe-layer-freq", "[0,1,1]"]),
         ("--offset: -1", ["--offset=-1"]),
         ("--data-path: ${DATA}/text-$KIND", ["--data-path", "/data/text-code"]),
+        ("--data-path: [$BLEND, '$BLEND']", ["--data-path", "0.5", "a", "0.5", "b", "0.5 a 0.5 b"]),
         ("--note: a$$b$${C}", ["--note", "a$b${C}"]),
     ],
 )
 def test_a_value_reaches_the_command_line_as_written(load, line, argv):
-    config = load(model_args(line), {"DATA": "/data", "KIND": "code"})
+    config = load(model_args(line), {"DATA": "/data", "KIND": "code", "BLEND": "0.5 a 0.5 b"})
     assert argv_of(config) == argv
 
 
@@ -215,6 +216,7 @@ def test_a_flag_that_the_parser_does_not_have_is_named(load, parser, flag, hint)
         (model_args("--lr: {a: 1}"), r"run\.yaml: --lr must be a value, or a list of them"),
         (model_args("--lr: [[1]]"), r"--lr must be a value"),
         (model_args("--data-path: ${NOWHERE}/x"), r"run\.yaml: --data-path needs the environment variable NOWHERE"),
+        (model_args("--save: '${OUT:-runs}/x'"), r"--save: \$\{OUT:-runs\} is no placeholder; write \$\{NAME\}"),
         ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml: A must be a value"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),
     ],

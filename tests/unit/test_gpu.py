@@ -66,6 +66,18 @@ def test_no_gpu_and_a_good_one_are_no_reason(machine, about):
     assert gpu.unusable_gpu({}) is None
 
 
+def test_fewer_gpus_than_ranks_are_refused(machine, monkeypatch):
+    """It was a traceback of each rank beyond them: "invalid device ordinal"."""
+    machine(files=4, available=True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert gpu.settle_device("auto") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    assert gpu.settle_device("auto", on_paper=True) == "cuda"
+    with pytest.raises(UserError, match=r"this machine has 4; use --nproc-per-node 4$"):
+        gpu.settle_device("auto")
+
+
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
 def test_gpus_may_be_hidden_on_purpose(machine, hidden):
     machine(files=2, says=OLD)

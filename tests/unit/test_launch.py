@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import megatron.training
 import pytest
 import torch.distributed as dist
+from megatron.core.utils import ensure_divisibility
 from megatron.training import argument_utils, arguments
 
 from megatron_muon.errors import ExitStatus, UserError
@@ -72,7 +73,7 @@ def ended(tmp_path, monkeypatch):
 
     def run(raised, *, alone, signal=False, **args):
         def fails(*_):
-            raise raised
+            raise raised() if callable(raised) else raised
 
         def destroy():  # as NCCL does while the others are in a collective
             print("destroying", flush=True)
@@ -123,12 +124,19 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ende
     assert (told["status"], told["error"]) == (status, error or shown.splitlines()[0])
 
 
-@pytest.mark.parametrize("args", [{}, {"curr_iteration": 0}], ids=["before the first step", "in it"])
-def test_what_megatron_refuses_before_the_first_step_is_one_line(tmp_path, capfd, ended, args):
+@pytest.mark.parametrize(
+    ("raised", "args", "is_refusal"),
+    [
+        (lambda: ensure_divisibility(3, 2), {}, True),
+        (lambda: ensure_divisibility(3, 2), {"curr_iteration": 0}, False),  # in the first step
+        (AssertionError("of ours"), {}, False),
+    ],
+)
+def test_what_megatron_refuses_before_the_first_step_is_one_line(tmp_path, capfd, ended, raised, args, is_refusal):
     """Each rank printed a traceback for a warm-up that was too long."""
-    assert ended(AssertionError("a warm-up\n that is too long"), alone=True, **args) == (1 if args else 2)
-    refusal = "pretrain_gpt.py: error: megatron-core refuses these settings: a warm-up that is too long\n"
-    assert (capfd.readouterr().err == refusal) is (not args)
+    assert ended(raised, alone=True, **args) == (2 if is_refusal else 1)
+    refusal = "pretrain_gpt.py: error: megatron-core refuses these settings: 3 is not divisible by 2: assert numerator"
+    assert capfd.readouterr().err.startswith(refusal) is is_refusal
 
 
 def test_ranks_that_a_signal_ends_together_leave_their_group_as_before(tmp_path, capfd, ended):

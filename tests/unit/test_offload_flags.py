@@ -53,6 +53,7 @@ HASH = "--check-weight-hash-across-dp-replicas-interval"
         (("--muon-offload", "nvme"), "--muon-offload nvme needs --muon-offload-dir DIR"),
         (("--muon-offload", "cpu", "--muon-offload-dir", "x"), "--muon-offload-dir needs --muon-offload nvme"),
         (("--muon-offload-fraction", "0.5"), "--muon-offload-fraction needs --muon-offload cpu or nvme"),
+        ((*NVME, "--muon-ns-device", "accelerator"), "this run has none"),
         (("--muon-ns-device", "cpu"), "--muon-ns-device needs --muon-offload cpu or nvme"),
         (("--muon-offload-state", "all"), "--muon-offload-state needs --muon-offload cpu or nvme, and it is none"),
         *(

@@ -100,6 +100,12 @@ def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, 
     check(parser, "--data-path", prefix, *argv, refused=refused if lacks else None)
 
 
+@pytest.mark.parametrize("split", ["1e2,2,0", "98,-2,0", "98,2,0,5", "1,2,x", "nan,1,1"])
+def test_a_split_is_of_three_numbers(parser, tmp_path, split):
+    prefix = write_index(tmp_path / "text", 1000)
+    check(parser, "--data-path", prefix, "--split", split, refused=f"--split {split}: write three numbers")
+
+
 def test_data_that_is_cut_short_is_refused(parser, tmp_path):
     """It was a traceback after 100 of 400 iterations, with nothing saved."""
     from megatron_muon.megatron.data import prepare

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import settings
@@ -55,6 +56,21 @@ IN_PARTS = {**SPHERE, "muon_tp_mode": "duplicated", "model": {"tensor_model_para
 CASES = [
     ("--cuda-graph-impl full_iteration", {"model": GRAPHS}, "--cuda-graph-impl full_iteration does not work with Muon"),
     ("--cuda-graph-scope full_iteration", {"model": OLDER}, "--cuda-graph-impl full_iteration does not work"),
+    (
+        "--qk-clip --attention-backend flash",
+        {"model": {"qk_clip": True, "attention_backend": AttnBackend.flash}},
+        "--attention-backend flash does not work with --qk-clip",
+    ),
+    (
+        "--log-max-attention-logit --cuda-graph-impl local",
+        {"model": {"log_max_attention_logit": True, "cuda_graph_impl": "local"}},
+        "--cuda-graph-impl does not work with --log-max-attention-logit",
+    ),
+    (
+        "--qk-clip --experimental-attention-variant dsa",
+        {"model": {"qk_clip": True, "experimental_attention_variant": "dsa"}},
+        "--experimental-attention-variant does not work with --qk-clip",
+    ),
     ("--optimizer-cuda-graph", {"optimizer_cuda_graph": True}, "--optimizer-cuda-graph does not work with Muon under"),
     *(
         (
@@ -97,8 +113,9 @@ CASES = [
     (
         "--muon-hyperball --weight-decay 0.1",
         {"muon_hyperball": True, "weight_decay": 0.1},
-        "--weight-decay does not work with --muon-hyperball",
+        "--weight-decay 0.1 does not work with --muon-hyperball; use --weight-decay 0$",
     ),
+    ("--muon-hyperball", {"muon_hyperball": True}, "--weight-decay 0.01 does not work with .*; use --weight-decay 0$"),
     (
         "--muon-hyperball --muon-cautious-weight-decay --weight-decay 0",
         {**SPHERE, "muon_cautious_weight_decay": True},
@@ -147,6 +164,7 @@ def test_a_script_is_refused_what_the_command_line_refuses(parser, monkeypatch, 
             {"muon_cautious_weight_decay": True, "decoupled_weight_decay": False},
             "=False does not work",
         ),
+        ({"model": {"qk_clip": True, "fp8_dot_product_attention": True}}, "fp8_dot_product_attention=True does not"),
         ({"muon_exchange": "pigeon"}, "--muon-exchange pigeon does not exist; use owner, allgather"),
         ({"model": {"qk_clip": True, "multi_latent_attention": True, "qk_layernorm": True}}, None),  # of the latents
     ],
@@ -158,7 +176,7 @@ def test_what_only_a_script_can_ask_for_is_refused(monkeypatch, given, words):
 
 @pytest.mark.parametrize("flag", ["--start-weight-decay", "--end-weight-decay"])
 def test_a_schedule_of_decay_on_a_sphere_is_refused(parser, flag):
-    with refused("--weight-decay does not work with --muon-hyperball"):
+    with refused(f"{flag} 0.1 does not work with --muon-hyperball; use {flag} 0"):
         on_the_line(parser, f"--muon-hyperball --weight-decay 0 {flag} 0.1")
 
 

@@ -56,13 +56,15 @@ def test_a_plain_models_embeddings_and_output_layer_are_left_out(model, output):
     assert others == {"wte.weight": "embedding", "wpe.weight": "embedding", **output}
 
 
-def test_names_decide_for_tables_outside_of_modules_but_not_for_linear_layers():
+def test_names_decide_for_tables_outside_of_modules_and_for_linear_layers_only_as_outputs():
     model = Plain()
     model.positional_embedding = nn.Parameter(torch.zeros(POSITIONS, WIDTH))
     model.embedding_projection = nn.Linear(WIDTH, WIDTH)
+    model.unembed, model.embed_out = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, WORDS)
     matrices, others = tagged(model)
     assert "embedding_projection.weight" in matrices
     assert others["positional_embedding"] == "embedding"
+    assert others["unembed.weight"] == others["embed_out.weight"] == "output layer"
 
 
 def test_megatrons_own_marks_decide_where_they_are():

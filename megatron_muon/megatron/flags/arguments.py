@@ -169,8 +169,22 @@ def _of_run(args: argparse.Namespace, *, on_cpu: bool, elsewhere: bool) -> Rules
     missing = f"{te} needs a GPU and Transformer Engine; {install('te')}, or use --transformer-impl local"
     wanted = args.transformer_impl == "transformer_engine" and not elsewhere
     yield wanted and (on_cpu or not has_transformer_engine()), missing
+    if not args.use_checkpoint_args:
+        yield from _of_model(args)
     # The saving process would share the tensors that training changes.
     yield args.async_save and on_cpu, "--async-save does not work on the CPU; leave it out"
     # Megatron would save in the foreground, with a warning.
     alone = args.async_save and not args.use_persistent_ckpt_worker and not on_cpu
     yield alone, "--async-save needs --use-persistent-ckpt-worker; add it"
+
+
+def _of_model(args: argparse.Namespace) -> Rules:
+    """What megatron-core finds wrong in the first step alone."""
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    experts, top_k = args.num_experts, args.moe_router_topk
+    uneven = f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one of them"
+    yield args.group_query_attention and heads and groups and heads % groups, uneven
+    yield experts and top_k > experts, f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it"
+    is_fused = args.bias_gelu_fusion and args.add_bias_linear and not (args.swiglu or args.quick_geglu)
+    not_there = "no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"
+    yield experts and is_fused, not_there

@@ -38,7 +38,7 @@ ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
 UNSET_FLAG = "--unset"
 """Takes a flag of the file back: `--unset bf16`. The way to undo a bare flag that has no `--no-` twin."""
 
-_PLACEHOLDER = re.compile(r"\$(?:(\$)|\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+_PLACEHOLDER = re.compile(r"\$(?:(\$)|\{([^}]*)\}|([A-Za-z_]\w*))")
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
 
 
@@ -157,6 +157,10 @@ def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
             yield from values
 
 
+class _Plain(str):
+    """An item of a list without quotes, whose words are values of their own."""
+
+
 class _Loader(yaml.BaseLoader):
     """Leaves values as they are written: strings, null, lists, and mappings without a key that is given twice."""
 
@@ -168,7 +172,7 @@ class _Loader(yaml.BaseLoader):
         items: list[Any] = []
         for item in node.value:  # [384 384 976] without commas is a list, as for upstream's launch script
             plain = isinstance(item, yaml.ScalarNode) and item.style is None
-            items += item.value.split() if plain else [self.construct_object(item)]
+            items += map(_Plain, item.value.split()) if plain else [self.construct_object(item)]
         return items
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -208,7 +212,9 @@ def _text(file: Path, value: Any, key: str, environ: Mapping[str, str]) -> str:
         raise UserError(f"{file}: {key} must be a value, or a list of them for a flag")
 
     def replaced(found: re.Match[str]) -> str:
-        name = found[2] or found[3]
+        name = found[3] if found[2] is None else found[2]
+        if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise UserError(f"{file}: {key}: {found[0]} is no placeholder; write ${{NAME}}, or $$ for a dollar sign")
         if name is not None and name not in environ:
             unset = f"{key} needs the environment variable {name}, which is not set"
             raise UserError(f"{file}: {unset}; type export {name}=..., or give {key} on the command line")
@@ -222,7 +228,8 @@ def _values(file: Path, value: Any, flag: str, environ: Mapping[str, str]) -> tu
     if value is None:
         return None
     if isinstance(value, list):
-        return tuple(_text(file, item, flag, environ) for item in value)
+        items = [(item, _text(file, item, flag, environ)) for item in value]
+        return tuple(word for item, text in items for word in (text.split() if isinstance(item, _Plain) else [text]))
     text = _text(file, value, flag, environ)
     if text.lower() in ("true", "false"):
         return () if text.lower() == "true" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
@@ -46,6 +47,8 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         parse_and_normalize_split,
     )
 
+    if not re.fullmatch(r"[\d.]+(,[\d.]+){,2}", split.replace(" ", "")):  # Megatron ignores all other letters
+        raise UserError(f"--split {split}: write three numbers, such as 98,2,0 for training, validation and test")
     _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):

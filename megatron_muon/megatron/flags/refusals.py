@@ -29,9 +29,15 @@ SHARDING = "optim, optim_grads or optim_grads_params"
 SHARED, HYPERBALL, CAUTIOUS = "--muon-share-replicated", "--muon-hyperball", "--muon-cautious-weight-decay"
 ADAPTIVE_MUON, NS_ON_CPU = "--optimizer adaptive_muon", "--muon-ns-device cpu"
 CLIP, LOG = "--qk-clip", "--log-max-attention-logit"
-DECAY, NO_DECAY, COUPLED = "--weight-decay", "--weight-decay 0", "decoupled_weight_decay=False"
+NO_DECAY, COUPLED = "--weight-decay 0", "decoupled_weight_decay=False"
+DECAYS = ("weight_decay", "start_weight_decay", "end_weight_decay")  # a config of a script has only the first
 INSTANCES = "--num-distributed-optimizer-instances"
 STATE_ELSEWHERE = "--muon-offload-state all"
+NO_LOGITS = (
+    *("--cuda-graph-impl", "--attention-backend flash", "fp8_dot_product_attention=True"),
+    "--experimental-attention-variant",
+)
+"""Attention that keeps no logits: a replayed layer runs no Python, and others' kernels return none."""
 
 CONFLICTS = {
     "Muon under Megatron-FSDP": (
@@ -40,9 +46,10 @@ CONFLICTS = {
         *("--optimizer-cuda-graph", "--cuda-graph-impl full_iteration"),
     ),
     NO_SHARD: (INSTANCES,),  # there is nothing to shard, and every rank holds whole matrices
-    HYPERBALL: (DECAY, CAUTIOUS, CLIP, ADAPTIVE_MUON),  # the first three would change the norms that it keeps
+    HYPERBALL: (CAUTIOUS, CLIP, ADAPTIVE_MUON),  # the first two would change the norms that it keeps
     CAUTIOUS: (NO_DECAY, COUPLED),
-    CLIP: ("--qk-layernorm", "--qk-l2-norm"),  # they normalise after what would be scaled
+    CLIP: (*NO_LOGITS, "--qk-layernorm", "--qk-l2-norm"),  # the last two normalise after what would be scaled
+    LOG: NO_LOGITS,
     "--muon-split-heads": ("--muon-no-split-qkv",),
     STATE_ELSEWHERE: (  # these need main weights between steps, or were not tried with it
         *(ADAPTIVE_MUON, NO_SHARD, NS_ON_CPU, COUPLED, CLIP, HYPERBALL, "--fp8-format", "--fp4-format", "--async-save"),
@@ -108,6 +115,9 @@ def muon_rules(run: MuonRun) -> Rules:
     for one, others in CONFLICTS.items():
         for other in others:
             yield on.get(one, True) and on[other], f"{other} does not work with {one}; leave one of the two out"
+    for name in DECAYS if run.settings.muon_hyperball else ():
+        decay = getattr(run.settings, name, None)
+        yield decay, f"{flag_of(name)} {decay} does not work with {HYPERBALL}; use {flag_of(name)} 0"
     for table in (_without_effect, _blocks, _offload):
         yield from table(run)
 
@@ -139,6 +149,8 @@ def _optimizer(run: MuonRun) -> Rules:
 def _without_muon(run: MuonRun) -> Rules:
     for flag in run.given(*(name for name in FIELDS if name not in ADAPTIVE)):
         yield True, f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
+    missing = "--muon-allow-missing-state needs --use-megatron-fsdp; add it or leave the flag out"
+    yield not run.ddp.use_megatron_fsdp and getattr(run.settings, "muon_allow_missing_state", False), missing
     logits = asked(run.model)  # with Adam megatron-core's clip ends in an AttributeError
     needs = f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
     yield run.ddp.use_megatron_fsdp and logits, needs
@@ -149,8 +161,7 @@ def _settings_in_use(run: MuonRun) -> dict[str, bool]:
     settings, model, ddp = run.settings, run.model, run.ddp
     scopes = (model.cuda_graph_impl, model.cuda_graph_modules, getattr(model, "cuda_graph_scope_deprecated", None))
     main_params = str(ddp.megatron_fsdp_main_params_dtype).removeprefix("torch.")
-    names = ("weight_decay", "start_weight_decay", "end_weight_decay")  # a config of a script has only the first
-    decays = any(getattr(settings, name, None) for name in names)
+    decays = any(getattr(settings, name, None) for name in DECAYS)
     of_flags = ["async_save", "log_params_norm", "save_params_interval"]
     of_flags.append("check_weight_hash_across_dp_replicas_interval")
     in_use = {
@@ -162,11 +173,15 @@ def _settings_in_use(run: MuonRun) -> dict[str, bool]:
         NO_SHARD: run.replicated,
         INSTANCES: ddp.num_distributed_optimizer_instances > 1,
         HYPERBALL: settings.muon_hyperball,
-        DECAY: decays,
         NO_DECAY: not decays and not settings.muon_hyperball,
         COUPLED: not getattr(settings, "decoupled_weight_decay", True),  # which has no flag
         CAUTIOUS: settings.muon_cautious_weight_decay,
         CLIP: model.qk_clip,
+        LOG: asked(model) == LOG,
+        "--cuda-graph-impl": model.cuda_graph_impl != "none",
+        "--attention-backend flash": getattr(model.attention_backend, "name", model.attention_backend) == "flash",
+        "fp8_dot_product_attention=True": getattr(model, "fp8_dot_product_attention", False),
+        "--experimental-attention-variant": model.experimental_attention_variant,
         # Latent attention normalises before the projections that make the heads.
         "--qk-layernorm": model.qk_layernorm and not model.multi_latent_attention,
         "--qk-l2-norm": model.qk_l2_norm and not model.multi_latent_attention,
@@ -242,6 +257,8 @@ def _offload(run: MuonRun) -> Rules:
         for flag in run.given(*names):
             needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}"
             yield settings.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
+    no_accelerator = "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
+    yield settings.muon_ns_device == "accelerator" and run.on_cpu, no_accelerator
     adaptive = f"{NS_ON_CPU} is not supported with {ADAPTIVE_MUON}; use accelerator, or leave it out"
     on_other_device = settings.muon_ns_device == "cpu" and not run.on_cpu
     yield on_other_device and settings.optimizer == "adaptive_muon", adaptive
