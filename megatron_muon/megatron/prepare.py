@@ -49,7 +49,7 @@ class Launch:
 
 
 def prepare(argv: Sequence[str]) -> Launch:
-    """Settle and check a rank's command line; a UserError says what is wrong.
+    """Resolve and check a rank's command line; a UserError says what is wrong.
 
     A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
@@ -99,7 +99,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
 
 
 def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = True) -> Launch:
-    """Fill in what the flags of a command line lack, parse them, and check them by our own rules unless told not to."""
+    """Fill in what the flags of a command line lack, parse them, and check them by our own rules where `checks`."""
     defaults = arguments.missing_defaults(opened.parser, flags, device=opened.device)
     notes = [*opened.notes, *(["defaults filled in: " + " ".join(defaults)] if defaults else [])]
     full = (*defaults, *flags, "--device", opened.device)

@@ -2,8 +2,8 @@
 
 megatron-core refuses settings by assertions on the way from flags to a training: in the validation of all flags, the
 batch-size calculator, the configurations of model and optimizer. `check` goes that way on a copy of the
-arguments, for `train`, `sweep` and `submit`. What it does not come across is refused to the ranks, whose errors before
-the first step are told in the same way.
+arguments, for `train`, `sweep` and `submit`. The rest is refused by the ranks, whose errors before the first step
+are shown in the same way.
 """
 
 from __future__ import annotations

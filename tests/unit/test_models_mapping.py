@@ -62,7 +62,7 @@ def rules(name: str, **changed: Any) -> list[Rule]:
     return rules_of(to_config(args), args)
 
 
-def settled(name: str) -> dict[str, Any]:
+def config_of(name: str) -> dict[str, Any]:
     """A config.json with every default, as transformers loads it."""
     content: dict[str, Any] = transformers.AutoConfig.for_model(**to_config(args_of(name))).to_dict()
     return content
@@ -128,7 +128,7 @@ def test_queries_keys_and_values_are_those_of_their_heads() -> None:
 
 @every_model
 def test_flags_and_config_say_the_same_model(name: str) -> None:
-    assert imported(settled(name)) == to_config(args_of(name))
+    assert imported(config_of(name)) == to_config(args_of(name))
 
 
 OTHERWISE = {
@@ -186,7 +186,7 @@ def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
     model: str, changed: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UserError, match=named):
-        imported(settled(model) | changed)
+        imported(config_of(model) | changed)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
     ],
 )
 def test_keys_of_published_models_that_change_nothing_are_taken(model: str, published: dict[str, Any]) -> None:
-    assert imported(settled(model) | published) == to_config(args_of(model))
+    assert imported(config_of(model) | published) == to_config(args_of(model))
 
 
 def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:

@@ -82,7 +82,7 @@ def let_experts_have_biases(patches: Patches) -> None:
 def accept_muon(patches: Patches) -> None:
     """Validate a run of `--optimizer muon` as one of Adam, and one of local attention as one that needs no logits.
 
-    0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation settles for Adam under
+    0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation sets for Adam under
     Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for --qk-clip and --log-max-attention-logit, and
     here local attention shows its logits too.
     """

@@ -206,26 +206,26 @@ def settle(request: Request) -> Resolved:
         source = flags["--device"].source if "--device" in flags else FROM_LINE
         flags["--device"] = Flag("--device", (opened.device,), source)
     line = [*as_argv((flag.name, flag.values) for flag in flags.values())]
-    settled = prepare.check(opened, line, writes=request.writes, checks=request.checks)
+    checked = prepare.check(opened, line, writes=request.writes, checks=request.checks)
     if request.checks:
         world_size = ranks * request.nodes
-        notes += validation.check(settled.args, world_size=world_size, elsewhere=opened.elsewhere)
+        notes += validation.check(checked.args, world_size=world_size, elsewhere=opened.elsewhere)
     if request.writes and opened.device == "cuda":  # a dry run or submit is for another machine
         check_gpus(ranks, gpus)
     return Resolved(
         flags=tuple(flags.values()),
         filled_in=tuple(
             Flag(flag, values, FILLED_IN)
-            for flag, values in pairs(settled.defaults, actions)
+            for flag, values in pairs(checked.defaults, actions)
             if not (opened.elsewhere and flag in BY_PACKAGES)
         ),
         env=config.env,
-        notes=(*notes, *(note for note in settled.notes if not note.startswith("defaults filled in"))),
+        notes=(*notes, *(note for note in checked.notes if not note.startswith("defaults filled in"))),
         device=opened.device,
         ranks=ranks,
         gpus=gpus,
         folder=folder,
-        settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
+        settings={name: getattr(checked.args, name, None) for name in _SETTINGS},
         files=tuple(map(str, config.files)),
     )
 

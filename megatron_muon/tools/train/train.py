@@ -162,7 +162,7 @@ def _launch(
     base = processes.environment(resolved.ranks, settings=resolved.env)
     output, signals = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
-        Path(ends, TOLD).touch()  # without it nothing is told
+        Path(ends, TOLD).touch()  # without this file the ranks report nothing
         told = Lines(Path(ends, TOLD))
 
         def show_line(line: str) -> None:
