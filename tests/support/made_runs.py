@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
@@ -32,7 +33,6 @@ def make_run(
     flags: Mapping[str, str] | None = None,
     args: Mapping[str, str] | None = None,
     run: Mapping[str, object] | None = None,
-    load: float | None = None,
     validation: bool = True,
     skipped: int = 0,
     summary: bool = True,
@@ -73,7 +73,15 @@ def make_run(
         started = {
             **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "ranks": 2, "device": "cpu"},
             **{"commit": "abc", "dirty": False, "versions": {"python": "3.12.1"}},
-            "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load},
+            "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64"},
         }
         (folder / "run.json").write_text(json.dumps({**started, **(run or {})}))
     return folder
+
+
+def report_of(place: Path) -> Any:
+    """The report of the runs at or below a folder."""
+    from megatron_muon.tools.report.arms import find_runs, read_arms
+    from megatron_muon.tools.report.page import Report
+
+    return Report(*read_arms(find_runs([place])))
