@@ -10,7 +10,6 @@ from typing import Any
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
-PHASES_MS = {"momentum": 1.0, "gather": 4.0, "newton_schulz": 20.0, "scatter": 3.0, "apply": 2.0}
 FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
 PEAK = 90.5 * 2**20
 
@@ -51,8 +50,6 @@ def make_run(
             now = began + step * STEP_S
             scalars = {"lm loss": loss(step), "batch-size": BATCH, "iteration-time": STEP_S, "optimizer-time": 0.04}
             scalars["mem-max-allocated-bytes"] = PEAK
-            if step % every == 0 and optimizer == "muon":
-                scalars |= {f"muon/{phase}_ms": value for phase, value in PHASES_MS.items()}
             if step % every == 0 and validation:
                 scalars["lm loss validation"] = loss(step) + 0.1
             scalars |= {"skipped-iterations": 1} if step == skipped else {}

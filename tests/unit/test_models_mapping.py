@@ -109,23 +109,6 @@ def test_transformers_finds_every_tensor_and_no_other(name: str) -> None:
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
-def test_queries_keys_and_values_are_those_of_their_heads() -> None:
-    """Row by row, written out: two groups of three queries, heads of two rows.
-
-    In megatron-core's order (`SelfAttention.get_query_key_value_tensors`): a group's queries, its key, its value.
-    """
-    rule = next(rule for rule in rules("qwen2") if "linear_qkv" in rule.megatron)
-    heads = ["q0", "q1", "q2", "k0", "v0", "q3", "q4", "q5", "k1", "v1"]
-    named = [f"{head}.{row}" for head in heads for row in range(2)]
-    weight = torch.arange(len(named))[:, None].expand(-1, 12)
-    split = [[named[int(row[0])] for row in part] for part in rule.split(weight)]
-    assert split == [
-        [f"q{head}.{row}" for head in range(6) for row in range(2)],
-        [f"k{group}.{row}" for group in range(2) for row in range(2)],
-        [f"v{group}.{row}" for group in range(2) for row in range(2)],
-    ]
-
-
 OTHERWISE = {
     "softmax_type": "learnable", "rotary_percent": 0.5, "glu_linear_offset": 1.0, "moe_layer_freq": [0, 1],
     "moe_router_score_function": "sigmoid",

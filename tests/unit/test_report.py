@@ -84,15 +84,6 @@ def test_the_page(runs, tmp_path, capsys):
     assert {path.name for path in out.glob("*.png")} == {"loss-steps.png", "final-loss-by-rate.png"}
 
 
-def test_a_single_run_has_a_page_of_its_own(tmp_path):
-    make_run(tmp_path / "one", falling(0.1), validation=False)
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
-    text = (tmp_path / "page" / "report.md").read_text()
-    assert text.startswith("# Muon\n")
-    assert "Side by side" not in text
-    assert [path.name for path in (tmp_path / "page").glob("*.png")] == ["loss-steps.png"]
-
-
 # What may be concluded
 
 NOT_COMPARED = "**These runs are not compared: they were not trained on the same.**"

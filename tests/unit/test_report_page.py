@@ -150,10 +150,13 @@ def test_the_loss_of_a_run_that_did_not_finish_is_drawn(make: Make, draw: Draw, 
     """Curves were of finished runs alone, and the page of a run that was stopped had a heading and nothing below it."""
     make(falling(0.1), steps=steps, every=1, outcome=outcome)
     figures, page = draw()
+    assert list(figures) == ["loss-steps.png"]
     (training, validation) = figures["loss-steps.png"].axes
     assert len(points(training)) == len(points(validation)) == steps
     (legend,) = figures["loss-steps.png"].legends
     assert [text.get_text() for text in legend.get_texts()] == ["Muon, lr 0.01 (not finished)"]
+    assert page.startswith("# Muon\n")
+    assert "Side by side" not in page
     assert f"| {steps} | - |" in page
     assert "| not finished: 1 of 1 |" in page
 
