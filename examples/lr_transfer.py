@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from megatron_muon.tools.report.arms import find_runs, read_arms
-from megatron_muon.tools.report.markdown import table
+from megatron_muon.tools.report.page import table
 
 type Losses = dict[float, float]
 """Final loss by learning rate, of rates whose runs all finished."""

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.errors import quiet_imports
-from megatron_muon.megatron import OWNS_PLACES, data
+from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.gpu import settle_device
@@ -109,7 +110,7 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = 
     if checks:
         is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
         if is_quickstart and writes:
-            data.prepare([], QUICKSTART_DATA, data.Settings(stdlib=data.STDLIB), overwrite=True)
+            corpus.prepare([], QUICKSTART_DATA, corpus.Settings(stdlib=corpus.STDLIB), overwrite=True)
         arguments.check_settings(
             args,
             device=opened.device,

@@ -1,4 +1,4 @@
-"""`megatron-muon data`: the command line of `megatron_muon.megatron.data`."""
+"""`megatron-muon data`: the command line of `megatron_muon.megatron.data.corpus`."""
 
 import argparse
 from pathlib import Path
@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data import STDLIB, Settings, TokenizerSpec, prepare
-from megatron_muon.megatron.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES
+from megatron_muon.megatron.data.corpus import STDLIB, Settings, prepare
+from megatron_muon.megatron.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 
 EXAMPLES = """\
 examples:

@@ -48,9 +48,9 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
 
     with (tmp_path / "s" / "results.csv").open() as file:
         rows = {(row["point"], int(row["seed"])): row for row in csv.DictReader(file)}
-    assert rows.keys() == folders.keys()
-    for key, found in summaries.items():
-        assert rows[key]["diverged"] == str(found["diverged"])
+    assert {key: row["diverged"] for key, row in rows.items()} == {
+        key: str(found["diverged"]) for key, found in summaries.items()
+    }
     one, summary = rows[POINTS[0], 1], summaries[POINTS[0], 1]
     assert float(one["loss_last"]) == pytest.approx(summary["loss_last"])
     assert float(one["validation_loss"]) == pytest.approx(summary["validation_loss"]["validation"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.megatron.data import prepare
+from megatron_muon.megatron.data.corpus import prepare
 from tests.support import cli
 
 pytestmark = pytest.mark.timeout(300)

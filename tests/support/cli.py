@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_muon.megatron.data import prepare
+from megatron_muon.megatron.data.corpus import prepare
 from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
-PHASES_MS = {"momentum": 1.0, "gather": 4.0, "newton_schulz": 20.0, "scatter": 3.0, "apply": 2.0}
 FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
 PEAK = 90.5 * 2**20
 
@@ -32,7 +32,6 @@ def make_run(
     flags: Mapping[str, str] | None = None,
     args: Mapping[str, str] | None = None,
     run: Mapping[str, object] | None = None,
-    load: float | None = None,
     validation: bool = True,
     skipped: int = 0,
     summary: bool = True,
@@ -51,8 +50,6 @@ def make_run(
             now = began + step * STEP_S
             scalars = {"lm loss": loss(step), "batch-size": BATCH, "iteration-time": STEP_S, "optimizer-time": 0.04}
             scalars["mem-max-allocated-bytes"] = PEAK
-            if step % every == 0 and optimizer == "muon":
-                scalars |= {f"muon/{phase}_ms": value for phase, value in PHASES_MS.items()}
             if step % every == 0 and validation:
                 scalars["lm loss validation"] = loss(step) + 0.1
             scalars |= {"skipped-iterations": 1} if step == skipped else {}
@@ -73,7 +70,15 @@ def make_run(
         started = {
             **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "ranks": 2, "device": "cpu"},
             **{"commit": "abc", "dirty": False, "versions": {"python": "3.12.1"}},
-            "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load},
+            "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64"},
         }
         (folder / "run.json").write_text(json.dumps({**started, **(run or {})}))
     return folder
+
+
+def report_of(place: Path) -> Any:
+    """The report of the runs at or below a folder."""
+    from megatron_muon.tools.report.arms import find_runs, read_arms
+    from megatron_muon.tools.report.page import Report
+
+    return Report(*read_arms(find_runs([place])))

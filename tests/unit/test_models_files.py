@@ -22,8 +22,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.tools.models import convert, mapping
 from megatron_muon.tools.models.checkpoint import FSDP_DTENSOR, STACKED, TORCH_DIST, Weights, write
 from megatron_muon.tools.models.mapping import Rule, hf_shapes
-from megatron_muon.tools.models.model import counterpart, is_of_bytes, tokenizer_of
-from megatron_muon.tools.models.use import Printer, losses
+from megatron_muon.tools.models.model import Printer, counterpart, is_of_bytes, losses, tokenizer_of
 from tests.unit.test_models_mapping import ROWS, args_of, rules
 
 
@@ -122,25 +121,20 @@ def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: s
 def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["export", "--checkpoint", str(saved(tmp_path / "run", "llama")), "--to", "hf",
-        str(tmp_path / "hf")]) == 0  # fmt: skip
-    whole, out = rules("llama"), str(tmp_path / "out")
+    run, hf, whole, read = str(saved(tmp_path / "run", "llama")), tmp_path / "hf", rules("llama"), values("llama")
+    assert cli.main(["export", "--checkpoint", run, "--to", "hf", str(hf)]) == 0
     for table, says in (
         (whole[1:], "lacks model.embed_tokens.weight"),
         ([*whole, Rule("", ("more.weight",), (2,))], "has, without a counterpart, more.weight"),
         (rules("llama", vocab_size=9), "has another shape of lm_head.weight, model.embed_tokens.weight"),
-        (None, "cannot be read"),
+        ([], "cannot be read"),
     ):
-        read = values("llama")
-        if table is not None:
-            convert.write_tensors(
-                tmp_path / "hf", table, lambda rule, read=read: read(rule) if rule.megatron else torch.zeros(2),
-                dtype=torch.float32, limit=10**9,
-            )  # fmt: skip
-        else:
-            (tmp_path / "hf" / "model.safetensors").write_bytes(b"not a file of tensors")
+        (hf / "model.safetensors").write_bytes(b"not a file of tensors")
+        convert.write_tensors(
+            hf, table, lambda rule: read(rule) if rule.megatron else torch.zeros(2), dtype=torch.float32
+        )
         capsys.readouterr()
-        assert cli.main(["import", "--from", "hf", str(tmp_path / "hf"), out]) == 2
+        assert cli.main(["import", "--from", "hf", str(hf), str(tmp_path / "out")]) == 2
         assert says in capsys.readouterr().err
 
 
@@ -149,10 +143,8 @@ def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
     bare = [replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf)) for rule in rules("gpt2")]
     mask = Rule("mask", ("h.0.attn.bias",), (1, 1, 4, 4))
     read = values("gpt2")
-    convert.write_tensors(
-        tmp_path, [*bare, mask], lambda rule: torch.ones(rule.shape) if rule is mask else read(rule),
-        dtype=torch.float32, limit=10**9,
-    )  # fmt: skip
+    weights = {rule: read(rule) for rule in bare} | {mask: torch.ones(mask.shape)}
+    convert.write_tensors(tmp_path, list(weights), weights.__getitem__, dtype=torch.float32)
     assert convert.open_tensors(tmp_path, prefix="transformer.").keys() == hf_shapes(rules("gpt2")).keys()
 
 
@@ -167,7 +159,7 @@ def damage(found: Path) -> None:
     [
         ("export --to hf OUT", damage, "is damaged: its CRC-32 is"),
         ("generate --prompt a", damage, "is damaged: its CRC-32 is"),
-        ("eval --data DATA", damage, "is damaged: its CRC-32 is"),
+        ("eval --text TEXT", damage, "is damaged: its CRC-32 is"),
         ("export --to torch_dist OUT", lambda found: (found / "__0_0.distcp").unlink(), "cannot be read"),
         ("export --to hf OUT", lambda found: (found / ".metadata").write_bytes(b"\x80garbage"), ".metadata"),
         ("export --to hf OUT", lambda found: found.rename(found.with_name("iter_0000008")), "does not exist"),
@@ -177,13 +169,8 @@ def damage(found: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, harm: Callable[[Path], object], says: str
 ) -> None:
-    from megatron_muon.megatron.data import prepare
-
     harm(saved(tmp_path / "run", "llama"))
-    (tmp_path / "text.txt").write_text("some text", "utf-8")
-    prepare([tmp_path / "text.txt"], tmp_path / "text")
-    places = {"OUT": str(tmp_path / "out"), "DATA": str(tmp_path / "text")}
-    words = [places.get(word, word) for word in command.split()]
+    words = [{"OUT": str(tmp_path / "out")}.get(word, word) for word in command.split()]
     assert cli.main([words[0], "--checkpoint", str(tmp_path / "run"), *words[1:]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data import vocabulary
+from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags.arguments import check_settings, parse
 
 MOCK = ("--mock-data",)
@@ -67,7 +67,7 @@ def test_a_damaged_index_is_refused(parser, tmp_path, flag, damage):
     refused = r"text\.idx is not an index of Megatron's data, or is damaged; type: [^\n]*$"
     check(parser, f"--{flag}-path", prefix, refused=refused)
     with pytest.raises(UserError, match=r"text\.idx is not an index"):
-        vocabulary.read_head(prefix)
+        corpus.read_head(prefix)
 
 
 def test_an_index_that_cannot_be_read_is_refused(parser, tmp_path):
@@ -108,7 +108,7 @@ def test_a_split_is_of_three_numbers(parser, tmp_path, split):
 
 def test_data_that_is_cut_short_is_refused(parser, tmp_path):
     """It was a traceback after 100 of 400 iterations, with nothing saved."""
-    from megatron_muon.megatron.data import prepare
+    from megatron_muon.megatron.data.corpus import prepare
 
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("text" * 99)

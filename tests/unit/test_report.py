@@ -6,12 +6,8 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.tools.report.arms import Spread, find_runs, read_arms
-from megatron_muon.tools.report.comparison import best_arms, compare, not_comparable, reach
-from megatron_muon.tools.report.page import Report
-from megatron_muon.tools.train.events import read_events
-from megatron_muon.tools.train.records import read_record
-from tests.support.made_runs import falling, make_run
+from megatron_muon.tools.report.arms import Spread, best_arms, compare, find_runs, not_comparable, reach, read_arms
+from tests.support.made_runs import falling, make_run, report_of
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +36,13 @@ def test_arms_are_runs_that_differ_in_their_seed(runs):
 
 
 def test_a_runs_name_elsewhere_is_no_setting(tmp_path):
-    """Weights & Biases calls each seed otherwise."""
+    """Weights & Biases calls each seed otherwise. Without a launcher's summary the events say how a run ended."""
     for seed in (1, 2):
         args = {"wandb_exp_name": f"lr=0.01/seed={seed}", "wandb_save_dir": f"runs/seed={seed}"}
-        folder = make_run(tmp_path / f"seed={seed}", falling(0.1), seed=seed, args=args)
+        folder = make_run(tmp_path / f"seed={seed}", falling(0.1), seed=seed, args=args, summary=False)
         (folder / "config.yaml").unlink()  # torchrun's
-    arms, _ = read_arms([tmp_path / "seed=1", tmp_path / "seed=2"])
-    assert len(arms) == 1
+    (arm,), _ = read_arms([tmp_path / "seed=1", tmp_path / "seed=2"])
+    assert [(run.outcome, run.iterations, run.diverged) for run in arm.runs] == [("finished", 40, False)] * 2
 
 
 def test_steps_to_a_loss(runs):
@@ -68,174 +64,106 @@ def test_steps_to_a_loss(runs):
     assert reach(one.arm.curve("validation"), 5.9).steps == 10  # at the first validation: no line to take it from
 
 
-def test_seconds_are_summed_over_starts(tmp_path):
-    """A run that was stopped for an hour has not trained in that hour; a step that was trained again counts once."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for began, steps, suffix in ((1000.0, (1, 2, 3, 4), ".a"), (5000.0, (3, 4, 5), ".b")):
-        with SummaryWriter(log_dir=str(tmp_path / "tensorboard"), filename_suffix=suffix) as writer:
-            for name, value in {"seq_length": 64, "optimizer": "muon"}.items():
-                writer.add_text(name, str(value), global_step=steps[0] - 1, walltime=began)
-            for at, step in enumerate(steps, start=1):
-                writer.add_scalar("lm loss", 5.0, step, walltime=began + at)
-                writer.add_scalar("lm loss vs samples", 5.0, step * 8, walltime=began + at)
-    record = read_record(tmp_path)
-    assert [(point.step, point.seconds) for point in record.train] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
-    assert [point.tokens for point in record.train] == [step * 8 * 64 for step in (1, 2, 3, 4, 5)]
-    assert read_events(tmp_path / "tensorboard").train_seconds == record.train_seconds == 5
-
-
-def test_a_run_without_a_summary_has_what_its_events_say(tmp_path):
-    make_run(tmp_path / "task-1", falling(0.1), summary=False)
-    record = read_record(tmp_path / "task-1")
-    assert (record.outcome, record.iterations, record.diverged) == ("finished", 40, False)
-
-
 def test_the_page(runs, tmp_path, capsys):
     out = tmp_path / "report"
     assert cli.main(["report", str(runs), "--out", str(out)]) == 0
     assert "8 runs of 4 settings" in capsys.readouterr().out
     text = (out / "report.md").read_text()
     (one,) = compare(best_arms(read_arms(find_runs([runs]))[0]))
-    assert f"in {one.steps_ratio:.2f} of the steps**: {one.reached.steps:,.0f} instead of 40" in text
-    assert "| learning rate | 0.002 | 0.004 |" in text
-    assert "| seeds | 1, 2 | 1, 2 |" in text
-    assert "| bytes of optimizer state, all ranks | 6,500,000 | 6,500,000 |" in text
-    assert "diverged: 1 of 2" in text
-    assert "8 runs: commit abc; python 3.12.1; P, 2 cores" in text
+    for part in (
+        f"in {one.steps_ratio:.2f} of the steps**: {one.reached.steps:,.0f} instead of 40",
+        "| learning rate | 0.002 | 0.004 |",
+        "| seeds | 1, 2 | 1, 2 |",
+        "| bytes of optimizer state, all ranks | 6,500,000 | 6,500,000 |",
+        "diverged: 1 of 2",
+        "8 runs: commit abc; python 3.12.1; P, 2 cores",
+        "](loss-steps.png)",
+        "](final-loss-by-rate.png)",
+    ):
+        assert part in text
     assert {path.name for path in out.glob("*.png")} == {"loss-steps.png", "final-loss-by-rate.png"}
-    assert "](loss-steps.png)" in text
-    assert "](final-loss-by-rate.png)" in text
-
-
-def test_a_single_run_has_a_page_of_its_own(tmp_path):
-    make_run(tmp_path / "one", falling(0.1), validation=False)
-    assert cli.main(["report", str(tmp_path / "one"), "--out", str(tmp_path / "page")]) == 0
-    text = (tmp_path / "page" / "report.md").read_text()
-    assert text.startswith("# Muon\n")
-    assert "Side by side" not in text
-    assert [path.name for path in (tmp_path / "page").glob("*.png")] == ["loss-steps.png"]
-
-
-def test_not_reached_is_said(tmp_path):
-    make_run(tmp_path / "runs" / "adam", falling(0.1), optimizer="adam")
-    make_run(tmp_path / "runs" / "muon", falling(0.01))
-    text, _ = page_of(tmp_path)
-    assert "**Muon did not reach AdamW's final validation loss of" in text
-    assert "| of its steps |" not in text
 
 
 # What may be concluded
 
+NOT_COMPARED = "**These runs are not compared: they were not trained on the same.**"
+OTHER_STEPS = "**Muon and AdamW are not compared: their steps are not of the same size.**"
+RISING = {"loss": lambda step: 3.0 + abs(step - 30) / 10}
+"""Its last step is not where it first came to its last loss."""
 
-def page_of(tmp_path):
-    """The page, without pictures, and the report of the runs below `tmp_path / "runs"`."""
-    report = Report(*read_arms(find_runs([tmp_path / "runs"])))
-    return report.page(()), report
+
+def of_both(key, adam, muon):
+    return {"args": {key: adam}}, {"args": {key: muon}}
 
 
 @pytest.mark.parametrize(
-    ("key", "adam", "muon"),
-    [("data_path", "['/data/stdlib']", "['/data/mine']"), ("split", "98,2,0", "90,10,0"), ("seq_length", "64", "128")],
-)
-def test_runs_that_were_not_trained_on_the_same_are_not_compared(tmp_path, key, adam, muon):
-    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", args={key: adam})
-    make_run(tmp_path / "runs" / "muon", falling(0.1), args={key: muon})
-    text, report = page_of(tmp_path)
-    assert "**These runs are not compared: they were not trained on the same.**" in text
-    assert f"|  | {key} |" in text
-    assert f"| `{muon}` |" in text
-    for conclusion in ("of the steps**", "Side by side", "| best |"):
-        assert conclusion not in text
-    assert (report.best, report.compared) == ([], [])
-    assert not_comparable(report.arms) == {key: [adam, muon]}
+    ("adam", "muon", "says", "lacks"),
+    [
+        ({"loss": falling(0.1)}, {"loss": falling(0.01)}, ["**Muon did not reach AdamW's final validation loss of"],
+         ["| of its steps |"]),
+        ({"loss": falling(0.02), "steps": 10}, {"loss": falling(0.2), "steps": 20},
+         ["by its first validation, too late to conclude anything: validate more often.**"], ["of the steps**"]),
+        (RISING, {"loss": falling(0.05)}, ["| steps to the baseline's final loss | 20 |"], []),
+        ({}, {}, ["of the steps**", "of the time", "| of its time |"], []),
+        ({}, {"run": {"ranks": 4}}, ["of the steps**"], ["of the time", "of its time"]),
+        *((*of_both(key, adam, muon), [NOT_COMPARED, f"|  | {key} |", f"| `{adam}` |", f"| `{muon}` |"],
+           ["of the steps**", "Side by side", "| best |"])
+          for key, adam, muon in (("data_path", "['/data/stdlib']", "['/data/mine']"), ("split", "98,2,0", "90,10,0"),
+                                  ("seq_length", "64", "128"))),
+        *((*of_both(key, adam, muon), [OTHER_STEPS, "Side by side"], ["of the steps**", "steps to the baseline"])
+          for key, adam, muon in (("global_batch_size", "8", "16"), ("num_layers", "4", "8"))),
+    ],
+)  # fmt: skip
+def test_what_is_concluded(tmp_path, adam, muon, says, lacks):
+    make_run(tmp_path / "adam", **{"loss": falling(0.05), "optimizer": "adam", **adam})
+    make_run(tmp_path / "muon", **{"loss": falling(0.1), **muon})
+    text = report_of(tmp_path).page(())
+    assert [part for part in says if part not in text] == []
+    assert [part for part in lacks if part in text] == []
 
 
 def test_a_relative_path_is_other_data_in_another_folder(tmp_path):
     for optimizer, path in (("adam", "['0.5', 'data/a']"), ("muon", "['0.5', 'data/a']"), ("lion", "['/d']")):
         args, run = {"data_path": path}, {"directory": f"/home/{optimizer}"}
-        make_run(tmp_path / "runs" / optimizer, falling(0.05), optimizer=optimizer, args=args, run=run)
-    adam, lion, muon = read_arms(find_runs([tmp_path / "runs"]))[0]
+        make_run(tmp_path / optimizer, falling(0.05), optimizer=optimizer, args=args, run=run)
+    adam, lion, muon = read_arms(find_runs([tmp_path]))[0]
     assert not_comparable([adam, muon])["data_path"][0] == "['0.5', 'data/a'] from /home/adam"
     assert not_comparable([adam, lion])["data_path"][1] == "['/d']"
 
 
-@pytest.mark.parametrize("args", [{"global_batch_size": "16"}, {"num_layers": "8"}])
-def test_steps_that_cost_something_else_are_not_compared(tmp_path, args):
-    for optimizer, given in (("adam", {"num_layers": "4"}), ("muon", {"num_layers": "4", **args})):
-        make_run(tmp_path / "runs" / optimizer, falling(0.05), optimizer=optimizer, args=given)
-    text, report = page_of(tmp_path)
-    assert "**Muon and AdamW are not compared: their steps are not of the same size.**" in text
-    assert "of the steps**" not in text
-    assert "steps to the baseline" not in text
-    assert len(report.best) == 2
-    assert report.compared[0].steps_ratio is None
-
-
 def test_a_rate_that_was_not_searched_is_told(tmp_path):
     for lr in ("1e-3", "2e-3", "4e-3"):
-        make_run(tmp_path / "runs" / f"adam-{lr}", falling(0.03 if lr == "2e-3" else 0.02), optimizer="adam", lr=lr)
-    make_run(tmp_path / "runs" / "muon-8e-3", falling(0.05), lr="8e-3")
-    assert "- Muon has one learning rate here; others may do better." in page_of(tmp_path)[0]
-    make_run(tmp_path / "runs" / "muon-4e-3", falling(0.04), lr="4e-3")
-    text, _ = page_of(tmp_path)
+        make_run(tmp_path / f"adam-{lr}", falling(0.03 if lr == "2e-3" else 0.02), optimizer="adam", lr=lr)
+    make_run(tmp_path / "muon-8e-3", falling(0.05), lr="8e-3")
+    assert "- Muon has one learning rate here; others may do better." in report_of(tmp_path).page(())
+    make_run(tmp_path / "muon-4e-3", falling(0.04), lr="4e-3")
+    text = report_of(tmp_path).page(())
     assert "lr=8e-3 is the most that was tried; a larger one may do better." in text
     assert text.count("may do better") == 1
 
 
 def test_a_first_validation_is_a_bound(tmp_path):
     for seed in (1, 2):
-        make_run(tmp_path / "runs" / f"adam-{seed}", falling(0.02), optimizer="adam", seed=seed)
-        make_run(tmp_path / "runs" / f"muon-{seed}", falling(0.2), seed=seed)
-    text, report = page_of(tmp_path)
-    assert "in at most 0.25 of the steps**: at or before step 10 instead of 40, in at most 0.25 of the time" in text
-    assert "Each seed by itself: at most 0.25 to 0.25 of the steps" in text
-    assert "| 40 | at or before 10 |" in text
-    assert "| at most 0.250 |" in text
-    assert report.compared[0].reached.is_bound
-
-
-def test_a_first_validation_at_the_end_tells_nothing(tmp_path):
-    make_run(tmp_path / "runs" / "adam", falling(0.02), optimizer="adam", steps=10)
-    make_run(tmp_path / "runs" / "muon", falling(0.2), steps=20)
-    text, _ = page_of(tmp_path)
-    assert "by its first validation, too late to conclude anything: validate more often.**" in text
-    assert "of the steps**" not in text
-
-
-def test_a_baseline_that_was_there_before_is_told(tmp_path):
-    """Its loss may rise at the end: its last step is not where it first came to its last loss."""
-    make_run(tmp_path / "runs" / "adam", lambda step: 3.0 + abs(step - 30) / 10, optimizer="adam")
-    make_run(tmp_path / "runs" / "muon", falling(0.05))
-    assert "| steps to the baseline's final loss | 20 |" in page_of(tmp_path)[0]
-
-
-@pytest.mark.parametrize(("ranks", "is_timed"), [(2, True), (4, False)])
-def test_times_are_compared_on_alike_machines_alone(tmp_path, ranks, is_timed):
-    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam")
-    make_run(tmp_path / "runs" / "muon", falling(0.1), run={"ranks": ranks})
-    text, report = page_of(tmp_path)
-    assert ("of the time" in text) == is_timed
-    assert (report.compared[0].seconds_ratio is not None) == is_timed
+        make_run(tmp_path / f"adam-{seed}", falling(0.02), optimizer="adam", seed=seed)
+        make_run(tmp_path / f"muon-{seed}", falling(0.2), seed=seed)
+    text = report_of(tmp_path).page(())
+    for part in (
+        "in at most 0.25 of the steps**: at or before step 10 instead of 40, in at most 0.25 of the time",
+        "Each seed by itself: at most 0.25 to 0.25 of the steps",
+        "| 40 | at or before 10 |",
+        "| at most 0.250 |",
+    ):
+        assert part in text
 
 
 def test_a_run_without_validation_missed_no_loss(tmp_path):
-    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam")
-    make_run(tmp_path / "runs" / "muon", falling(0.1))
-    make_run(tmp_path / "runs" / "lion", falling(0.2), optimizer="lion", validation=False)
-    text, report = page_of(tmp_path)
-    assert "Lion did not reach" not in text
+    for optimizer in ("adam", "muon", "lion"):
+        make_run(tmp_path / optimizer, falling(0.1), optimizer=optimizer, validation=optimizer != "lion")
+    report = report_of(tmp_path)
+    assert "Lion did not reach" not in report.page(())
     (lion,) = [arm for arm in report.arms if arm.optimizer == "lion"]
     assert lion.final is None, "a training loss is not a validation loss"
     assert lion not in report.best
-
-
-def test_a_dollar_sign_is_drawn_as_one(tmp_path):
-    """Matplotlib takes what stands between two for mathematics, and fails where it is none."""
-    for name in ("a", "b"):
-        make_run(tmp_path / "runs" / name, falling(0.1), flags={"--data-path": f"'$$\\{name}rac$$'"})
-    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
-    assert "data_path=$\\arac$" in (tmp_path / "page" / "report.md").read_text("utf-8")
 
 
 def test_a_spread_leaves_out_non_finite_values():

@@ -10,8 +10,7 @@ import pytest
 from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.tools.sweep import trials as sweep
-from megatron_muon.tools.sweep.grid import Task, folder_of, tasks_of
-from megatron_muon.tools.sweep.results import Results
+from megatron_muon.tools.sweep.trials import Results, Task, folder_of, tasks_of
 from megatron_muon.tools.train import run_folder, screen
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
 from megatron_muon.tools.train.run_folder import RunFolder
@@ -32,9 +31,6 @@ def test_a_grid_is_a_product_and_several_are_alternatives():
         "lr=1", "lr=2", "lr=2,muon_momentum=0.9", "lr=3,muon_momentum=0.9",
     ]  # fmt: skip
     assert names("--muon-lr=1,2", "muon_lr=2,3") == ["muon_lr=1", "muon_lr=2", "muon_lr=3"]
-
-
-def test_a_value_with_a_comma_is_quoted():
     assert names('"split=98,2,0","95,5,0"') == ["split=98,2,0", "split=95,5,0"]
 
 
@@ -48,10 +44,8 @@ def test_folders_can_be_read_and_are_never_shared():
     assert folder_of("optimizer=muon,lr=8e-3") == "optimizer=muon,lr=8e-3"
     assert folder_of("data_path=data/a").startswith("data_path=data-a-")
     assert len({folder_of(f"x={value}") for value in ("a/b", "a-b", "a b")}) == 3
-    long = folder_of("data_path=" + "0.5 data/a " * 50)
-    assert len(long) < 200
-    assert "/" not in long
-    assert " " not in long
+    assert len(long := folder_of("data_path=" + "0.5 data/a " * 50)) < 200
+    assert not {"/", " "} & set(long)
 
 
 def test_all_points_get_the_first_seed_before_the_second():
@@ -149,7 +143,7 @@ def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
     ]  # fmt: skip
 
 
-def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
+def test_jobs_share_gpus_and_cores_and_no_more(tmp_path, monkeypatch):
     resolved = resolved_of(tmp_path / "run", device="cuda", ranks=4, gpus=8)
     check_gpus(4, 8, jobs=2)
     with pytest.raises(UserError, match=r"12 processes at once .* it has 8; give --nproc 2 or --jobs 2, or --device"):
@@ -160,9 +154,7 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
     assert sweep._share(resolved, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
     assert sweep._share(resolved, 0, 1) == {}
-
-
-def test_cores_are_shared_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
+    # Cores, unless OMP_NUM_THREADS is set.
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep, "cores", lambda: 16)
     assert sweep._share(resolved_of(tmp_path / "run", ranks=2), 0, 2) == {"OMP_NUM_THREADS": "4"}
@@ -219,28 +211,21 @@ def end(task, loss=None, outcome="finished", **figures):
     (task.folder / "summary.json").write_text(json.dumps(found))
 
 
-@pytest.fixture
-def swept(tmp_path):
+def test_rows_and_points(tmp_path):
     """Two optimizers, two rates each, two seeds; one run diverged and one never started."""
-    tasks = tasks_of([["optimizer=adam", "lr=1e-3,2e-3"], ["optimizer=muon", "lr=4e-3,8e-3"]], 2, tmp_path)
+    swept = tasks_of([["optimizer=adam", "lr=1e-3,2e-3"], ["optimizer=muon", "lr=4e-3,8e-3"]], 2, tmp_path)
     losses = {"1e-3": 3.0, "2e-3": 2.5, "4e-3": 2.0}
-    for task in tasks:
-        lr = dict(task.settings)["lr"]
-        if lr in losses:
-            end(task, losses[lr] + task.seed / 10)
+    for task in swept:
+        if loss := losses.get(dict(task.settings)["lr"]):
+            end(task, loss + task.seed / 10)
         elif task.seed == 1:
             end(task, outcome="failed")
-    return tasks
-
-
-def test_rows_and_points(swept, tmp_path):
     results = Results(swept)
     results.write(tmp_path, {"command": "megatron-muon sweep"})
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     first = lines[0]
-    assert list(first)[:5] == ["point", "optimizer", "lr", "seed", "outcome"]
-    assert (first["point"], first["optimizer"], first["lr"], first["seed"]) == (swept[0].point, "adam", "1e-3", "1")
+    assert list(first.items())[:4] == [("point", swept[0].point), ("optimizer", "adam"), ("lr", "1e-3"), ("seed", "1")]
     assert [float(first[name]) for name in ("validation_loss", "loss_last", "step_ms")] == [3.1, 3.0, 100.0]
     assert (first["tokens"], first["iterations"], first["folder"]) == ("2560", "40", str(swept[0].folder))
     diverged, absent = (next(r for r in lines if r["lr"] == "8e-3" and r["seed"] == seed) for seed in "12")
@@ -258,10 +243,7 @@ def test_rows_and_points(swept, tmp_path):
     assert head == "point runs validation_loss loss_last step_ms"
     assert table[2] == f"{swept[2].point} 2/2 2.1500 ± 0.0707 2.0500 ± 0.0707 100.0 ± 0.0 best"
     assert table[3] == f"{swept[3].point} 0/2 - - 100.0 diverged: 1 of 2"
-
-
-def test_the_best_rate_at_an_edge_is_told(swept):
-    assert sorted(Results(swept).notes) == [
+    assert sorted(results.notes) == [
         "optimizer=adam,lr=2e-3: lr=2e-3 is the most that was tried; a larger one may do better",
         "optimizer=muon,lr=4e-3: lr=4e-3 is the least that was tried; a smaller one may do better",
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +28,6 @@ _PACKAGES = {HUGGING_FACE: "transformers", "SentencePieceTokenizer": "sentencepi
 
 TOKENIZER_TYPES = (BYTE_LEVEL, *_PACKAGES)
 """Those of `data prepare`."""
-
-Document = tuple[str, str]
-"""Where it stands, and its text."""
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -65,14 +61,12 @@ def check_spec(spec: TokenizerSpec) -> None:
         raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
 
-@functools.cache
 def build(spec: TokenizerSpec) -> Any:
     """Megatron-core's tokenizer, except for bytes: it has `tokenize`, `vocab_size` and `eod`."""
     if spec.tokenizer_type == BYTE_LEVEL:
         size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
-        of_bytes = SimpleNamespace(vocab_size=size, eod=size - 1)
-        of_bytes.tokenize = lambda text: np.frombuffer(text.encode(), np.uint8)
-        return of_bytes
+        ids = {"tokenize": lambda text: np.frombuffer(text.encode(), np.uint8), "vocab_size": size, "eod": size - 1}
+        return SimpleNamespace(**ids)
     with quiet_imports():
         from megatron.training.config import TokenizerConfig
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
@@ -97,10 +91,8 @@ def build_megatron(args: argparse.Namespace) -> Any:
         raise UserError(f"--tokenizer-type {kind}{named}: {words}; for its data give {flags}") from error
 
 
-def encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
-    """The ids of a document, and the one that ends it."""
-    place, text = document
-    tokenizer = build(spec)
+def encode(tokenizer: Any, place: str, text: str) -> npt.NDArray[np.int32]:
+    """The ids of a document that stands at `place`, and the one that ends it."""
     try:
         ids = np.append(np.array(tokenizer.tokenize(text), np.int32), np.int32(tokenizer.eod))
     except (ValueError, TypeError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.core.numbers import is_number
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data.vocabulary import check_vocabulary, read_head
+from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 
 
 def require_data(args: argparse.Namespace) -> None:

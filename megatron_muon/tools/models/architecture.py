@@ -15,9 +15,6 @@ from megatron_muon.errors import UserError
 KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 """What config.json calls them: its `model_type`."""
 
-_MISTRAL = "mistral"
-"""Llama under another name, but for a sliding window."""
-
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of megatron-core's `RotaryEmbedding._apply_scaling`."""
 
@@ -86,8 +83,7 @@ _OTHER_FLAGS = {
 def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str, Any]:
     """The content of config.json, but for dtype and token ids, of a run with these arguments, of `vocab` tokens.
 
-    Raises:
-        UserError: something of it has no counterpart among the model types, by the flag's name.
+    A UserError names the flags of what has no counterpart among the model types.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -128,20 +124,17 @@ def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str
         "rope_scaling": scaling if args.use_rope_scaling else None,
         "attention_dropout": args.attention_dropout,
     }
-    if kind == LLAMA:
-        config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
-    if kind == MIXTRAL:
-        config |= {"num_local_experts": args.num_experts, "num_experts_per_tok": args.moe_router_topk}
-        config["sliding_window"] = None
-    if kind == QWEN3_MOE:
-        config |= {"num_experts": args.num_experts, "num_experts_per_tok": args.moe_router_topk}
-        config |= {"moe_intermediate_size": ffn, "norm_topk_prob": True, "decoder_sparse_step": 1}
-        config["mlp_only_layers"] = []
-    if kind in (QWEN3, QWEN3_MOE):
-        config["attention_bias"] = False
-    if kind in (QWEN2, QWEN3, QWEN3_MOE):
-        config["use_sliding_window"] = False
-    return config
+    bias, experts, topk = args.add_bias_linear, args.num_experts, args.moe_router_topk
+    return config | {
+        LLAMA: {"attention_bias": bias, "mlp_bias": bias},
+        QWEN2: {"use_sliding_window": False},
+        QWEN3: {"attention_bias": False, "use_sliding_window": False},
+        MIXTRAL: {"num_local_experts": experts, "num_experts_per_tok": topk, "sliding_window": None},
+        QWEN3_MOE: {
+            "num_experts": experts, "num_experts_per_tok": topk, "moe_intermediate_size": ffn, "norm_topk_prob": True,
+            "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False, "use_sliding_window": False,
+        },
+    }[kind]  # fmt: skip
 
 
 def _model_type(args: argparse.Namespace) -> str:
@@ -190,14 +183,11 @@ def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> li
 def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of Megatron's command line, as MODEL_ARGS, that build the model of a config.json with all defaults.
 
-    Whether they say all of it, `check_nothing_is_lost` tells afterwards.
-
-    Raises:
-        UserError: it is a model of another type.
+    A UserError names a model of another type; whether flags say all of it, `check_nothing_is_lost` finds afterwards.
     """
-    kind = LLAMA if config["model_type"] == _MISTRAL else config["model_type"]
+    kind = LLAMA if config["model_type"] == "mistral" else config["model_type"]  # but for a sliding window the same
     if kind not in KINDS:
-        raise UserError(f"config.json describes a model of type {kind}; import knows {', '.join([*KINDS, _MISTRAL])}")
+        raise UserError(f"config.json describes a model of type {kind}; import knows {', '.join([*KINDS, 'mistral'])}")
     flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
     hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
     ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden

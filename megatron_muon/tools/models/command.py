@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
             work = convert.export_model if args.command == "export" else convert.import_model
         else:
-            from megatron_muon.tools.models import use
+            from megatron_muon.tools.models import model
 
-            work = use.generate if args.command == "generate" else use.evaluate
+            work = model.generate if args.command == "generate" else model.evaluate
         work(args)
     return 0

@@ -126,8 +126,7 @@ def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write in, which gets the name `out` at the end, and none where anything fails.
 
-    Raises:
-        UserError: `out` holds something already, or cannot be written.
+    A UserError where `out` holds something already, or cannot be written.
     """
     out = out.resolve()
     aside = out.with_name(out.name + ".unfinished")

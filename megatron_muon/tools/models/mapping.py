@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_muon.checkpoint.content import some
 from megatron_muon.errors import UserError
@@ -61,11 +62,8 @@ def rules(config: Mapping[str, Any], args: argparse.Namespace) -> list[Rule]:
 
     def vocabulary(ours: str, theirs: str) -> Rule:
         """Without the rows that pad Megatron's; they come back as zeros."""
-
-        def join(parts: Sequence[Tensor]) -> Tensor:
-            return torch.nn.functional.pad(parts[0], (0, 0, 0, rows - vocab))
-
-        return Rule(ours, (theirs,), (rows, hidden), lambda weight: [weight[:vocab]], join)
+        shape, padding = (rows, hidden), (0, 0, 0, rows - vocab)
+        return Rule(ours, (theirs,), shape, lambda weight: [weight[:vocab]], lambda parts: pad(parts[0], padding))
 
     found = [vocabulary("embedding.word_embeddings.weight", embedding), *between]
     return found if config["tie_word_embeddings"] else [*found, vocabulary("output_layer.weight", "lm_head.weight")]

@@ -1,16 +1,18 @@
-"""Arms: runs that differ in their seed alone, figures over their seeds, and which arms are the best.
+"""Arms, runs that differ in their seed alone: figures over their seeds, which are the best, and what that says.
 
+Losses compare where the data is the same, steps where batch and model are, times where machine and processes are.
 Arithmetic only; sweeps and reports write and draw it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import MUONS
@@ -21,6 +23,15 @@ MEASURE = (
     *("split", "seq_length"),
 )
 """Losses are comparable only where these agree."""
+
+_BUDGET = (
+    *("global_batch_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    "num_experts",
+)
+"""Steps cost the same only where these agree."""
+
+_BASELINE = "adam"
+"""The optimizer that others are compared with."""
 
 _NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
 _NO_SETTINGS = {
@@ -154,11 +165,7 @@ def at_edges(best: Arm, arms: Iterable[Arm]) -> list[str]:
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The folders of runs at or below the places given, in order.
-
-    Raises:
-        UserError: a place holds no run.
-    """
+    """The folders of runs at or below the places given, in order; a UserError names a place without one."""
     found: dict[Path, None] = {}
     for place in places:
         below = [place] if is_run(place) else sorted(path for path in place.glob("**") if is_run(path))
@@ -169,11 +176,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 
 
 def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
-    """The arms, and the runs left out because they ended before their first step.
-
-    Raises:
-        UserError: no run has logged a step.
-    """
+    """The arms, and the runs left out because they logged no step; a UserError where no run did."""
     records = [read_record(folder) for folder in folders]
     kept, empty = [run for run in records if run.train], [run for run in records if not run.train]
     if not kept:
@@ -199,3 +202,91 @@ def _settings(values: Mapping[str, str]) -> dict[str, str]:
     """What tells experiments apart; a --load of the run's own checkpoints does not."""
     own = {"load"} if values.get("load") in ("None", values.get("save")) else set()
     return {key: value for key, value in values.items() if key not in _NO_SETTINGS | own}
+
+
+class Crossing(NamedTuple):
+    """Where a validation curve first reaches a loss: on a line between two validations; at the first, a bound."""
+
+    steps: float
+    seconds: float
+    is_bound: bool
+
+
+class Comparison:
+    """An optimizer's best arm beside the baseline's.
+
+    Attributes:
+        target: the baseline's final validation loss, mean over seeds, after `baseline_steps`.
+        differing: what makes a step cost something else, by name, with each one's value; nothing is concluded then.
+        reached: where the mean curve of the arm reached the target; None where it did not.
+        by_seed: where the seeds' own curves reached it, those that did.
+        steps_ratio, seconds_ratio: of the baseline's; the latter only where both ran on alike machines.
+    """
+
+    def __init__(self, arm: Arm, baseline: Arm) -> None:
+        goal = baseline.curve("validation")[-1]
+        self.arm, self.baseline, self.target, self.baseline_steps = arm, baseline, goal.loss, goal.step
+        self.differing = _differing([arm.runs[0], baseline.runs[0]], _BUDGET)
+        self.reached = reached = reach(arm.curve("validation"), goal.loss)
+        self.by_seed = [crossing for run in arm.sound if (crossing := reach(run.validation, goal.loss))]
+        is_timed = goal.seconds and _places(arm.runs) == _places(baseline.runs)
+        self.steps_ratio = reached.steps / goal.step if reached and not self.differing else None
+        self.seconds_ratio = reached.seconds / goal.seconds if reached and is_timed and not self.differing else None
+
+
+def not_comparable(arms: Sequence[Arm]) -> dict[str, list[str]]:
+    """What the arms were trained on, where that differs and losses are not comparable: by name, each arm's value."""
+    return _differing([arm.runs[0] for arm in arms], MEASURE)
+
+
+def best_arms(arms: Sequence[Arm]) -> list[Arm]:
+    """The best arm of each optimizer, the baseline first; none where losses do not measure the same."""
+    if not_comparable(arms):
+        return []
+    return sorted(best_of(arms, lambda arm: arm.optimizer), key=lambda arm: (arm.optimizer != _BASELINE, arm.optimizer))
+
+
+def compare(best: Sequence[Arm]) -> list[Comparison]:
+    """Every other optimizer's best arm beside the baseline's; none without a baseline or validation."""
+    baseline = next((arm for arm in best if arm.optimizer == _BASELINE), None)
+    if baseline is None or not baseline.curve("validation"):
+        return []
+    return [Comparison(arm, baseline) for arm in best if arm is not baseline and arm.curve("validation")]
+
+
+def reach(points: Sequence[LossPoint], target: float) -> Crossing | None:
+    """Where a validation curve first reaches a loss; None where it does not."""
+    before: LossPoint | None = None
+    for point in points:
+        if point.loss <= target:
+            if before is None:
+                return Crossing(float(point.step), point.seconds, is_bound=True)
+            part = (before.loss - target) / (before.loss - point.loss)
+            steps = before.step + part * (point.step - before.step)
+            return Crossing(steps, before.seconds + part * (point.seconds - before.seconds), is_bound=False)
+        if math.isfinite(point.loss):
+            before = point
+    return None
+
+
+def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
+    """The machines and numbers of processes of runs."""
+    return {
+        (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "ranks")))
+        for run in runs
+    }
+
+
+def _differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[str]]:
+    """Which of the keys are not the same in all runs, and each run's value."""
+    values = {key: [_value(run, key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if len(set(each)) > 1}
+
+
+def _value(run: Record, key: str) -> str:
+    """A run's setting as text, from Megatron's arguments, which are complete, else from the flags."""
+    text = run.args.get(key) or run.settings.get(key) or "-"
+    if text in ("None", "False"):  # Megatron writes str(value)
+        return "-"
+    is_relative = key.endswith("_path") and text != "-" and not re.search(r"(^|')/", text)
+    return f"{text} from {run.run.get('directory', '.')}" if is_relative else text

@@ -31,8 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the page."""
     from megatron_muon.tools.report.arms import find_runs, read_arms
-    from megatron_muon.tools.report.markdown import html_page
-    from megatron_muon.tools.report.page import HTML, PAGE, Report
+    from megatron_muon.tools.report.page import HTML, PAGE, Report, html_page
 
     report = Report(*read_arms(find_runs(args.runs)))
     try:

@@ -1,25 +1,27 @@
-"""The page of a report, in Markdown: the comparison, the pictures, every arm, and what made the figures."""
+"""The page of a report: in Markdown the comparison, the pictures, every arm and what made the figures; and as HTML.
+
+The HTML is one file with the pictures inside: no script, nothing from the network. Text of others is escaped: no
+backtick, line break or tag in a folder's name breaks out of its place.
+"""
 
 from __future__ import annotations
 
+import base64
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.tools.report import comparison, plots
-from megatron_muon.tools.report.arms import Arm, ranked
-from megatron_muon.tools.report.markdown import code, plain, table
+from megatron_muon.tools.report import plots
+from megatron_muon.tools.report.arms import Arm, Comparison, at_edges, best_arms, compare, not_comparable, ranked, reach
 from megatron_muon.tools.train.records import Record
 from megatron_muon.tools.train.wording import printable
 
 PAGE, HTML = "report.md", "report.html"
 LOSSES, RATES = "loss-steps.png", "final-loss-by-rate.png"
 
-_MAX_LABEL_LENGTH = 100
-
-_MOST_CURVES = 6
-
+_MAX_LABEL_LENGTH, _MAX_CURVES = 100, 6
 
 _FIGURES: dict[str, tuple[str, Callable[[Arm], Any]]] = {
     "learning rate": ("g", lambda arm: arm.rate),
@@ -40,6 +42,35 @@ _FIGURES: dict[str, tuple[str, Callable[[Arm], Any]]] = {
 _OF_EVERY_ARM = (*("seeds", "steps", "final loss", "training loss", "milliseconds of a step"),
                  "bytes of optimizer state, all ranks")  # fmt: skip
 
+_HOW_STEPS_ARE_COUNTED = """\
+Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The step is where the mean
+validation curve of the other's seeds first reaches it, on a straight line between two validations; at the first
+validation it is a bound, "at or before". Time is read off the same line: seconds in the training loop."""
+
+_HTML_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>megatron-muon report</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ margin: 0 auto; padding: 1.5rem 1rem; max-width: 70rem; font: 1rem/1.5 sans-serif; overflow-wrap: anywhere; }}
+code, pre {{ font: 0.875em/1.5 monospace; white-space: pre-wrap; }}
+table {{ display: block; overflow-x: auto; border-collapse: collapse; font-size: 0.9rem; }}
+th, td {{ padding: 0.35rem 0.75rem; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }}
+td {{ overflow-wrap: normal; }}
+td code {{ display: inline-block; max-width: 24rem; overflow-wrap: anywhere; }}
+img {{ max-width: 100%; background: #fff; }}
+</style>
+</head>
+<body>
+{body}</body>
+</html>
+"""
+
 
 def _cell(label: str, arm: Arm) -> str:
     form, figure = _FIGURES[label]
@@ -53,55 +84,72 @@ class Report:
     def __init__(self, arms: Sequence[Arm], empty: Sequence[Record]) -> None:
         self.arms, self.empty = arms, empty
         self.runs = [run for arm in arms for run in arm.runs]
-        self.best = comparison.best_arms(arms)
-        self.compared = comparison.compare(self.best)
+        self.best = best_arms(arms)
+        self.compared = compare(self.best)
         self.concluded = [one for one in self.compared if not one.differing]
-        shown = self.best if len(self.best) > 1 else ranked(arms)[:_MOST_CURVES]
+        shown = self.best if len(self.best) > 1 else ranked(arms)[:_MAX_CURVES]
         self.shown = dict(zip(_labels(shown), shown, strict=True))
 
     def draw(self, out: Path) -> list[str]:
         """Draws all pictures that the runs have figures for; their names."""
         drawn = {LOSSES: plots.draw_losses(out / LOSSES, self.shown, self.concluded)}
-        drawn[RATES] = not comparison.not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms)
+        drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms)
         return [name for name, is_drawn in drawn.items() if is_drawn]
 
     def page(self, pictures: Collection[str]) -> str:
         """The whole page; `pictures` are what `draw` returned."""
         measure = "validation loss" if any(run.validation for run in self.runs) else "training loss"
         parts = [
-            f"# {' and '.join(dict.fromkeys(plain(arm.optimizer_name) for arm in self.shown.values()))}",
+            f"# {' and '.join(dict.fromkeys(map(_name, self.shown.values())))}",
             f"{len(self.runs)} runs of {len(self.arms)} settings. The final loss is the last {measure}. Figures are "
             "means ± sample standard deviations of the seeds; bands and bars span the lowest to the highest.",
-            *comparison.headline(self.arms, self.best, self.compared),
+            *self._headline(),
         ]
         if len(self.best) > 1:
-            parts += ["## Side by side", self._side_by_side(), comparison.HOW_STEPS_ARE_COUNTED]
-        parts += ["## Loss"]
-        if LOSSES in pictures:
-            parts += [f"![loss against optimizer steps]({LOSSES})"]
-        else:
-            parts += ["No logged loss is a finite number."]
+            parts += ["## Side by side", self._side_by_side(), _HOW_STEPS_ARE_COUNTED]
+        picture = f"![loss against optimizer steps]({LOSSES})"
+        parts += ["## Loss", picture if LOSSES in pictures else "No logged loss is a finite number."]
         if RATES in pictures:
             parts += ["## Final loss against learning rate", f"![final loss against learning rate]({RATES})"]
         parts += ["## All settings", self._all_arms(), "## How it was made", *self._origin()]
         return "\n\n".join(parts) + "\n"
 
+    def _headline(self) -> list[str]:
+        """A paragraph for each comparison, or what the runs differ in where losses are not comparable; its limits."""
+        if found := not_comparable(self.arms):
+            return _not_compared("These runs are not compared: they were not trained on the same", self.arms, found)
+        parts = []
+        for one in self.compared:
+            if one.differing:
+                names = f"{_name(one.arm)} and {_name(one.baseline)}"
+                words = f"{names} are not compared: their steps are not of the same size"
+                parts += _not_compared(words, [one.arm, one.baseline], one.differing)
+            else:
+                parts.append(_conclusion(one))
+        for arm in self.best if len(self.best) > 1 else ():
+            if len({other.rate for other in self.arms if other.optimizer == arm.optimizer}) < 2:
+                parts.append(f"- {_name(arm)} has one learning rate here; others may do better.")
+            parts += [f"- {plain(note)}." for note in at_edges(arm, self.arms)]
+        return parts
+
     def _side_by_side(self) -> str:
         rows = [["settings", *(code(arm.name) for arm in self.best)]]
         rows += [[label, *(_cell(label, arm) for arm in self.best)] for label in _FIGURES]
         if self.concluded:
-            target, found = self.concluded[0].target, {one.arm: one for one in self.concluded}
-            there = {
-                arm: comparison.reach(arm.curve("validation"), target) for arm in (self.concluded[0].baseline, *found)
-            }
-            steps = {arm: f"{'at or before ' * at.is_bound}{at.steps:,.0f}" if at else "-" for arm, at in there.items()}
+            baseline, target = self.concluded[0].baseline, self.concluded[0].target
+            reached = [(one.arm, one.reached) for one in self.concluded]
+            reached.append((baseline, reach(baseline.curve("validation"), target)))
+            there = {arm: at for arm, at in reached if at}
+            steps = {arm: f"{'at or before ' * at.is_bound}{at.steps:,.0f}" for arm, at in there.items()}
             rows += [["steps to the baseline's final loss", *(steps.get(arm, "-") for arm in self.best)]]
             for label, name in (("of its steps", "steps_ratio"), ("of its time", "seconds_ratio")):
-                ratios = [getattr(found.get(arm), name, None) for arm in self.best]
-                bounds = ["at most " if steps.get(arm, "").startswith("at") else "" for arm in self.best]
-                cells = zip(bounds, ratios, strict=True)
-                rows += [[label, *("-" if ratio is None else f"{bound}{ratio:.3f}" for bound, ratio in cells)]]
-        head = ["", *(plain(arm.optimizer_name) for arm in self.best)]
+                ratios = {
+                    one.arm: f"{'at most ' * there[one.arm].is_bound}{ratio:.3f}"
+                    for one in self.concluded
+                    if (ratio := getattr(one, name)) is not None
+                }
+                rows += [[label, *(ratios.get(arm, "-") for arm in self.best)]]
+        head = ["", *map(_name, self.best)]
         return table(head, [row for row in rows if set(row[1:]) != {"-"}], numbers=range(1, len(head)))
 
     def _all_arms(self) -> str:
@@ -145,3 +193,64 @@ def _origin_of(run: Mapping[str, Any]) -> str:
     commit = f"commit {run.get('commit')}{', with changes' if run.get('dirty') else ''}"
     machine = "{processor}, {cores} cores, {system}".format_map(run["machine"])
     return f"{commit}; {software}; {machine}; {run['ranks']} processes on {run.get('device')}"
+
+
+def _name(arm: Arm) -> str:
+    return plain(arm.optimizer_name)
+
+
+def _conclusion(one: Comparison) -> str:
+    name, base = _name(one.arm), _name(one.baseline)
+    goal = f"{base}'s final validation loss of {one.target:.4f}"
+    if one.reached is None or one.steps_ratio is None:
+        return f"**{name} did not reach {goal} in {one.arm.runs[0].iterations:,} steps.**"
+    if one.reached.is_bound and one.steps_ratio >= 1:
+        return f"**{name} reached {goal} by its first validation, too late to conclude anything: validate more often.**"
+    most, at = ("at most ", "at or before step ") if one.reached.is_bound else ("", "")
+    words = f"**{name} reaches {goal} in {most}{one.steps_ratio:.2f} of the steps**: "
+    words += f"{at}{one.reached.steps:,.0f} instead of {one.baseline_steps:,}"
+    if one.seconds_ratio is not None:
+        words += f", in {most}{one.seconds_ratio:.2f} of the time"
+    if one.by_seed and len(one.arm.sound) > 1:
+        ratios = [crossing.steps / one.baseline_steps for crossing in one.by_seed]
+        bound = "at most " if any(crossing.is_bound for crossing in one.by_seed) else ""
+        words += f". Each seed by itself: {bound}{min(ratios):.2f} to {max(ratios):.2f} of the steps "
+        words += f"({len(ratios)} of {len(one.arm.sound)} seeds)"
+    return words + "."
+
+
+def _not_compared(words: str, arms: Sequence[Arm], found: Mapping[str, Sequence[str]]) -> list[str]:
+    rows = [[code(arm.name), *(code(values[place]) for values in found.values())] for place, arm in enumerate(arms)]
+    return [f"**{words}.** Give `report` runs that agree in these:", table(["", *found], rows)]
+
+
+def code(text: str) -> str:
+    """A code span, fenced by more backticks than the text has in a row."""
+    text = printable(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def plain(text: str) -> str:
+    """Text that is no code: marks of Markdown and HTML are escaped."""
+    return re.sub(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", printable(text))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
+    """A table; `numbers` are the columns set to the right."""
+    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |" for cells in (head, rule, *rows))
+
+
+def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:
+    """The page of a report; `pictures` are PNG files by the name that the Markdown has for them.
+
+    HTML within the Markdown is shown as text. Quotes in text are escaped: only an image's `src="` can be one.
+    """
+    from markdown_it import MarkdownIt
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    for name, picture in pictures.items():
+        body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{base64.b64encode(picture).decode("ascii")}"')
+    return _HTML_PAGE.format(body=body)

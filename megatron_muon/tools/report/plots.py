@@ -13,8 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from megatron_muon.tools.report.arms import Arm, CurvePoint, ranked
-from megatron_muon.tools.report.comparison import Comparison
+from megatron_muon.tools.report.arms import Arm, Comparison, CurvePoint, ranked
 
 _LOOK = {"axes.grid": True, "grid.alpha": 0.3, "text.parse_math": False}  # a dollar sign is one
 _MARKERS = "os^DvPX"
@@ -51,9 +50,7 @@ def draw_rates(file: Path, arms: Sequence[Arm]) -> bool:
     with _figure(file, panels=1, names=2 * len(names)) as (panel,):
         for number, name in enumerate(names):
             own = [arm for arm in arms if arm.optimizer_name == name and arm.rate]
-            best = {
-                arm.rate: arm.final for arm in reversed(ranked(own)) if arm.final
-            }  # the lowest of a rate comes last
+            best = {arm.rate: arm.final for arm in reversed(ranked(own)) if arm.final}  # a rate's lowest comes last
             at = [rate for rate in rates if rate in best]
             mean, low, high = ([getattr(best[rate], of) for rate in at] for of in ("mean", "low", "high"))
             panel.plot(at, mean, label=name, **_style(number))

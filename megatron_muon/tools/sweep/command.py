@@ -1,7 +1,4 @@
-"""`megatron-muon sweep`: an experiment file at many settings and seeds, and one table of what came of it.
-
-This module has the arguments and what is shown; `grid` says what is tried, `trials` runs it, `results` sums up.
-"""
+"""`megatron-muon sweep`: an experiment file at many settings and seeds, and one table of what came of it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.suggest import plain
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.progress import progress
-from megatron_muon.tools.sweep.grid import tasks_of
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.command import assignment
 from megatron_muon.tools.train.processes import sigterm_unwinds
@@ -78,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     sets = tuple(assignment(text) for text in args.sets)
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
-    tasks = tasks_of(args.grid, args.seeds, out)
+    tasks = trials.tasks_of(args.grid, args.seeds, out)
     _check_flags(args.flags, sets, {key for task in tasks for key, _ in task.settings})
     every = Request(
         config=str(args.config),
@@ -110,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
     from megatron_muon.megatron.provenance import origin
-    from megatron_muon.tools.sweep.results import CSV, JSON, Results
-    from megatron_muon.tools.sweep.trials import Sweep
+    from megatron_muon.tools.sweep.trials import CSV, JSON, Results, Sweep
 
     head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
     tasks = [plan.task for plan in plans]

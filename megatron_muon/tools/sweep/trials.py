@@ -1,28 +1,39 @@
-"""Runs a sweep: resolves every run before the first starts, skips what is done, resumes what was stopped.
+"""A sweep: which runs there are, in what state, how they are run, and the table of their results.
 
-Every run is one of `tools.train.train`, in its own folder; `grid` says which there are, `results` sums them up. Several
+Every point of its `--grid`s is run with every seed: one `--grid` is a product of its keys' values, several are
+alternatives. All runs are resolved before the first starts; what is done is skipped, what was stopped resumed. Several
 may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
+
+The final loss that points are compared by is the last validation loss, or the training loss where there is no
+validation. A point counts for the best when all of its seeds have finished and none has diverged.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import hashlib
+import itertools
 import os
+import re
+import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from types import FrameType
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import psutil
 
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.megatron.provenance import cores
-from megatron_muon.tools.sweep.grid import Task
+from megatron_muon.tools.report.arms import MEASURE, Arm, at_edges, best_of
 from megatron_muon.tools.train import processes, run_folder, wording
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_summary import in_words
@@ -31,6 +42,67 @@ from megatron_muon.tools.train.train import execute, prepare
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
+
+CSV, JSON = "results.csv", "results.json"
+
+FIGURES = (
+    *("iterations", "tokens", "loss_last", "validation_loss", "step_ms", "tokens_per_second", "seconds"),
+    "train_seconds",
+)
+"""Columns of results.csv between `diverged` and `folder`, named as in summary.json; docs/experiments.md has them."""
+
+_COLUMNS = {"validation_loss": ".4f", "loss_last": ".4f", "step_ms": ",.1f"}
+"""Figures of the printed table."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a sweep: a point, named by its settings as they are typed for `--set`, with a seed and a folder."""
+
+    point: str
+    settings: tuple[tuple[str, str], ...]
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """For people: optimizer=muon,lr=0.008 seed=1."""
+        return f"{self.point} seed={self.seed}"
+
+
+def tasks_of(grids: Sequence[Sequence[str]], seeds: int, out: Path) -> list[Task]:
+    """Every point, none twice, with the seeds 1 to `seeds`: all points with the first seed, then with the second.
+
+    A UserError names a word of a `--grid` that is not KEY=VALUE,VALUE.
+    """
+    points = dict.fromkeys(point for words in grids for point in _points(words))
+    tasks = []
+    for seed, point in itertools.product(range(1, seeds + 1), points):
+        name = ",".join(f"{key}={value}" for key, value in point)
+        tasks.append(Task(name, point, seed, out / folder_of(name) / f"seed={seed}"))
+    return tasks
+
+
+def folder_of(point: str) -> str:
+    """A point's name as a folder: without slashes or blanks, not too long, and never that of another point."""
+    plain = re.sub(r"[^\w+,=.@:-]", "-", point, flags=re.ASCII)[:150]
+    return plain if plain == point else f"{plain}-{hashlib.sha256(point.encode()).hexdigest()[:8]}"
+
+
+def _points(words: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        first, *values = next(csv.reader([word], skipinitialspace=True), []) or [""]
+        key, _, value = first.partition("=")
+        key = key.lstrip("-").replace("-", "_").lower()
+        if not key.isidentifier() or not all([value, *values]) or key in grid:
+            raise UserError(
+                f"--grid {' '.join(words)}: write KEY=VALUE,VALUE for each key once, such as optimizer=adam,muon "
+                f"lr=1e-3,2e-3; found {word!r}"
+            )
+        grid[key] = [value, *values]
+    for combination in itertools.product(*grid.values()):
+        yield tuple(zip(grid, combination, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,3 +251,59 @@ def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
         devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return env
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """The row of a run, read from its folder."""
+    run, summary = (run_folder.read_json(task.folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+    validation = (summary.get("validation_loss") or {}).values()
+    figures = {name: summary.get(name) for name in FIGURES}
+    figures["validation_loss"] = statistics.fmean(validation) if validation and None not in validation else None
+    return {
+        **{"point": task.point, **dict(task.settings), "seed": task.seed},
+        "outcome": summary.get("outcome") or ("cut off" if run else "not started"),
+        **{"diverged": bool(summary.get("diverged")), **figures, "folder": str(task.folder)},
+    }
+
+
+class Results:
+    """The runs and points, the best of each optimizer and data, and which column they are compared by."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.rows = [row_of(task) for task in tasks]
+        has_validation = any(row["validation_loss"] is not None for row in self.rows)
+        self.final = "validation_loss" if has_validation else "loss_last"
+        self.points = []
+        for name, settings in dict((task.point, task.settings) for task in tasks).items():
+            runs = [SimpleNamespace(**row) for row in self.rows if row["point"] == name]
+            self.points.append(Arm(name, dict(settings), runs, self.final))
+        self.best = best_of(self.points, lambda point: tuple(map(point.settings.get, ("optimizer", *MEASURE))))
+        self.notes = [note for best in self.best for note in at_edges(best, self.points)]
+
+    def write(self, out: Path, head: Mapping[str, Any]) -> None:
+        """Writes results.csv and results.json, which begins with `head`, each whole or not at all."""
+        keys = (key for point in self.points for key in point.settings)
+        columns = dict.fromkeys(["point", *keys, *self.rows[0]])
+        with files.written_at_once(out / CSV) as stream:
+            writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+        points = [
+            {"point": point.name, "settings": point.settings, "seeds": len(point.runs), "finished": point.finished}
+            | {"diverged": point.diverged, "best": point in self.best}
+            | {name: point.spread(name) for name in FIGURES}
+            for point in self.points
+        ]
+        found = {"compared_by": self.final, "points": points, "notes": self.notes, "runs": self.rows}
+        run_folder.write_json(out / JSON, {**head, **found})
+
+    def table(self) -> str:
+        """A line for each point."""
+        lines = [["point", "runs", *_COLUMNS, ""]]
+        for point in self.points:
+            spreads = ((point.spread(name), form) for name, form in _COLUMNS.items())
+            cells = ["-" if spread is None else f"{spread:{form}}" for spread, form in spreads]
+            remark = point.remark(is_best=point in self.best)
+            lines.append([point.name, f"{point.finished}/{len(point.runs)}", *cells, remark])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

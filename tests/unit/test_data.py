@@ -1,4 +1,4 @@
-"""`megatron-muon data prepare`: the ids, the files, and everything that can be wrong with the input."""
+"""`megatron-muon data prepare`: ids, files, all that can be wrong with the input, and with a run of the data."""
 
 import argparse
 import hashlib
@@ -9,21 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data import STDLIB, Settings, TokenizerSpec, corpus, prepare, tokenizers
-from megatron_muon.megatron.data.sources import cut, find_sources
-from megatron_muon.megatron.flags import path_checks
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """megatron-core warns about every package it does without; nobody's concern here."""
-    from megatron_muon.errors import quiet_imports
-
-    with quiet_imports():
-        import megatron.core.datasets.indexed_dataset  # noqa: F401
+from megatron_muon.megatron.data import corpus, tokenizers
+from megatron_muon.megatron.data.corpus import STDLIB, Settings, check_vocabulary, cut, find_sources, prepare
+from megatron_muon.megatron.data.tokenizers import TokenizerSpec
+from megatron_muon.megatron.flags.path_checks import _check_split, check_vocabularies, require_data
 
 
 @pytest.fixture
@@ -43,16 +36,14 @@ def tree(tmp_path):
     return root
 
 
-def documents(prefix):
+def texts(prefix):
     """Reads the data back through megatron-core."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
-    return [dataset[index].copy() for index in range(len(dataset))]  # the arrays lie in the dataset's memory map
-
-
-def texts(prefix):
-    return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in documents(prefix)]
+    found = [dataset[index] for index in range(len(dataset))]
+    assert all((ids.dtype, ids[-1]) == (np.uint16, 256) for ids in found)
+    return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in found]
 
 
 def digest(prefix):
@@ -77,20 +68,20 @@ def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_do
     in_training, in_data = build_tokenizer(args), tokenizers.build(spec)
     assert in_data.vocab_size == in_training.vocab_size == size
     assert in_data.eod == in_training.eod == size - 1
-    assert tokenizers.encode(spec, ("one.txt", "aü")).tolist() == [*"aü".encode(), size - 1]
+    assert tokenizers.encode(in_data, "one.txt", "aü").tolist() == [*"aü".encode(), size - 1]
 
 
 # What is written
 
 
-def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
+def test_prepares_a_tree_in_sorted_order_and_says_how_to_train_on_it(tree, tmp_path, capsys):
     prefix = tmp_path / "out" / "corpus"
-    found = prepare([tree], prefix, Settings(suffixes=(".py",)))
+    assert cli.main(["data", "prepare", "--input", str(tree), "--suffix", ".py", ".md", "--output", str(prefix)]) == 0
+    out = capsys.readouterr().out
+    assert f"2 documents, {11 + 14 + 2} tokens; skipped: 2 files that are not UTF-8 text, 1 empty files" in out
+    assert f"train with: --data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 257" in out
     assert texts(prefix) == ["first = 1\r\n", "second = 'ü'\n"]
-    assert all(ids[-1] == 256 for ids in documents(prefix))
-    assert documents(prefix)[0].dtype == np.uint16
-    assert (found.documents, found.tokens, found.vocab_size) == (2, 11 + 14 + 2, 257)
-    assert found.skipped == "2 files that are not UTF-8 text, 1 empty files"
+    assert corpus.OutputPaths(prefix).read_manifest().vocab_size == 257
     inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]  # each once, named ones whatever their suffix
     sources = find_sources(inputs, (".py",), [tree / "latin.py"])
     assert [label for label, _ in sources] == ["notes.txt", "a/one.py", "b/two.py", "binary.py", "empty.py"]
@@ -114,12 +105,17 @@ def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
     assert digest(tmp_path / "third") != digest(tmp_path / "first")
 
 
-def test_jsonl_documents_are_lines(tmp_path):
+def test_jsonl_documents_are_lines_and_a_broken_one_is_named(tmp_path):
     lines = [{"content": "one", "id": 1}, {"content": ""}, {"content": "two\nlines"}]
     file = tmp_path / "part.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     assert prepare([file], tmp_path / "out", Settings(json_key="content")).documents == 2
     assert texts(tmp_path / "out") == ["one", "two\nlines"]
+    for line in ("{", "[1]", '{"body": "x", "id": 1}', '{"content": 5}'):
+        file.write_text('{"content": "fine"}\n' + line + "\n")
+        with pytest.raises(UserError, match=r"part\.jsonl:2: must be a JSON object .* field 'content' \(--json-key\)"):
+            prepare([file], tmp_path / "broken", Settings(json_key="content"))
+    assert leftovers(tmp_path, "broken") == []
 
 
 @pytest.mark.parametrize("border", ["\n\n", "\r\n \r\n", "\n"], ids=["paragraphs", "CRLF", "lines alone"])
@@ -133,7 +129,7 @@ def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_pat
     pieces = texts(tmp_path / "out")
     assert "".join(pieces) == book
     assert all(len(piece) < 2 * len(book) / 100 and piece.endswith(border) for piece in pieces)
-    path_checks._check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
+    _check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
     (tmp_path / "letter.txt").write_text("Another document.")  # negative control: documents are not cut otherwise
     assert prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").documents == 2
     assert cut("one line") == ["one line"]
@@ -211,36 +207,26 @@ def test_an_interrupted_run_leaves_nothing_and_an_interrupted_overwrite_the_old_
 # What a user can get wrong
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"body": "x", "id": 1}', '{"text": 5}'])
-def test_broken_jsonl_names_file_and_line(tmp_path, line):
-    (tmp_path / "part.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match=r"part\.jsonl:2: must be a JSON object .* in the field 'text' \(--json-key\)"):
-        prepare([tmp_path / "part.jsonl"], tmp_path / "out")
-    assert leftovers(tmp_path, "out") == []
-
-
 def tokenizer(*spec, **settings):
-    return {"settings": Settings(tokenizer=TokenizerSpec(*spec, **settings))}
+    return Settings(tokenizer=TokenizerSpec(*spec, **settings))
 
 
 @pytest.mark.parametrize(
-    ("inputs", "given", "message"),
+    ("inputs", "output", "settings", "message"),
     [
-        ("", tokenizer(vocab_size=300), "has 257 ids, not --vocab-size 300; leave it out"),
-        ("", tokenizer(model="gpt2"), "has no --tokenizer-model; leave it out, or give its --tokenizer-type"),
-        ("", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
-        ("", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
-        ("", {"settings": Settings(suffixes=(".rs",))}, r"found no file \.rs"),
-        ("nowhere", {}, "cannot read or write .*nowhere"),
-        ("binary.py", {}, r"found no document in 1 files .*1 files that are not UTF-8"),
-        ("", {"output": "notes.txt/out"}, "cannot read or write .*notes.txt"),
+        ("", "out", tokenizer(vocab_size=300), "has 257 ids, not --vocab-size 300; leave it out"),
+        ("", "out", tokenizer(model="gpt2"), "has no --tokenizer-model; leave it out, or give its --tokenizer-type"),
+        ("", "out", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
+        ("", "out", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
+        ("", "out", Settings(suffixes=(".rs",)), r"found no file \.rs"),
+        ("nowhere", "out", Settings(), "cannot read or write .*nowhere"),
+        ("binary.py", "out", Settings(), r"found no document in 1 files .*1 files that are not UTF-8"),
+        ("", "notes.txt/out", Settings(), "cannot read or write .*notes.txt"),
     ],
 )
-def test_wrong_inputs_outputs_and_tokenizers_are_refused(tree, tmp_path, inputs, given, message):
-    output = tree / given["output"] if "output" in given else tmp_path / "out"
-    others = {name: value for name, value in given.items() if name != "output"}
+def test_wrong_inputs_outputs_and_tokenizers_are_refused(tree, inputs, output, settings, message):
     with pytest.raises(UserError, match=message):
-        prepare([tree / inputs], output, **others)
+        prepare([tree / inputs], tree / output, settings)
 
 
 # The standard library, and several processes at once
@@ -269,19 +255,6 @@ def test_the_lock_keeps_other_processes_out(tmp_path):
     assert subprocess.run(other).returncode == 0
 
 
-# The command
-
-
-def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, capsys):
-    argv = ["data", "prepare", "--input", str(tree), "--suffix", ".py", ".txt", "--output", str(tmp_path / "out")]
-    assert cli.main(argv) == 0
-    out = capsys.readouterr().out
-    assert "3 documents, 34 tokens; skipped: 2 files that are not UTF-8 text, 1 empty files" in out
-    assert f"train with: --data-path {tmp_path / 'out'} --tokenizer-type NullTokenizer --vocab-size 257" in out
-    assert cli.main(argv) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("megatron-muon: error: ")
-
-
 def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):
     """`--output data/` wrote data.bin beside the folder, into the checkout."""
     monkeypatch.chdir(tmp_path)
@@ -297,4 +270,53 @@ def test_a_tokenizer_without_its_package_says_what_to_install(monkeypatch):
     """megatron-core said: name 'AutoTokenizer' is not defined."""
     monkeypatch.setattr(tokenizers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"HuggingFaceTokenizer needs the package transformers; type pip install tra"):
-        tokenizers.build(tokenizers.TokenizerSpec("HuggingFaceTokenizer", "gpt2"))
+        tokenizers.build(TokenizerSpec("HuggingFaceTokenizer", "gpt2"))
+
+
+# A run of the data
+
+
+def run(kind="NullTokenizer", *, rows=384, model=None, size=257, data=None):
+    others = ("mock_data", "skip_train", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
+    of_tokenizer = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": size, "padded_vocab_size": rows}
+    none = dict.fromkeys((*others, "per_split_data_args_path", "split"))
+    return argparse.Namespace(**none, **of_tokenizer, data_path=data)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Bytes with 257 ids, as `data prepare` writes them."""
+    (tmp_path / "text.txt").write_text("some text\n" * 50)
+    prepare([tmp_path / "text.txt"], tmp_path / "text")
+    return str(tmp_path / "text")
+
+
+def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_named(text):
+    """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
+    check_vocabulary(text, run())
+    check_vocabulary(text, run(size=300))
+    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer, .* this run has HuggingFaceT.* gpt2 "):
+        check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
+    with pytest.raises(UserError, match=r"of 257; .* --vocab-size 200 .* 256 \(padded\); .*--vocab-size 257"):
+        check_vocabulary(text, run(rows=256, size=200))
+    with pytest.raises(UserError, match="text was made with"):
+        check_vocabularies(run(rows=128, size=100, data=["0.5", "absent", "0.5", text]))
+    with pytest.raises(UserError, match=r"text\.bin\.bin does not exist; give the prefix of a \.bin and an \.idx file"):
+        require_data(run(data=[text + ".bin"]))
+    # Without a manifest the ids at the beginning count.
+    Path(f"{text}.prepared.json").unlink()
+    check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
+    with pytest.raises(UserError, match=r"not known, a vocabulary of 257; .* a model of 128 "):
+        check_vocabulary(text, run(rows=128, size=100))
+
+
+def test_a_tokenizer_in_another_folder_is_the_same(text, monkeypatch):
+    """A relative path and an absolute one, or a folder that was moved."""
+    made = corpus.OutputPaths(Path(text)).read_manifest()
+    spec = corpus.Settings(tokenizer=TokenizerSpec("SentencePieceTokenizer", "a/t.model"))
+    manifest = replace(made, settings=spec, vocab_size=32000)
+    monkeypatch.setattr(corpus.OutputPaths, "read_manifest", lambda self: manifest)
+    check_vocabulary(text, run("SentencePieceTokenizer", rows=32000, model="/b/t.model", size=None))
+    for model, rows in (("a/other.model", 32000), ("a/t.model", 31999)):
+        with pytest.raises(UserError, match=r"a/t\.model, a vocabulary of 32000; this run has"):
+            check_vocabulary(text, run("SentencePieceTokenizer", rows=rows, model=model, size=None))
