@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from megatron_muon.core.copies import Copy, Strided, merged
 from megatron_muon.core.memory import aligned
 
 
@@ -138,23 +137,3 @@ def _best_fit(buffers: Sequence[Buffer], weights: Sequence[tuple[float, int]]) -
         levels = [list(level) for _, level in itertools.groupby(spans, lambda each: each.offset)]
         spans = [level[0]._replace(end=level[-1].end) for level in levels]
     return offsets
-
-
-class Copies:
-    """Merged copies between two flat tensors, as views that are made once: calling it carries them out."""
-
-    def __init__(self, copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
-        self._sources: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
-        for copy in merged(copies):
-            self._sources.append(_view(source, copy.shape, copy.source))
-            self._targets.append(_view(target, copy.shape, copy.target))
-
-    def __call__(self) -> None:
-        """Copy, with a cast where the two tensors have different dtypes."""
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
-
-
-def _view(flat: torch.Tensor, shape: tuple[int, ...], where: Strided) -> torch.Tensor:
-    return flat.as_strided(shape, where.strides, flat.storage_offset() + where.offset)

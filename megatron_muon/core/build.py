@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.assignment import TeamRules, Unmet
+from megatron_muon.core.collectives import Teams, make_teams
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Layout, everywhere
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
-from megatron_muon.core.route import ALL_GATHER, BROADCAST, NOWHERE, make_route
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, make_route
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import BlockKind, Team
-from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 
 
@@ -83,12 +83,12 @@ def make_exchange(
             )
     connect([group], buffers.device)
     _prepare_kernel(layout, group, orthogonalizer, plan)
-    if team_rules is None:
-        return shared_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype)
-    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=team_rules.unmet())
+    unmet = None if team_rules is None else team_rules.unmet()
+    return planned_exchange(scheme, plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=unmet)
 
 
-def owner_exchange(
+def planned_exchange(
+    scheme: str,
     plan: Plan,
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
@@ -98,44 +98,28 @@ def owner_exchange(
     wire_dtype: torch.dtype,
     unmet: Mapping[str, Unmet] | None = None,
 ) -> Exchange:
-    """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams."""
-    teams = make_teams(group, plan.teams)
-    connect([team.group for team in teams.values()], buffers.device)
-    route = functools.partial(make_route, plan.layout, teams=plan.teams, rank=group.rank(), scale=orthogonalizer.scale)
-    return Exchange(
-        OWNER, plan.layout, group, orthogonalizer, buffers, rules,
-        routes=[route(indices, number=number) for number, indices in enumerate(plan.waves)],
-        local=[
-            route(indices, number=None, rows_by=NOWHERE, updates_by=NOWHERE) for indices in plan.fillers(group.rank())
-        ],
-        wire_dtype=wire_dtype, plan=plan, teams=teams, unmet=unmet,
-    )  # fmt: skip
+    """The exchange by OWNER or SHARED. Collective where there are teams.
 
-
-def shared_exchange(
-    plan: Plan,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    rules: Sequence[Rule] = (),
-    *,
-    wire_dtype: torch.dtype,
-) -> Exchange:
-    """Matrices that every rank holds whole: each has one owner, which broadcasts its update.
-
-    The owner too applies the update as it travels, so that replicas stay the same to the last bit.
+    OWNER: every matrix has an owner, or a team: rows travel there, and updates back. SHARED: every rank holds all
+    matrices whole; each has one owner, which broadcasts its update. The owner too applies the update as it travels, so
+    that replicas stay the same to the last bit.
     """
-    fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
-    routes = [
-        make_route(
-            plan.layout, indices, plan.teams, group.rank(), orthogonalizer.scale,
-            number=number, rows_by=NOWHERE, updates_by=BROADCAST,
-        )
-        for number, indices in enumerate([*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)])
-    ]  # fmt: skip
+    route = functools.partial(make_route, plan.layout, teams=plan.teams, rank=group.rank(), scale=orthogonalizer.scale)
+    teams: Teams = {}
+    if scheme == OWNER:
+        teams = make_teams(group, plan.teams)
+        connect([team.group for team in teams.values()], buffers.device)
+        travel = functools.partial(route, rows_by=ALL_TO_ALL, updates_by=ALL_TO_ALL)
+        waves, local = plan.waves, [route(indices) for indices in plan.fillers(group.rank())]
+    else:
+        fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
+        travel = functools.partial(route, updates_by=BROADCAST)
+        waves, local = (*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)), []
+    routes = [travel(indices, number=number) for number, indices in enumerate(waves)]
     return Exchange(
-        SHARED, plan.layout, group, orthogonalizer, buffers, rules, routes=routes, wire_dtype=wire_dtype, plan=plan
-    )
+        scheme, plan.layout, group, orthogonalizer, buffers, rules,
+        routes=routes, local=local, wire_dtype=wire_dtype, plan=plan, teams=teams, unmet=unmet,
+    )  # fmt: skip
 
 
 def local_exchange(
@@ -151,13 +135,9 @@ def local_exchange(
     """Every rank does all of the work on matrices that it holds whole, in `most` bytes, without communication."""
     memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
     alone = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices))
-    routes = [
-        make_route(
-            alone, part, [Team((0,), (0.0,))] * len(alone.matrices), 0, orthogonalizer.scale,
-            number=None, rows_by=NOWHERE, updates_by=NOWHERE,
-        )
-        for part in memory.parts(layout, range(len(alone.matrices)), most or AUTO_BYTES)
-    ]  # fmt: skip
+    teams = [Team((0,), (0.0,))] * len(alone.matrices)
+    parts = memory.parts(layout, range(len(alone.matrices)), most or AUTO_BYTES)
+    routes = [make_route(alone, part, teams, 0, orthogonalizer.scale) for part in parts]
     return Exchange(LOCAL, layout, group, orthogonalizer, buffers, rules, routes=[], local=routes)
 
 
@@ -169,13 +149,9 @@ def gathered_exchange(
     rules: Sequence[Rule] = (),
 ) -> Exchange:
     """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
-    routes = [
-        make_route(
-            layout, [index], [Team((group.rank(),), (0.0,))] * len(layout.matrices), group.rank(), orthogonalizer.scale,
-            number=index, rows_by=ALL_GATHER, updates_by=NOWHERE,
-        )
-        for index in range(len(layout.matrices))
-    ]  # fmt: skip
+    rank, count = group.rank(), len(layout.matrices)
+    route = functools.partial(make_route, layout, teams=[Team((rank,), (0.0,))] * count, rank=rank)
+    routes = [route([k], scale=orthogonalizer.scale, number=k, rows_by=ALL_GATHER) for k in range(count)]
     return Exchange(GATHERED, layout, group, orthogonalizer, buffers, rules, routes=routes)
 
 

@@ -1,7 +1,7 @@
 """Copies of rectangles between flat buffers, merged once so that a step makes few of them.
 
 Neighbours of equal shape at equal distances, at both ends, are one strided copy with a further dimension; what follows
-on without a gap is one run. `arena.Copies` carries them out.
+on without a gap is one run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import torch
 
 MAX_DIMS = 4
 """Of a merged copy: kernels for strided copies do well up to here."""
@@ -90,3 +92,23 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
             found.append(Copy(more[0] + shape, Strided(source, more[1] + sources), Strided(target, more[2] + targets)))
             first = last + 1
     return found
+
+
+class Copies:
+    """Merged copies between two flat tensors, as views that are made once: calling it carries them out."""
+
+    def __init__(self, copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
+        self._sources: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        for copy in merged(copies):
+            self._sources.append(_view(source, copy.shape, copy.source))
+            self._targets.append(_view(target, copy.shape, copy.target))
+
+    def __call__(self) -> None:
+        """Copy, with a cast where the two tensors have different dtypes."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+
+
+def _view(flat: torch.Tensor, shape: tuple[int, ...], where: Strided) -> torch.Tensor:
+    return flat.as_strided(shape, where.strides, flat.storage_offset() + where.offset)

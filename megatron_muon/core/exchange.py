@@ -1,7 +1,7 @@
 """A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
 
 `Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
-`schedule.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
+`wave.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
 of buffers, made at construction. An update that is not finite is NaN in all elements: its holders keep the weights.
 """
 
@@ -26,9 +26,7 @@ from megatron_muon.core.probe import Probe
 from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, Way
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
-from megatron_muon.core.teams import Teams
-from megatron_muon.core.wave import Agreement, Chunk, Wave
+from megatron_muon.core.wave import MOMENTS, Agreement, Chunk, Wave, moments_of, schedule
 
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
 """Schemes: every matrix has an owner, or a team; replicas share the work, and owners broadcast; every rank has whole
@@ -89,7 +87,7 @@ class Exchange:
         local: Sequence[Route] = (),
         wire_dtype: torch.dtype = torch.float32,
         plan: Plan | None = None,
-        teams: Teams | None = None,
+        teams: collectives.Teams | None = None,
         unmet: Mapping[str, Unmet] | None = None,
     ) -> None:
         if group.size() != layout.world_size:
@@ -189,13 +187,18 @@ class Exchange:
             return self._all_to_all(returned, tensors["back"], route.returned, route.back, probe)
         if route.updates_by == BROADCAST and self.group.size() > 1:
             probe.received(sum(part.nbytes for owner, part in wave.by_owner if owner != self._rank))
-            return collectives.broadcasts(wave.by_owner, self.group)
+            parts = wave.by_owner
+            return collectives.Works(
+                [dist.broadcast(part, group=self.group, group_src=owner, async_op=True) for owner, part in parts]
+            )
         return collectives.Works()
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe) -> Any:
         probe.received(received.nbytes)
-        by_pairs = self.plan is not None and self.plan.by_pairs
-        return collectives.all_to_all(received, sent, arriving.counts, leaving.counts, self.group, by_pairs=by_pairs)
+        what = received, sent, arriving.counts, leaving.counts, self.group
+        if self.plan is not None and self.plan.by_pairs:
+            return collectives.exchange_pairs(*what)
+        return dist.all_to_all_single(*what, async_op=True)
 
     def _orthogonalize(self, wave: Wave, probe: Probe) -> None:
         """Put the updates of a wave's blocks in their place."""

@@ -14,13 +14,13 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import memory
 from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.route import Stack, make_stacks
 from megatron_muon.core.slices import BlockKind, BlockSlice
-from megatron_muon.core.teams import TeamGroup
 
 
 def largest_magnitude(blocks: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,27 +1,96 @@
-"""A wave's route with its buffers: views and copies that exist from construction on, which `exchange` carries out."""
+"""A wave on this rank: when it goes on, and its route with buffers, views and copies, which `exchange` carries out.
+
+All of them exist from construction on. From when until when a buffer is needed is plain arithmetic, for plans too.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from megatron_muon.core.arena import Arena, Buffer, Copies
+from megatron_muon.core.arena import Arena, Buffer
+from megatron_muon.core.collectives import TeamGroup
+from megatron_muon.core.copies import Copies
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.route import BROADCAST, HeldShard, Route, from_chunk, parts_of_rows, to_chunk
-from megatron_muon.core.schedule import LIFETIMES
-from megatron_muon.core.teams import TeamGroup
+
+STAGES = 4
+"""Of a wave: until its rows travel, until they are orthogonalised, until updates travel, until they are applied."""
+MOMENTS = 3
+"""Of a stage, for the lifetime of buffers: what arrived is waited for, copied, and then used."""
+
+LIFETIMES = {
+    "prepared": ((0, 0), (0, 2)),
+    "send": ((0, 0), (1, 0)),
+    "own": ((0, 0), (1, 1)),
+    "receive": ((0, 0), (1, 1)),
+    "stacks": ((1, 1), (2, 2)),
+    "work": ((1, 2), (1, 2)),
+    "back": ((2, 0), (3, 0)),
+    "returned": ((2, 0), (3, 2)),
+    "updates": ((3, 0), (3, 2)),
+}
+"""From which stage and moment of a wave on a buffer is needed, and until when."""
 
 
-class Chunk(NamedTuple):
-    """Rows of a wave that are prepared together, and whose updates are applied together."""
+def schedule(travelling: int, local: int) -> list[int]:
+    """The waves in the order in which they go on, those that do not travel numbered behind those that do.
 
-    number: int  # over all waves of the exchange
-    rows: tuple[HeldShard, ...]  # with their first elements in the chunk
-    numel: int
-    prepared: torch.Tensor  # where prepared rows go, flat, fp32
-    updates: torch.Tensor  # where updates come, flat, fp32; NaN where one is not finite
+    While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way; before its own updates
+    leave, those of wave k-1 are applied, so that no more than three waves hold memory.
+    """
+    rest = iter(range(travelling, travelling + local))
+    beside = -(-local // max(travelling, 1))
+    order = [0] if travelling else []
+    for wave in range(travelling):
+        order += [wave + 1] if wave + 1 < travelling else []
+        order += [number for number in itertools.islice(rest, beside) for _ in range(STAGES)]
+        order += [wave, *([wave - 1] if wave else []), wave]
+    order += [travelling - 1] if travelling else []
+    return order + [number for number in rest for _ in range(STAGES)]
+
+
+def moments_of(order: Sequence[int]) -> list[list[int]]:
+    """For each wave the first moment of each of its stages, by the order in which waves go on."""
+    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    for moment, number in enumerate(order):
+        moments[number].append(moment * MOMENTS)
+    return moments
+
+
+class Chunk:
+    """Rows of a wave that are prepared together, and whose updates are applied together.
+
+    Attributes:
+        number: over all waves of the exchange.
+        rows: this rank's shards, with their first elements in the chunk; `indices` are their matrices.
+        starts: these first elements, and the end, `numel`.
+        prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update is not finite.
+        prepared_rows, updated_rows: views of both, `(rows, cols)` each.
+        firsts, sizes, index: first elements, numbers of elements and matrices on the device, int64.
+    """
+
+    def __init__(
+        self, number: int, rows: Sequence[HeldShard], numel: int, prepared: torch.Tensor, updates: torch.Tensor
+    ) -> None:
+        self.number, self.rows, self.numel, self.prepared, self.updates = number, rows, numel, prepared, updates
+        self.indices = [held.of for held in rows]
+        self.starts = [*(held.start for held in rows), numel]
+        self.prepared_rows, self.updated_rows = self.views(prepared), self.views(updates)
+        self.firsts, self.sizes, self.index = (
+            torch.tensor(numbers, dtype=torch.int64, device=prepared.device)
+            for numbers in (self.starts[:-1], [held.shard.numel for held in rows], self.indices)
+        )
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each matrix `(rows, cols)` in a flat tensor of the chunk's elements."""
+        return [
+            flat[held.start : held.start + held.shard.numel].view(held.shard.rows, held.shard.cols)
+            for held in self.rows
+        ]
 
 
 class Agreement(NamedTuple):
@@ -45,7 +114,7 @@ class Wave:
         rows_apart: prepared rows lie in a buffer that is given to it.
 
     Attributes:
-        buffers, tensors: by name; see `schedule.LIFETIMES`.
+        buffers, tensors: by name; see `LIFETIMES`.
         chunks: its rows.
         pack: for each chunk, the copies of prepared rows to what is sent and to what stays.
         unpack: copies from there to the stacks, which are `(count, smaller, length)` each.
@@ -86,7 +155,6 @@ class Wave:
         for name, (numel, dtype) in sizes.items():
             (first, after), (last, until) = LIFETIMES[name]
             self.buffers[name] = Buffer(numel, dtype, when[first] + after, when[last] + until)
-        self.tensors: dict[str, torch.Tensor] = {}
         self.agreements: list[Agreement] = []
         self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
 
@@ -101,7 +169,7 @@ class Wave:
         for number, (rows, numel) in enumerate(self._parts, first_chunk):
             start = rows[0].start
             prepared, updates = tensors["prepared"][:numel], tensors["updates"][:numel]
-            moved = tuple(held._replace(start=held.start - start) for held in rows)
+            moved = [held._replace(start=held.start - start) for held in rows]
             self.chunks.append(Chunk(number, moved, numel, prepared, updates))
             within = range(start, start + numel)
             ways = (("send", route.send.copies), ("own", route.own.copies))
@@ -109,7 +177,7 @@ class Wave:
             self.assemble.append(Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates))
         stacks = tensors["stacks"]
         arrived = (("receive", route.receive.copies), ("own", route.own_to_stacks))
-        leaving = (("back", route.back.copies), ("returned", route.own_updates.copies))
+        leaving = (("back", route.back.copies), ("returned", route.own_updates))
         self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
         self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]

@@ -17,8 +17,8 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.rules import RULES, chosen_rules, make_rules
-from megatron_muon.core.rules.adamuon import MOMENT2
 from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.rules.second_moments import MOMENT2
 from megatron_muon.settings import choices_of
 
 SHAPES = [(9, 4), (4, 9)]

@@ -12,8 +12,8 @@ from emerging_optimizers.orthogonalized_optimizers import Muon, MuonHyperball
 from megatron_muon.core.layout import Layout, from_rectangles
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.probe import SILENT
-from megatron_muon.core.rules.decay import together
 from megatron_muon.core.rules.hyperball import Hyperball
+from megatron_muon.core.rules.plain import together
 from megatron_muon.core.rules.rule import Held, Part, Step
 from tests.support.rows import orthogonalized
 from tests.unit.test_sharded_muon import SETTINGS, gradients, parameters, sharded

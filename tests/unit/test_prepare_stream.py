@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.build import owner_exchange
+from megatron_muon.core.build import planned_exchange
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.exchange import OWNER, Buffers
 from megatron_muon.core.layout import Layout, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
@@ -83,7 +83,8 @@ class Trial:
         parameters = [torch.nn.Parameter(weight) for weight in self.weights]
         self.muon = ShardedMuon(
             [{"params": parameters}],
-            owner_exchange(
+            planned_exchange(
+                OWNER,
                 plan,
                 Group(2, 0),
                 orthogonalizer,  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.core.arena import Copies
 from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.copies import Copies
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, from_rectangles
 from megatron_muon.core.memory import Memory
@@ -109,7 +109,7 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
     counts = [route.back.counts for route in routes], [route.returned.counts for route in routes]
     for route, arrived, stacks, before in zip(routes, exchanged(back, *counts), stacked, rows, strict=True):
         returned = torch.cat([arrived, torch.full((route.numel - len(arrived),), torch.nan)])
-        Copies(route.own_updates.copies, stacks, returned)()
+        Copies(route.own_updates, stacks, returned)()
         own_updates = torch.full((route.numel,), torch.nan)
         Copies(route.returned.copies, returned, own_updates)()
         assert torch.equal(own_updates, before), "the update of rows is not theirs"

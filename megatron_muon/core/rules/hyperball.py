@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import local_rows
-from megatron_muon.core.rules.decay import acts, together, zero_nan
+from megatron_muon.core.rules.plain import acts, together, zero_nan
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
 
 EPS = 1e-8

@@ -1,7 +1,7 @@
-"""NorMuon: each neuron's update over the root of its second moment.
+"""Second moments of the update, unscaled: AdaMuon's of each element, NorMuon's of each neuron.
 
-Source: https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon: second
-moment and norm are those of the whole parameter. But every block is scaled by its own shape, and experts are matrices.
+Sources: https://arxiv.org/abs/2507.11005, https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes
+emerging-optimizers 0.3, AdaptiveMuon. But every block is scaled by its own shape, and experts are matrices.
 """
 
 from __future__ import annotations
@@ -13,17 +13,52 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.rules.adamuon import MOMENT2
-from megatron_muon.core.rules.rule import Held, Rule, Step
+from megatron_muon.core.rules.rule import Held, Part, Rule, Step
+
+MOMENT2 = "moment2_buffer"
+"""The second moment's slot, upstream's name."""
+
+
+class AdaMuon(Rule):
+    """Each element of the update over the root of its second moment, which a skipped update leaves alone.
+
+    The moment is fp32, of the shape of this rank's rows; a rank advances it when their update arrives.
+    """
+
+    slots = (MOMENT2,)
+    unscaled = True
+
+    def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
+        super().__init__(held, options)
+        self.settings = {name: options[name] for name in ("beta2", "eps")}
+        self._scales = [
+            factors[shard.row_start : shard.row_start + shard.rows]
+            for factors, shard in zip(held.scales, held.shards, strict=True)
+        ]
+
+    @override
+    def begin(self, step: Step) -> None:
+        self._moments = step.state(MOMENT2)
+
+    @override
+    def after(self, part: Part) -> None:
+        for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
+            moment = self._moments[index]
+            squares = rows * rows
+            torch.where(squares.isnan(), moment, squares, out=squares)
+            moment.lerp_(squares, 1.0 - group["beta2"])
+            roots = torch.sqrt(moment, out=squares).add_(group["eps"])
+            rows.div_(roots).mul_(self._scales[index])
+            del squares, roots  # before the next
 
 
 class NorMuon(Rule):
-    """The second moment of rows or columns, which the rank that orthogonalises a matrix advances.
+    """Each neuron's update over the root of its second moment, which the rank that orthogonalises a matrix advances.
 
-    A matrix with at least as many rows as columns has one number for each row, `(rows, 1)`, sharded as the rows are, a
-    wider one for each column, `(1, cols)`, on every rank. Before the exchange every rank gets all numbers, by one
-    all-reduce in which each number has one rank that does not send zero: a sum that rounds nothing. After it they go
-    round once more.
+    Moment and norm are those of the whole parameter. A matrix with at least as many rows as columns has one number for
+    each row, `(rows, 1)`, sharded as the rows are, a wider one for each column, `(1, cols)`, on every rank. Before the
+    exchange every rank gets all numbers, by one all-reduce in which each number has one rank that does not send zero: a
+    sum that rounds nothing. After it they go round once more.
     """
 
     slots = (MOMENT2,)
