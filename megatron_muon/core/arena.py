@@ -35,19 +35,9 @@ class Buffer:
 class Arena:
     """Buffers in one tensor, or in `scratch`, the memory of an arena that steps at another time, which then grows."""
 
-    def __init__(self, device: torch.device, scratch: torch.Tensor | None = None) -> None:
-        self._buffers: list[Buffer] = []
+    def __init__(self, device: torch.device, buffers: Sequence[Buffer], scratch: torch.Tensor | None = None) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
-        self.nbytes = 0
-
-    def add(self, buffer: Buffer) -> Buffer:
-        """Take a buffer into the arena."""
-        self._buffers.append(buffer)
-        return buffer
-
-    def place(self) -> None:
-        """Give every buffer its place."""
-        self.nbytes = _find_places([buffer for buffer in self._buffers if buffer.numel])
+        self.nbytes = _find_places([buffer for buffer in buffers if buffer.numel])
         self.acquire()
 
     def acquire(self) -> None:
@@ -61,7 +51,7 @@ class Arena:
         self.memory.untyped_storage().resize_(0)
 
     def tensor(self, buffer: Buffer) -> torch.Tensor:
-        """The buffer as a tensor `(numel,)`, once it has a place."""
+        """A buffer of the arena as a tensor `(numel,)`."""
         size = buffer.numel * buffer.dtype.itemsize
         return self.memory.as_strided((size,), (1,), buffer.offset).view(buffer.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -96,7 +96,7 @@ def planned_exchange(
     rules: Sequence[Rule] = (),
     *,
     wire_dtype: torch.dtype,
-    unmet: Mapping[str, Unmet] | None = None,
+    unmet: Unmet | None = None,
 ) -> Exchange:
     """The exchange by OWNER or SHARED. Collective where there are teams.
 

@@ -8,7 +8,7 @@ of buffers, made at construction. An update that is not finite is NaN in all ele
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,7 +68,7 @@ class Exchange:
         wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the iteration starts from
             it. What a rank has itself is rounded like what travels: a result does not depend on who holds what.
         teams: those that this rank is in.
-        unmet: settings that these ranks cannot have.
+        unmet: a setting that these ranks cannot have.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -88,17 +88,16 @@ class Exchange:
         wire_dtype: torch.dtype = torch.float32,
         plan: Plan | None = None,
         teams: collectives.Teams | None = None,
-        unmet: Mapping[str, Unmet] | None = None,
+        unmet: Unmet | None = None,
     ) -> None:
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet or {}
+        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet
         self._rank, self._orthogonalizer, self._teams = group.rank(), orthogonalizer, teams or {}
         self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
         self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
-        self._buffers, self.arena = buffers, Arena(buffers.device, buffers.scratch)
-        self._order = schedule(len(routes), len(local))
+        self._buffers, self._order = buffers, schedule(len(routes), len(local))
         moments = moments_of(self._order)
         self._waves = [
             Wave(
@@ -107,15 +106,15 @@ class Exchange:
             )
             for route, when in zip((*routes, *local), moments, strict=True)
         ]  # fmt: skip
-        for buffer in itertools.chain(*(wave.buffers.values() for wave in self._waves)):
-            self.arena.add(buffer)
+        placed = list(itertools.chain(*(wave.buffers.values() for wave in self._waves)))
         if buffers.rows_apart:  # two buffers, in the order in which waves are prepared
             end = max(itertools.chain(*moments), default=0) + MOMENTS
             largest = max((wave.route.numel for wave in self._waves), default=0)
-            apart = [self.arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
+            apart = [Buffer(largest, torch.float32, 0, end) for _ in range(2)]
             for place, number in enumerate(dict.fromkeys(self._order)):
                 self._waves[number].buffers["prepared"] = apart[place % 2]
-        self.arena.place()
+            placed += apart
+        self.arena = Arena(buffers.device, placed, buffers.scratch)
         self.chunks: list[Chunk] = []
         for wave in self._waves:
             wave.make_views(self.arena, len(self.chunks))

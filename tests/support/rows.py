@@ -8,7 +8,7 @@ import torch
 
 from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.slices import blocks_of
+from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Chunk
 
 
@@ -18,7 +18,7 @@ def orthogonalized(
     """The scaled update of a whole matrix `(rows, cols)` fp32, zero where it is not finite, and whether it is."""
     described = Matrix("w", (matrix.shape[0], matrix.shape[1]), split=split)  # type: ignore[arg-type]
     update, is_finite = matrix.clone(), True
-    slots = blocks_of(0, described, 0)
+    slots = Team((0,), ()).slots(0, described)
     for slot, block in zip(slots, described.split.views(update), strict=True):
         flat = block.reshape(slot.of)
         wide = flat.mT.contiguous() if slot.is_tall else flat.clone()

@@ -1,4 +1,4 @@
-"""Cautious weight decay and MuonHyperball on whole matrices; on shards they are functional tests."""
+"""Cautious weight decay, MuonHyperball and second moments on whole matrices; on shards they are functional tests."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon, MuonHyperball
+from emerging_optimizers import orthogonalized_optimizers as eo
 
+from megatron_muon import Muon
 from megatron_muon.core.layout import Layout, from_rectangles
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.probe import SILENT
+from megatron_muon.core.rules import RULES
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.plain import together
 from megatron_muon.core.rules.rule import Held, Part, Step
+from megatron_muon.core.rules.second_moments import MOMENT2
+from megatron_muon.settings import choices_of
 from tests.support.rows import orthogonalized
 from tests.unit.test_sharded_muon import SETTINGS, gradients, parameters, sharded
 
@@ -27,7 +31,7 @@ def on_spheres(params: list[torch.nn.Parameter], **changes: Any) -> ShardedMuon:
     return sharded(params, hyperball=True, **{"weight_decay": 0.0, **changes})
 
 
-class CautiousMuon(Muon):
+class CautiousMuon(eo.Muon):
     """emerging-optimizers' Muon with the paper's decay."""
 
     def _apply_weight_decay_inplace(self, *_args: Any) -> None:
@@ -47,19 +51,28 @@ def run_both(optimizer: torch.optim.Optimizer, mine: Any, reference: torch.optim
     return max(float((p - q).detach().abs().max()) for p, q in zip(mine, theirs, strict=True))
 
 
-def upstream(kind: type[Muon], params: list[torch.nn.Parameter], decay: float) -> Muon:
+def upstream(kind: type[eo.Muon], params: list[torch.nn.Parameter], decay: float) -> eo.Muon:
     settings = {name: SETTINGS[name] for name in ("lr", "momentum", "nesterov")}
     return kind(params, **settings, weight_decay=decay, weight_decay_method="decoupled", fp32_matmul_prec="highest")
 
 
-def test_ten_cautious_updates_equal_the_papers() -> None:
-    """To the rounding of ten iterations of random matrices; plain decay is far off, so the comparison can fail."""
+@pytest.mark.parametrize(
+    ("kind", "decay", "variant"),
+    [(CautiousMuon, DECAY, {"cautious": True}), (eo.MuonHyperball, 0.0, {"hyperball": True})],
+)
+def test_ten_updates_equal_the_papers_and_emerging_optimizers(
+    kind: type[eo.Muon], decay: float, variant: dict[str, bool]
+) -> None:
+    """To the rounding of ten iterations of random matrices; plain Muon is far off, so the comparison can fail."""
     mine, theirs = parameters(), parameters()
-    optimizer = sharded(mine, weight_decay=DECAY, cautious=True)
-    assert run_both(optimizer, mine, upstream(CautiousMuon, theirs, DECAY), theirs) < 1e-5
+    norms = [p.detach().norm() for p in mine]
+    optimizer = sharded(mine, weight_decay=decay, **variant)
+    assert run_both(optimizer, mine, upstream(kind, theirs, decay), theirs) < 1e-5
+    for p, norm in zip(mine, norms if "hyperball" in variant else (), strict="hyperball" in variant):
+        torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-6, atol=0.0)
     mine, theirs = parameters(), parameters()
-    optimizer = sharded(mine, weight_decay=DECAY)
-    assert run_both(optimizer, mine, upstream(CautiousMuon, theirs, DECAY), theirs) > 0.01
+    optimizer = sharded(mine, weight_decay=decay)
+    assert run_both(optimizer, mine, upstream(kind, theirs, decay), theirs) > 0.01
 
 
 def test_an_update_of_zero_lets_weights_decay() -> None:
@@ -73,17 +86,6 @@ def test_an_update_of_zero_lets_weights_decay() -> None:
     torch.testing.assert_close(weight.detach()[1:], torch.full((2, 4), 1.0 - SETTINGS["lr"] * DECAY))
 
 
-def test_ten_updates_on_spheres_equal_emerging_optimizers() -> None:
-    """To the rounding of ten iterations of random matrices; plain Muon is far off, so the comparison can fail."""
-    mine, theirs = parameters(), parameters()
-    norms = [p.detach().norm() for p in mine]
-    assert run_both(on_spheres(mine), mine, upstream(MuonHyperball, theirs, 0.0), theirs) < 1e-5
-    for p, norm in zip(mine, norms, strict=True):
-        torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-6, atol=0.0)
-    mine, theirs = parameters(), parameters()
-    assert run_both(sharded(mine, weight_decay=0.0), mine, upstream(MuonHyperball, theirs, 0.0), theirs) > 0.01
-
-
 def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
     stack = torch.nn.Parameter(torch.stack([torch.eye(3, 4), 5.0 * torch.eye(3, 4)]))
     optimizer = on_spheres([stack])
@@ -93,28 +95,41 @@ def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
     torch.testing.assert_close(norms, torch.tensor([3.0**0.5, 5.0 * 3.0**0.5]))
 
 
-@pytest.mark.parametrize("variant", ["cautious", "hyperball"])
-def test_an_update_that_is_skipped_leaves_the_weights_alone(variant: str) -> None:
-    """To the last bit: not even a norm is restored."""
+SECOND_MOMENTS = tuple(name for name, rule in RULES.items() if rule.slots)
+
+
+def test_every_second_moment_is_a_choice_of_the_flag() -> None:
+    assert choices_of("adaptive_muon_moment2_method") == SECOND_MOMENTS
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"cautious_weight_decay": True, "weight_decay": DECAY},
+        {"hyperball": True, "weight_decay": 0.0},
+        *({"moment2_method": method} for method in SECOND_MOMENTS),
+    ],
+)
+def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(variant: dict[str, Any]) -> None:
+    """To the last bit: not even a norm is restored.
+
+    Zeros stand in for the update; averaged into the second moment they made the next one 1.6 times as large.
+    """
     mine = parameters()
-    optimizer = on_spheres(mine) if variant == "hyperball" else sharded(mine, weight_decay=DECAY, cautious=True)
-    before = [p.detach().clone() for p in mine]
+    optimizer = Muon(zip("abc", mine, strict=True), lr=0.1, fp32_matmul_prec="highest", **variant)
 
-    def run(rows: Any, _probe: Any) -> None:
-        (chunk,) = optimizer.exchange.chunks
-        rows.prepare(chunk)
-        chunk.updates.fill_(1.0)
-        (first,) = (held for held in chunk.rows if held.of == 0)
-        chunk.updates[first.start : first.start + first.shard.numel] = torch.nan
-        rows.apply(chunk)
+    def step(*, broken: bool) -> list[torch.Tensor]:
+        for p, gradient in zip(mine, gradients(0), strict=True):
+            p.grad = gradient.clone()
+        if broken:
+            mine[0].grad[2, 1] = torch.inf  # type: ignore[index]
+        optimizer.step()
+        return [torch.cat([p.detach().flatten(), optimizer.state[p].get(MOMENT2, p[:0]).flatten()]) for p in mine]
 
-    optimizer.exchange.run = run
-    for p, gradient in zip(mine, gradients(0), strict=True):
-        p.grad = gradient
-    optimizer.step()
-    assert torch.equal(mine[0], before[0])
-    assert not torch.equal(mine[1], before[1])
-    assert list(optimizer.skipped_updates()) == ["matrix0"]
+    before, after = step(broken=False), step(broken=True)
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1], before[1])
+    assert optimizer.skipped_updates() == {"a": 1}
 
 
 def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
@@ -167,7 +182,7 @@ def test_an_update_along_the_matrix_does_not_throw_it_far(seed: int) -> None:
     weight.grad = torch.empty_like(weight)
     hyperball.begin(Step([{"lr": 0.99999}], lambda slot: [], SILENT))
     with torch.no_grad():
-        hyperball.after(Part([0], [weight], [{}], {}, update, [update.view(64, 64)], [weight.data]))
+        hyperball.after(Part([0], [weight], [{}], update, [update.view(64, 64)], [weight.data]))
         hyperball.end()
     assert float(weight.detach().norm()) < 1.1 * norm
 

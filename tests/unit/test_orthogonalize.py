@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +11,14 @@ import torch
 from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core import memory as memory_module
 from megatron_muon.core import orthogonalize
-from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
-from megatron_muon.core.exchange import Buffers
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, everywhere
+from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.core.probe import SILENT
 from megatron_muon.core.route import make_stacks
-from megatron_muon.core.slices import blocks_of
-from tests.support.rows import ByMatrix, orthogonalized
+from megatron_muon.core.slices import Team
+from tests.support.rows import orthogonalized
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 
@@ -55,21 +50,21 @@ def test_singular_vectors_stay_and_values_come_near_one(shape: tuple[int, int], 
     assert ((middle.diagonal() > 0.6) & (middle.diagonal() < 1.3)).all()
 
 
-@pytest.mark.parametrize(
-    ("mode", "scale"),
-    [
-        ("spectral", lambda m, n: math.sqrt(max(m, n))),
-        ("unit_rms_norm", lambda m, n: math.sqrt(m / n)),
-        ("shape_scaling", lambda m, n: math.sqrt(max(1.0, m / n))),
-    ],
-)
+SCALES = {
+    "spectral": lambda m, n: math.sqrt(max(m, n)),
+    "unit_rms_norm": lambda m, n: math.sqrt(m / n),
+    "shape_scaling": lambda m, n: math.sqrt(max(1.0, m / n)),
+}
+
+
+@pytest.mark.parametrize("mode", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scale_is_that_of_the_block(mode: str, scale: object, shape: tuple[int, int]) -> None:
+def test_scale_is_that_of_the_block(mode: str, shape: tuple[int, int]) -> None:
     one = one_block(Orthogonalizer(Iteration(precision="highest"), scale_mode=mode), randn(*shape))
     fifth = Orthogonalizer(Iteration(precision="highest"), scale_mode=mode, extra_scale_factor=0.2)
     torch.testing.assert_close(one_block(fifth, randn(*shape)), 0.2 * one)
-    plain = one_block(unscaled(), randn(*shape)) / math.sqrt(max(1.0, shape[0] / shape[1]))
-    torch.testing.assert_close(one, plain * scale(*shape))  # type: ignore[operator]
+    plain = one_block(unscaled(), randn(*shape)) / SCALES["shape_scaling"](*shape)
+    torch.testing.assert_close(one, plain * SCALES[mode](*shape))
 
 
 @pytest.mark.parametrize("exponent", [-120, -60, -1, 1, 40, 100])
@@ -96,32 +91,6 @@ def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
         assert switch.fp32_precision == "tf32"
     finally:
         switch.fp32_precision = before
-
-
-@pytest.mark.parametrize("precision", ["highest", "medium"])
-def test_one_block_that_is_not_finite_makes_its_matrixs_update_nan(precision: str) -> None:
-    split = RowSplit(groups=2, parts=(4, 2, 2))
-    shapes = [(16, 10), (16, 10), (5, 12), (5, 12)]
-    layout = Layout(
-        1,
-        tuple(
-            Matrix(str(i), shape, everywhere(shape, 1), split if shape[0] == 16 else None)
-            for i, shape in enumerate(shapes)
-        ),
-    )
-    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    orthogonalizer = Orthogonalizer(Iteration(precision=precision))
-    exchange = local_exchange(layout, group, orthogonalizer, Buffers(torch.device("cpu")), memory=Memory(4))
-    matrices = [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
-    matrices[0][5, 1] = math.inf  # a key row
-    matrices[2][0, 0] = math.nan
-    updates: dict[int, torch.Tensor] = {}
-    exchange.run(ByMatrix(matrices.__getitem__, updates.__setitem__), SILENT)
-    assert updates[0].isnan().all()
-    assert updates[2].isnan().all()
-    for index in (1, 3):
-        assert updates[index].isfinite().all()
-        assert updates[index].any()
 
 
 def test_row_scales_are_those_of_blocks() -> None:
@@ -153,7 +122,7 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     monkeypatch.setitem(memory_module.TOGETHER, "cpu", block)
     orthogonalizer = Orthogonalizer(Iteration(method=method, precision=precision))
     matrices = [Matrix(str(index), (512, cols)) for index in range(3)]
-    slots = [slot for index, matrix in enumerate(matrices) for slot in blocks_of(index, matrix, 0)]
+    slots = [slot for index, matrix in enumerate(matrices) for slot in Team((0,), ()).slots(index, matrix)]
     (of,) = make_stacks(slots, orthogonalizer.scale)
     stack = randn(3 * 512, cols).view(3, 512, cols).to(orthogonalizer.dtype)
     memory = Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration)
@@ -181,7 +150,7 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(mon
     assert on_gpu.iteration.products is KERNEL
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
-    assert on_cpu.kernel_kinds(blocks_of(0, Matrix("w", (2048, 2048)), 0)) == []
+    assert on_cpu.kernel_kinds(Team((0,), ()).slots(0, Matrix("w", (2048, 2048)))) == []
 
 
 @pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])

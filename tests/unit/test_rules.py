@@ -25,35 +25,30 @@ CPU = torch.device("cpu")
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 
 
-def documented_rule() -> type[Rule]:
-    """The class of the page's example."""
-    (code,) = re.findall(r"```python\n(.*?class (?:\w+)\(Rule\).*?)```", DESIGN.read_text("utf-8"), re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(compile(code, str(DESIGN), "exec"), found)
-    kinds = [kind for kind in found.values() if isinstance(kind, type) and issubclass(kind, Rule)]
-    return next(kind for kind in kinds if kind is not Rule)
+def train(optimizer: ShardedMuon, steps: range) -> list[torch.Tensor]:
+    """The weights after these steps."""
+    weights = optimizer.param_groups[0]["params"]
+    for step in steps:
+        for p, gradient in zip(weights, gradients(step), strict=True):
+            p.grad = gradient.clone()
+        optimizer.step()
+    return [p.detach().clone() for p in weights]
 
 
 def test_the_example_of_the_design_is_a_rule_and_works() -> None:
     """It clips each element of the update: with a bound of 0 nothing but decay is left, with a large one it is Muon."""
-    kind = documented_rule()
+    (code,) = re.findall(r"```python\n(.*?class Clip\(Rule\).*?)```", DESIGN.read_text("utf-8"), re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(compile(code, str(DESIGN), "exec"), found)
     weights = {}
     for bound in (0.0, 0.01, 1e9):
-        mine = parameters()
-        optimizer = sharded(mine)
+        optimizer = sharded(parameters())
         *first, decay, descent = optimizer.rules
-        optimizer.rules = [*first, kind(first[0].held, {"bound": bound}), decay, descent]
-        for p, gradient in zip(mine, gradients(0), strict=True):
-            p.grad = gradient.clone()
-        optimizer.step()
-        weights[bound] = [p.detach().clone() for p in mine]
-    before, plain = parameters(), parameters()
-    optimizer = sharded(plain)
-    for p, gradient in zip(plain, gradients(0), strict=True):
-        p.grad = gradient.clone()
-    optimizer.step()
-    for old, none, some, all_of_it, muon in zip(before, *weights.values(), plain, strict=True):
-        torch.testing.assert_close(none, old * (1.0 - 0.1 * 0.05))
+        optimizer.rules = [*first, found["Clip"](first[0].held, {"bound": bound}), decay, descent]
+        weights[bound] = train(optimizer, range(1))
+    plain = train(sharded(parameters()), range(1))
+    for old, none, some, all_of_it, muon in zip(parameters(), *weights.values(), plain, strict=True):
+        torch.testing.assert_close(none, old.detach() * (1.0 - 0.1 * 0.05))
         assert torch.equal(all_of_it, muon)
         assert float((some - none).abs().max()) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
@@ -101,29 +96,17 @@ def whitening(weights: list[torch.nn.Parameter], team_size: str = "auto") -> Sha
     return ShardedMuon([{"params": weights}], exchange, rules, defaults=defaults, names=names)
 
 
-def train(optimizer: ShardedMuon, steps: range) -> None:
-    for step in steps:
-        for p, gradient in zip(optimizer.param_groups[0]["params"], gradients(step), strict=True):
-            p.grad = gradient.clone()
-        optimizer.step()
-
-
 def test_a_rule_takes_the_place_of_the_iteration_and_keeps_state_with_the_owner() -> None:
     """The first step is the orthogonal factor; going on from its state equals going on."""
-    mine = parameters()
-    before = [p.detach().clone() for p in mine]
-    optimizer = whitening(mine)
-    train(optimizer, range(1))
-    for p, old, gradient in zip(mine, before, gradients(0), strict=True):
+    optimizer = whitening(parameters())
+    stepped = train(optimizer, range(1))
+    for new, old, gradient in zip(stepped, parameters(), gradients(0), strict=True):
         u, _, vh = torch.linalg.svd(gradient, full_matrices=False)
-        torch.testing.assert_close(p.detach(), old - 0.1 * u @ vh, rtol=0.0, atol=1e-3)
-    others = [torch.nn.Parameter(p.detach().clone()) for p in mine]
-    resumed = whitening(others)
+        torch.testing.assert_close(new, old.detach() - 0.1 * u @ vh, rtol=0.0, atol=1e-3)
+    resumed = whitening([torch.nn.Parameter(weight) for weight in stepped])
     for mine_rule, rule in zip(optimizer.rules, resumed.rules, strict=True):
         rule.load_owned_state(mine_rule.owned_state())
-    train(optimizer, range(1, 3))
-    train(resumed, range(1, 3))
-    for p, q in zip(mine, others, strict=True):
+    for p, q in zip(train(optimizer, range(1, 3)), train(resumed, range(1, 3)), strict=True):
         assert torch.equal(p, q)
 
 

@@ -73,7 +73,9 @@ def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[l
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
-    exchange = planned_exchange(scheme, plan, group, orthogonalizer, Buffers(torch.device("cpu")), wire_dtype=torch.float32)
+    exchange = planned_exchange(
+        scheme, plan, group, orthogonalizer, Buffers(torch.device("cpu")), wire_dtype=torch.float32
+    )
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
     with mock.patch.object(dist, "broadcast", broadcast):
@@ -108,4 +110,6 @@ def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        planned_exchange(SHARED, plan, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), wire_dtype=torch.float32)
+        planned_exchange(
+            SHARED, plan, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), wire_dtype=torch.float32
+        )

@@ -70,21 +70,18 @@ class NorMuon(Rule):
         self._rank = held.group.rank()
         counts = zip(held.layout.matrices, held.experts, strict=True)
         self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
-        sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
+        # A number for each row, or each column; source: emerging-optimizers' AdaptiveMuon._init_group.
+        self._by_row = [rows >= cols for _, rows, cols in self._stacks]
+        sizes = [count * max(rows, cols) for count, rows, cols in self._stacks]
         self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
         self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
         self._columns = held.columns or [(0, matrix.shape[1]) for matrix in held.layout.matrices]
         self._done: set[int] = set()
 
-    def _by_row(self, index: int) -> bool:
-        """Whether a matrix has a number for each row; source: emerging-optimizers' AdaptiveMuon._init_group."""
-        _, rows, cols = self._stacks[index]
-        return rows >= cols
-
     @override
     def zeros(self, slot: str, index: int, parameter: torch.Tensor) -> torch.Tensor:
-        return neuron_moment(parameter, by_row=self._by_row(index), over_tp=self.held.over_tp)
+        return neuron_moment(parameter, by_row=self._by_row[index], over_tp=self.held.over_tp)
 
     @override
     def begin(self, step: Step) -> None:
@@ -107,7 +104,7 @@ class NorMuon(Rule):
         assert index not in self._done
         self._done.add(index)
         beta2, eps = self._groups[index]["beta2"], self._groups[index]["eps"]
-        dim = -1 if self._by_row(index) else -2
+        dim = -1 if self._by_row[index] else -2
         experts, rows, _ = self._stacks[index]
         moments = self._whole[index].view(experts, -1).unsqueeze(dim)
         update.masked_fill_(~finite, 0.0)
@@ -140,14 +137,14 @@ class NorMuon(Rule):
         if self.held.replicated:
             return whole
         first_holder = shard is not None and shard.rank == self._rank
-        if not self._by_row(index) and experts == 1:
+        if not self._by_row[index] and experts == 1:
             if sending and (shard is None or shard.row_start or not first_holder):
                 return None
             first, count = self._columns[index]
             return whole[first : first + count]
         if shard is None or (sending and not first_holder):
             return None
-        if self._by_row(index):
+        if self._by_row[index]:
             return None if sending and shard.col_start else whole[shard.row_start : shard.row_start + shard.rows]
         first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
         return whole.view(experts, -1)[first:last].view(-1)
