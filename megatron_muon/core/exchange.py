@@ -102,7 +102,7 @@ class Exchange:
         self._waves = [
             Wave(
                 route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype, when,
-                chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=buffers.rows_apart,
+                chunk_numel=chunk_numel, rows_apart=buffers.rows_apart,
             )
             for route, when in zip((*routes, *local), moments, strict=True)
         ]  # fmt: skip
@@ -265,7 +265,8 @@ class Exchange:
                 is_all = [place for place, _ in ours] == list(range(len(slots)))
                 wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
         if self._normalize is not None:
-            views = wave.slot_views()
+            wide = itertools.chain(*wave.stacks)
+            views = [view.mT if slot.is_tall else view for view, slot in zip(wide, slots, strict=True)]
             for index, places in of_matrix.items():
                 in_order = sorted(places, key=lambda place: slots[place].block or 0)
                 on_device = torch.tensor(places, dtype=torch.int64, device=device)

@@ -81,16 +81,15 @@ class ShardedMuon(torch.optim.Optimizer):
         self._names, self._matrix_names = names, [names[parameter] for parameter in self._matrices]
         for parameter, name in zip(self._matrices, self._matrix_names, strict=True):
             if parameter.ndim not in (2, 3):
-                raise ValueError(
-                    f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {tuple(parameter.shape)}"
-                )
+                found = tuple(parameter.shape)
+                raise ValueError(f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {found}")
         self.exchange, self.rules, self.store = exchange, rules, store
         self.probe: Probe = SILENT
         added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
         for rule in rules:
             added |= rule.settings
         for group in self.param_groups:
-            group.update({name: value for name, value in added.items() if name not in group})
+            group.update(added | group)
         self._weights = weights or Storage(lambda index: local_rows(self._matrices[index]))
         self._skip_missing = skip_missing
         self._missing = set[int]()
@@ -232,7 +231,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 chunk.prepared.masked_fill_(failed, torch.nan)
 
     def packed(self, chunk: Chunk) -> None:
-        """The exchange has enqueued all that reads `chunk.prepared`."""
+        """Nothing to do: prepared rows are read in the order of the stream."""
 
     def apply(self, chunk: Chunk) -> None:
         """Last phase: rules change updates and weights, on this rank's rows; where an update is NaN weights stay."""

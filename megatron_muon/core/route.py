@@ -87,7 +87,6 @@ class Route:
     own_updates: list[Copy]  # stacks -> this rank's own part of `returned`
     rows_by: str
     updates_by: str
-    padding: int = 0  # with an all-gather of rows, elements of the largest shard
 
     @property
     def numel(self) -> int:
@@ -147,18 +146,19 @@ def make_route(
     last = rank if updates_by == BROADCAST else world
     held_units = [unit for unit in units if rank in unit.shard.holders]
     counts, updates = _laid_out(world + 1, [(last if it.owner == rank else it.owner, it) for it in held_units])
-    padding = 0
     if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
-        padding = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
-        arrived = [(unit.source * padding, unit) for unit in ours]
+        padded = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
+        own_counts, receive_counts = [padded], [padded] * world
+        arrived = [(unit.source * padded, unit) for unit in ours]
     order = list(dict.fromkeys(unit.of for _, unit in updates))
     starts = dict(zip(order, itertools.accumulate((held[index].numel for index in order), initial=0), strict=False))
 
     def from_rows(placed: _Placed) -> list[Copy]:
-        return [
-            Copy((unit.rows, unit.cols), unit.in_rows(starts[unit.of]), Strided(at, (unit.cols, 1)))
-            for at, unit in placed
-        ]
+        copies = []
+        for at, (index, _, _, shard, row, rows, col, cols, _) in placed:
+            first = starts[index] + (row - shard.row_start) * shard.cols + col - shard.col_start
+            copies.append(Copy((rows, cols), Strided(first, (shard.cols, 1)), Strided(at, (cols, 1))))
+        return copies
 
     return Route(
         number,
@@ -174,7 +174,6 @@ def make_route(
         own_updates=_reversed(_to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])),
         rows_by=rows_by,
         updates_by=updates_by,
-        padding=padding,
     )
 
 
@@ -190,11 +189,6 @@ class _Unit(NamedTuple):
     col: int
     cols: int
     parts: list[tuple[Stack, int, Piece]]
-
-    def in_rows(self, start: int) -> Strided:
-        """In the rows of its shard, which begin at `start`."""
-        row, col = self.row - self.shard.row_start, self.col - self.shard.col_start
-        return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
 
 
 _Placed = list[tuple[int, _Unit]]

@@ -58,11 +58,6 @@ class Piece(NamedTuple):
     slice_row: int
     slice_col: int
 
-    @property
-    def numel(self) -> int:
-        """Number of its elements."""
-        return self.rows * self.cols
-
 
 @dataclass(frozen=True)
 class BlockSlice:

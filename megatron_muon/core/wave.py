@@ -133,7 +133,6 @@ class Wave:
         when: Sequence[int],
         *,
         chunk_numel: int,
-        world_size: int,
         rows_apart: bool,
     ) -> None:
         self.route = route
@@ -143,8 +142,8 @@ class Wave:
         sizes = {
             "prepared": (0 if rows_apart else chunk, torch.float32),
             "send": (route.send.numel, wire),
-            "own": (route.padding or route.own.numel, wire),
-            "receive": (route.padding * world_size or route.receive.numel, wire),
+            "own": (route.own.numel, wire),
+            "receive": (route.receive.numel, wire),
             "stacks": (route.stacked, wire),
             "work": (self.work.nbytes, torch.uint8),
             "back": (route.back.numel, wire),
@@ -183,10 +182,3 @@ class Wave:
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
         parts = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
         self.by_owner = [(owner, part) for owner, part in enumerate(parts) if part.numel()]
-
-    def slot_views(self) -> list[torch.Tensor]:
-        """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""
-        views = []
-        for stack, of in zip(self.stacks, self.route.stacks, strict=True):
-            views += [wide.mT if slot.is_tall else wide for wide, slot in zip(stack.unbind(), of.slots, strict=True)]
-        return views

@@ -157,8 +157,12 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> to
     whose parts are matrices of their own otherwise.
     """
     gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
+
+    def without(shape: Sequence[int], size: int = 1) -> torch.Size:
+        return torch.Size((*shape[:gone], size, *shape[gone + 1 :]))
+
     if not isinstance(parameter, DTensor):
-        return parameter.new_zeros(_without(parameter.shape, gone), dtype=torch.float32)
+        return parameter.new_zeros(without(parameter.shape), dtype=torch.float32)
     mesh, size, placements = parameter.device_mesh, 1, list(parameter.placements)
     names = mesh.mesh_dim_names or ("",) * len(placements)
     for place, placement in enumerate(placements):
@@ -167,11 +171,7 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> to
                 size *= mesh.size(place)
             else:
                 placements[place] = Replicate()
-    local = parameter._local_tensor.new_zeros(_without(parameter._local_tensor.shape, gone), dtype=torch.float32)
-    shape = _without(parameter.shape, gone, size)
+    local = parameter._local_tensor.new_zeros(without(parameter._local_tensor.shape), dtype=torch.float32)
+    shape = without(parameter.shape, size)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _without(shape: Sequence[int], dim: int, size: int = 1) -> torch.Size:
-    return torch.Size(size if place == dim else length for place, length in enumerate(shape))
