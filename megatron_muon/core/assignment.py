@@ -110,9 +110,8 @@ def assign(
     `costs` are the work of one rank on each, in the unit of `rules.cost`; `buffer_bytes` what a step may take on a
     rank, None as much as is usual, or as whole blocks need.
     """
-    kinds = [
-        _Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in zip(layout.matrices, costs, strict=True)
-    ]
+    pairs = zip(layout.matrices, costs, strict=True)
+    kinds = [_Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in pairs]
     counts = Counter(kinds)
     options: _Options = {kind: _options(rules, kind) for kind in counts}
     if not rules.size:

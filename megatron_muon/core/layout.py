@@ -63,10 +63,8 @@ class RowSplit:
     def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
         """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`, in the order of their rows."""
         if matrix.ndim != 2 or len(matrix) != self.rows:
-            raise ValueError(
-                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, "
-                f"got {tuple(matrix.shape)}"
-            )
+            wanted = f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows"
+            raise ValueError(f"{wanted}, got {tuple(matrix.shape)}")
         return list(matrix.unflatten(0, (self.groups, -1)).split(self.parts, dim=1))
 
 

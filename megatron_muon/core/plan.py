@@ -176,15 +176,7 @@ def make_plan(
 
 
 class _Needs:
-    """Bytes that matrices with these owners take on the rank that has most, and the waves that follow.
-
-    Attributes:
-        single: of a wave of one matrix.
-        busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
-        beside: beside the waves: temporaries, or matrices that need no wire.
-        smallest: of a step in which every wave is of one matrix.
-        usual: of a step that keeps all ranks at work.
-    """
+    """Bytes that matrices with these owners take on the rank that has most, and the waves that follow."""
 
     def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
         self._layout, self._memory, self.teams = layout, memory, teams
@@ -196,19 +188,21 @@ class _Needs:
             else:
                 self.travelling.append(index)
         self._in_wave = {index: self._bytes_in_wave(index) for index in self.travelling}
+        # Of a wave of one matrix.
         self.single = max((int(sizes.max()) for _, sizes in self._in_wave.values()), default=0)
-        alike = Counter(
-            (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
-            for matrix, team in ((layout.matrices[index], teams[index]) for index in self.travelling)
-        )
+        pairs = ((layout.matrices[index], teams[index]) for index in self.travelling)
+        alike = Counter((tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps) for matrix, team in pairs)
         taken = [memory.of_owners(*kind) for kind in alike]
+        # Of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
         self.busy = max((each.wave for each in taken), default=0)
         kinds: Counter[BlockKind] = Counter()
         for (blocks, cuts, _, steps), count in alike.items():
             kinds.update({kind: each * count for kind, each in stacks(blocks, cuts, steps).items()})
         fillers = [memory.whole([layout.matrices[index]]) for index in itertools.chain(*self.whole)]
         least_beside = max([0, *fillers, *(each.beside for each in taken)])
+        # Beside the waves: temporaries, or matrices that need no wire.
         self.beside = max(memory.of_stacks(kinds), least_beside)
+        # Of a step in which every wave is of one matrix, and of one that keeps all ranks at work.
         self.smallest = memory.of_step(self.single, least_beside)
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 
@@ -232,10 +226,8 @@ class _Needs:
                 sizes[here] = np.maximum(size, memory.moment.held * elements[here])
             else:
                 sizes[here] += size
-        return (
-            np.append(held.ranks, list(others)).astype(np.int64),
-            np.append(sizes, list(others.values())).astype(np.int64),
-        )
+        ranks = np.append(held.ranks, list(others)).astype(np.int64)
+        return ranks, np.append(sizes, list(others.values())).astype(np.int64)
 
     def waves(self, wave_bytes: int) -> tuple[tuple[int, ...], ...]:
         """The travelling matrices in waves in which owners have their share of work and no rank's buffer overflows.

@@ -139,7 +139,7 @@ def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
     for p, gradient in zip(mine, gradients(0), strict=True):
         p.grad = gradient.clone()
     optimizer.step()
-    expected = orthogonalized(optimizer.exchange.orthogonalize, 0.19 * gradients(0)[0])[0]  # 0.1 of it, looked ahead
+    expected = orthogonalized(optimizer.exchange.orthogonalize, 0.19 * gradients(0)[0])  # 0.1 of it, looked ahead
     torch.testing.assert_close(mine[0].grad, expected, rtol=0.0, atol=1e-5)
     assert not optimizer.rules[-1]._pairs  # type: ignore[attr-defined]
 

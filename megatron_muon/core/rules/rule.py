@@ -68,11 +68,8 @@ class Part:
             yield (self.groups[0], self.rows, self.state) if flat is None else (self.groups[0], [self.flat], [flat])
             return
         for places in chosen.values():
-            yield (
-                self.groups[places[0]],
-                [self.rows[place] for place in places],
-                [self.state[place] for place in places],
-            )
+            rows, state = ([tensors[place] for place in places] for tensors in (self.rows, self.state))
+            yield self.groups[places[0]], rows, state
 
 
 class Rule:

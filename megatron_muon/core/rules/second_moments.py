@@ -31,10 +31,8 @@ class AdaMuon(Rule):
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         super().__init__(held, options)
         self.settings = {name: options[name] for name in ("beta2", "eps")}
-        self._scales = [
-            factors[shard.row_start : shard.row_start + shard.rows]
-            for factors, shard in zip(held.scales, held.shards, strict=True)
-        ]
+        whole = zip(held.scales, held.shards, strict=True)
+        self._scales = [factors[shard.row_start : shard.row_start + shard.rows] for factors, shard in whole]
 
     @override
     def begin(self, step: Step) -> None:
