@@ -20,7 +20,7 @@ from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.route import Stack, make_stacks
+from megatron_muon.core.route import Stack
 from megatron_muon.core.slices import BlockKind, BlockSlice
 
 
@@ -161,11 +161,9 @@ class Orthogonalizer:
 
     def kernel_kinds(self, slots: Sequence[BlockSlice]) -> list[BlockKind]:
         """The kinds of these blocks whose products the symmetric kernel forms; none where it is not used."""
-        if self.iteration.products is not KERNEL:
-            return []
+        kinds = {slot.kind(self.scale(slot.of)) for slot in slots} if self.iteration.products is KERNEL else set()
         # Also where X X^T is formed by a dense product, squares of it may be the kernel's.
-        kinds = (stack.kind for stack in make_stacks(slots, self.scale))
-        return [kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0]
+        return sorted(kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0)
 
     def warm_up(self, kinds: Iterable[BlockKind]) -> None:
         """Compile the symmetric kernel for these kinds; in a step others would wait for that in a collective.
