@@ -262,10 +262,8 @@ class ShardedMuon(torch.optim.Optimizer):
             flat = flat.to(state[0].device)
             parts = flat.split([one.numel() for one in rows])
             rows = [part.view(one.shape) for part, one in zip(parts, rows, strict=True)]
-        groups = [self._groups[index] for index in indices]
-        return Part(
-            indices, [self._matrices[index] for index in indices], groups, flat, rows, state, flat_state, failed
-        )
+        parameters, groups = [self._matrices[index] for index in indices], [self._groups[index] for index in indices]
+        return Part(indices, parameters, groups, flat, rows, state, flat_state, failed)
 
     def _collect_gradients(self, chunk: Chunk) -> None:
         """Copy this rank's rows of the gradients to where they are prepared, of matrices that have one."""

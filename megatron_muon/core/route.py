@@ -137,7 +137,8 @@ def make_route(
     stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
     units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
     ours = [unit for unit in units if unit.owner == rank]
-    send_counts, sent = _laid_out(world, [(it.owner, it) for it in units if it.owner != rank and it.source == rank])
+    others = [unit for unit in units if unit.owner != rank]
+    send_counts, sent = _laid_out(world, [(unit.owner, unit) for unit in others if unit.source == rank])
     own_counts, own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
     receive_counts, arrived = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
     holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
@@ -145,7 +146,8 @@ def make_route(
     # Own updates come last; but an owner broadcasts from the place that its updates have on all ranks.
     last = rank if updates_by == BROADCAST else world
     held_units = [unit for unit in units if rank in unit.shard.holders]
-    counts, updates = _laid_out(world + 1, [(last if it.owner == rank else it.owner, it) for it in held_units])
+    by_owner = [(last if unit.owner == rank else unit.owner, unit) for unit in held_units]
+    returned_counts, updates = _laid_out(world + 1, by_owner)
     if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
         padded = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
         own_counts, receive_counts = [padded], [padded] * world
@@ -170,7 +172,7 @@ def make_route(
         receive=Way(receive_counts, _to_stacks(arrived)),
         own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own),
         back=Way(back_counts, _reversed(_to_stacks(back))),
-        returned=Way(counts[:world], _reversed(from_rows(updates))),
+        returned=Way(returned_counts[:world], _reversed(from_rows(updates))),
         own_updates=_reversed(_to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])),
         rows_by=rows_by,
         updates_by=updates_by,
@@ -220,11 +222,8 @@ def _units(
                 source = shard.rank if is_gather else shard.source(owner, layout.world_size)
                 whole = Piece(shard.row_start, shard.rows, shard.col_start, shard.cols, 0, 0)
                 for piece in [whole] if part is None else part.pieces(shard):
-                    parts = [
-                        (stack, place, each)
-                        for stack, place, slot in ours
-                        for each in (slot.pieces(shard) if part is None else [piece])
-                    ]
+                    of_slots = [(found, found[2].pieces(shard) if part is None else [piece]) for found in ours]
+                    parts = [(stack, place, each) for (stack, place, _), pieces in of_slots for each in pieces]
                     yield _Unit(index, owner, source, shard, *piece[:4], parts)
 
 
