@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.build import planned_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OWNER, SHARED, Buffers
 from megatron_muon.core.layout import Layout, Matrix, everywhere
@@ -73,9 +73,7 @@ def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[l
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
-    exchange = planned_exchange(
-        scheme, plan, group, orthogonalizer, Buffers(torch.device("cpu")), wire_dtype=torch.float32
-    )
+    exchange = exchange_by(scheme, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan)
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
     with mock.patch.object(dist, "broadcast", broadcast):
@@ -110,6 +108,4 @@ def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        planned_exchange(
-            SHARED, plan, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), wire_dtype=torch.float32
-        )
+        exchange_by(SHARED, plan.layout, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), plan=plan)
