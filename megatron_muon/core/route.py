@@ -2,7 +2,7 @@
 
 A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
 last. From there they go to a buffer that is sent, or to one that stays here (`own`), and then into the stacks; updates
-go the same way back. Every way is a list of `copies.Copy`.
+go the same way back. Every way is a list of `arena.Copy`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_muon.core.copies import Copy, Strided
+from megatron_muon.core.arena import Copy, Strided
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team
 

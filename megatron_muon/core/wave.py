@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.core.arena import Arena, Buffer
+from megatron_muon.core.arena import Arena, Buffer, Copies
 from megatron_muon.core.collectives import TeamGroup
-from megatron_muon.core.copies import Copies
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.route import BROADCAST, HeldShard, Route, from_chunk, parts_of_rows, to_chunk
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.arena import Arena, Buffer
-from megatron_muon.core.copies import MAX_DIMS, Copies, Copy, Strided, merged
+from megatron_muon.core.arena import MAX_DIMS, Arena, Buffer, Copies, Copy, Strided, merged
 
 
 @st.composite

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_muon.core.arena import Copies
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.copies import Copies
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, from_rectangles
 from megatron_muon.core.memory import Memory
