@@ -1,7 +1,7 @@
 """A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
 
 `Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
-`wave.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
+`plan.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
 of buffers, made at construction. An update that is not finite is NaN in all elements: its holders keep the weights.
 """
 
@@ -21,12 +21,12 @@ from megatron_muon.core.assignment import Unmet
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import CHUNK
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan
+from megatron_muon.core.plan import MOMENTS, Plan, moments_of, schedule
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, Way
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.wave import MOMENTS, Agreement, Chunk, Wave, moments_of, schedule
+from megatron_muon.core.wave import Agreement, Chunk, Wave
 
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
 """Schemes: every matrix has an owner, or a team; replicas share the work, and owners broadcast; every rank has whole

@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix, and in which waves the rows travel.
+"""Who orthogonalises which matrix, in which waves the rows travel, and when each wave goes on.
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. Owners are given by `assignment`; the matrices that travel are cut into waves that fit memory.
@@ -33,6 +33,24 @@ MIN_WAVES = 3
 SMALL_BYTES = 2**22
 """What travels in one wave, where it is no more: a collective's own time is longer than what it could overlap (hidden
 size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
+
+STAGES = 4
+"""Of a wave: until its rows travel, until they are orthogonalised, until updates travel, until they are applied."""
+MOMENTS = 3
+"""Of a stage, for the lifetime of buffers: what arrived is waited for, copied, and then used."""
+
+LIFETIMES = {
+    "prepared": ((0, 0), (0, 2)),
+    "send": ((0, 0), (1, 0)),
+    "own": ((0, 0), (1, 1)),
+    "receive": ((0, 0), (1, 1)),
+    "stacks": ((1, 1), (2, 2)),
+    "work": ((1, 2), (1, 2)),
+    "back": ((2, 0), (3, 0)),
+    "returned": ((2, 0), (3, 2)),
+    "updates": ((3, 0), (3, 2)),
+}
+"""From which stage and moment of a wave on a buffer is needed, and until when."""
 
 
 @dataclass(frozen=True)
@@ -284,3 +302,28 @@ def _fitting_needs(
     needs = min((of(each, 1) for each in smaller), key=lambda each: each.smallest)
     memory.check(buffer_bytes, needs.smallest, layout)
     return needs
+
+
+def schedule(travelling: int, local: int) -> list[int]:
+    """The waves in the order in which they go on, those that do not travel numbered behind those that do.
+
+    While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way; before its own updates
+    leave, those of wave k-1 are applied, so that no more than three waves hold memory.
+    """
+    rest = iter(range(travelling, travelling + local))
+    beside = -(-local // max(travelling, 1))
+    order = [0] if travelling else []
+    for wave in range(travelling):
+        order += [wave + 1] if wave + 1 < travelling else []
+        order += [number for number in itertools.islice(rest, beside) for _ in range(STAGES)]
+        order += [wave, *([wave - 1] if wave else []), wave]
+    order += [travelling - 1] if travelling else []
+    return order + [number for number in rest for _ in range(STAGES)]
+
+
+def moments_of(order: Sequence[int]) -> list[list[int]]:
+    """For each wave the first moment of each of its stages, by the order in which waves go on."""
+    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    for moment, number in enumerate(order):
+        moments[number].append(moment * MOMENTS)
+    return moments

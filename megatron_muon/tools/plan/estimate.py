@@ -1,6 +1,6 @@
 """What a plan costs on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
 
-The step is played wave by wave in the order of `core.wave`: one collective at a time, each rank's products beside
+The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's products beside
 them. Elementwise work, launches and other traffic are left out. An estimate ranks configurations; `python -m
 benchmarks.step` measures.
 """
