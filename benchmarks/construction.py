@@ -31,9 +31,9 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.build import owner_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import Buffers, Exchange
+from megatron_muon.core.exchange import OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -165,7 +165,9 @@ def main() -> None:
         return made
 
     def routes(plan: Plan) -> Exchange:
-        return owner_exchange(plan, group, orthogonalizer, Buffers(device), wire_dtype=torch.bfloat16)
+        return exchange_by(
+            OWNER, plan.layout, group, orthogonalizer, Buffers(device), wire_dtype=torch.bfloat16, plan=plan
+        )
 
     table = Table()
     print(f"{'stage':<20}{'seconds':>9}{'peak MiB':>11}{'kept MiB':>11}")

@@ -13,7 +13,7 @@ from benchmarks.fsdp2 import Fsdp2Muon
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamOrthogonalizer
 from benchmarks.step import StepSpec
-from megatron_muon.core.build import gathered_exchange, make_exchange
+from megatron_muon.core.build import exchange_by, make_exchange
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Layout
@@ -123,7 +123,7 @@ def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchang
             orthogonalizer.extra_scale_factor,
             device=device,
         )
-        return gathered_exchange(layout, group, upstream, Buffers(device))
+        return exchange_by(GATHERED, layout, group, upstream, Buffers(device))
     return make_exchange(
         GATHERED if method == "allgather-tuned" else OWNER,
         layout,

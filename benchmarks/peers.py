@@ -32,11 +32,11 @@ import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
+from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.core.teams import TeamGroup
 from megatron_muon.patching import Patches
 
 NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.unpickling import Planner, Reader
 from megatron_muon.core.optimizer import MOMENTUM
-from megatron_muon.core.rules.adamuon import MOMENT2
+from megatron_muon.core.rules.second_moments import MOMENT2
 
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."

@@ -1,19 +1,21 @@
-"""The memory of a step: buffers that exist since construction, at places in one tensor.
+"""The memory of a step: buffers that exist since construction, at places in one tensor, and copies between them.
 
-Buffers that are never needed at the same moment share memory, so a step allocates nothing.
+Buffers that are never needed at the same moment share memory, so a step allocates nothing. Copies of rectangles are
+merged once so that a step makes few of them: neighbours of equal shape at equal distances, at both ends, are one
+strided copy with a further dimension; what follows on without a gap is one run.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from megatron_muon.core.copies import Copy, Strided, merged
 from megatron_muon.core.memory import aligned
 
 
@@ -36,19 +38,9 @@ class Buffer:
 class Arena:
     """Buffers in one tensor, or in `scratch`, the memory of an arena that steps at another time, which then grows."""
 
-    def __init__(self, device: torch.device, scratch: torch.Tensor | None = None) -> None:
-        self._buffers: list[Buffer] = []
+    def __init__(self, device: torch.device, buffers: Sequence[Buffer], scratch: torch.Tensor | None = None) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
-        self.nbytes = 0
-
-    def add(self, buffer: Buffer) -> Buffer:
-        """Take a buffer into the arena."""
-        self._buffers.append(buffer)
-        return buffer
-
-    def place(self) -> None:
-        """Give every buffer its place."""
-        self.nbytes = _find_places([buffer for buffer in self._buffers if buffer.numel])
+        self.nbytes = _find_places([buffer for buffer in buffers if buffer.numel])
         self.acquire()
 
     def acquire(self) -> None:
@@ -62,7 +54,7 @@ class Arena:
         self.memory.untyped_storage().resize_(0)
 
     def tensor(self, buffer: Buffer) -> torch.Tensor:
-        """The buffer as a tensor `(numel,)`, once it has a place."""
+        """A buffer of the arena as a tensor `(numel,)`."""
         size = buffer.numel * buffer.dtype.itemsize
         return self.memory.as_strided((size,), (1,), buffer.offset).view(buffer.dtype)
 
@@ -138,6 +130,87 @@ def _best_fit(buffers: Sequence[Buffer], weights: Sequence[tuple[float, int]]) -
         levels = [list(level) for _, level in itertools.groupby(spans, lambda each: each.offset)]
         spans = [level[0]._replace(end=level[-1].end) for level in levels]
     return offsets
+
+
+MAX_DIMS = 4
+"""Of a merged copy: kernels for strided copies do well up to here."""
+
+
+class Strided(NamedTuple):
+    """Where a rectangle lies in a flat buffer: its first element, and strides in elements."""
+
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """One copy of `shape` elements from `source` in one buffer to `target` in another."""
+
+    shape: tuple[int, ...]
+    source: Strided
+    target: Strided
+
+    @property
+    def is_run(self) -> bool:
+        """Whether elements lie one after the other at both ends."""
+        return len(self.shape) == 1 and self.source.strides == self.target.strides == (1,)
+
+
+def merged(copies: Iterable[Copy]) -> list[Copy]:
+    """The same elements copied by fewer copies. Targets must not overlap; the order of copies then has no meaning."""
+    found = _joined([_collapsed(copy) for copy in copies])
+    while True:
+        fewer = [_collapsed(copy) for copy in _stepped(found)]
+        if len(fewer) == len(found):
+            return fewer
+        found = fewer
+
+
+def _collapsed(copy: Copy) -> Copy:
+    """Without dimensions of one element, and with those joined that follow on without a gap at both ends."""
+    dims: list[tuple[int, int, int]] = []
+    for size, source, target in zip(copy.shape, copy.source.strides, copy.target.strides, strict=True):
+        if dims and dims[-1][1:] == (size * source, size * target):
+            dims[-1] = (dims[-1][0] * size, source, target)
+        elif size > 1:
+            dims.append((size, source, target))
+    shape, sources, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return Copy(shape, Strided(copy.source.offset, sources), Strided(copy.target.offset, targets))
+
+
+def _joined(copies: Sequence[Copy]) -> list[Copy]:
+    """Runs that follow each other at both ends as one, whatever their lengths."""
+    found: list[Copy] = []
+    for copy in sorted(copies, key=lambda one: one.source.offset):
+        if found and copy.is_run and found[-1].is_run:
+            (length,), source, target = found[-1]
+            if copy.source.offset == source.offset + length and copy.target.offset == target.offset + length:
+                found[-1] = Copy((length + copy.shape[0],), source, target)
+                continue
+        found.append(copy)
+    return found
+
+
+def _stepped(copies: Sequence[Copy]) -> list[Copy]:
+    """Copies of equal shape and strides, at equal distances at both ends, as one with a further dimension."""
+    alike: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = defaultdict(list)
+    for copy in copies:
+        alike[copy.shape, copy.source.strides, copy.target.strides].append((copy.source.offset, copy.target.offset))
+    found: list[Copy] = []
+    for (shape, sources, targets), unsorted in alike.items():
+        offsets, first = sorted(unsorted), 0
+        steps = [(after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)]
+        while first < len(offsets):
+            last = first
+            more: tuple[tuple[int, ...], ...] = ((), (), ())
+            if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:  # torch's strides are not negative
+                while last < len(steps) and steps[last] == steps[first]:
+                    last += 1
+                more = ((last - first + 1,), (steps[first][0],), (steps[first][1],))
+            source, target = offsets[first]
+            found.append(Copy(more[0] + shape, Strided(source, more[1] + sources), Strided(target, more[2] + targets)))
+            first = last + 1
+    return found
 
 
 class Copies:

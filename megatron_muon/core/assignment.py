@@ -32,6 +32,7 @@ _WAYS = ((0.0, False), (1.0, False), (1.03, False), (1.0, True))
 class Unmet(NamedTuple):
     """A setting that some ranks cannot have."""
 
+    flag: str
     value: int
     reason: str
     remedy: str
@@ -56,27 +57,27 @@ class TeamRules:
         most = max(Counter(self.nodes).values(), default=1)
         return tuple(size for size in (sorted({1, self.size}) if self.size else TEAM_SIZES) if size <= most)
 
-    def unmet(self) -> dict[str, Unmet]:
-        """The settings that these ranks cannot have, by flag."""
+    def unmet(self) -> Unmet | None:
+        """The setting that these ranks cannot have, if there is one."""
         if self.size in (0, *self.sizes):
-            return {}
+            return None
         reason = "is more than the ranks of a node that share these matrices"
-        return {"--muon-team-size": Unmet(self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}")}
+        return Unmet("--muon-team-size", self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}")
 
     def possible(self) -> TeamRules:
         """These rules, with unsupported settings replaced by 1."""
         return replace(self, size=1) if self.unmet() else self
 
 
-def refuse_unmet(groups: Mapping[str, Mapping[str, Unmet]]) -> list[str]:
+def refuse_unmet(groups: Mapping[str, Unmet | None]) -> list[str]:
     """What to say where some groups, by name, use 1 in the place of a setting; a UserError where none can have it."""
-    lines = []
-    for flag, unmet in {flag: unmet for of_group in groups.values() for flag, unmet in of_group.items()}.items():
-        without = [name for name, of_group in groups.items() if flag in of_group]
-        if len(without) == len(groups):
-            raise UserError(f"{flag} {unmet.value} {unmet.reason}; use {unmet.remedy}")
-        lines.append(f"{flag} {unmet.value} {unmet.reason}: 1 is used for {' and '.join(without)} matrices")
-    return lines
+    without = {name: unmet for name, unmet in groups.items() if unmet is not None}
+    if not without:
+        return []
+    flag, value, reason, remedy = list(without.values())[-1]
+    if len(without) == len(groups):
+        raise UserError(f"{flag} {value} {reason}; use {remedy}")
+    return [f"{flag} {value} {reason}: 1 is used for {' and '.join(without)} matrices"]
 
 
 class _Kind(NamedTuple):
@@ -88,14 +89,16 @@ class _Kind(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """How a team of some size divides the blocks of a matrix: `Team.cuts`, what each rank has to do, and the most."""
+    """How a team of some size divides the blocks of a matrix, `Team.cuts`, and what each rank has to do."""
 
     cuts: Cuts | None
     loads: tuple[float, ...]
-    heaviest: float
+
+    @property
+    def heaviest(self) -> float:
+        return max(self.loads)
 
 
-_heaviest = itemgetter(2)
 _Options = Mapping[_Kind, Sequence[_Division]]
 
 
@@ -107,9 +110,8 @@ def assign(
     `costs` are the work of one rank on each, in the unit of `rules.cost`; `buffer_bytes` what a step may take on a
     rank, None as much as is usual, or as whole blocks need.
     """
-    kinds = [
-        _Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in zip(layout.matrices, costs, strict=True)
-    ]
+    pairs = zip(layout.matrices, costs, strict=True)
+    kinds = [_Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in pairs]
     counts = Counter(kinds)
     options: _Options = {kind: _options(rules, kind) for kind in counts}
     if not rules.size:
@@ -130,7 +132,7 @@ def assign(
 
 def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
     """The ways to divide matrices of a kind, over few ranks first; where a size is given, over teams of that alone."""
-    found = [_Division(None, (kind.cost,), kind.cost)]
+    found = [_Division(None, (kind.cost,))]
     for size in rules.sizes[1:]:
         if rules.size:
             return [_divide(rules, kind, size)]
@@ -161,8 +163,8 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, *, cut: bool = True) -> _D
             first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
             loads[first : first + count] += of_block[count]
             cuts[number] = (first, count)
-        found.append(_Division(tuple(cuts), tuple(loads.tolist()), float(loads.max())))
-    return min(found, key=_heaviest)
+        found.append(_Division(tuple(cuts), tuple(loads.tolist())))
+    return min(found, key=lambda division: division.heaviest)
 
 
 def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _Options:
@@ -190,7 +192,7 @@ def _choices(ranks: int, counts: Mapping[_Kind, int], options: _Options) -> list
     def chosen(limit: float) -> dict[_Kind, _Division]:
         """The smallest teams of which no rank has more to do than `limit`; where there is none, the fastest."""
         return {
-            kind: next((d for d in found if d.heaviest <= limit), min(found, key=_heaviest))
+            kind: next((d for d in found if d.heaviest <= limit), min(found, key=lambda d: d.heaviest))
             for kind, found in options.items()
         }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.core.assignment import TeamRules, Unmet
+from megatron_muon.core.collectives import make_teams
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
@@ -19,10 +20,9 @@ from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
-from megatron_muon.core.route import ALL_GATHER, BROADCAST, NOWHERE, make_route
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, make_route
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import BlockKind, Team
-from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 
 
@@ -59,10 +59,12 @@ def make_exchange(
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
     if scheme in (LOCAL, GATHERED):
         _prepare_kernel(layout, group, orthogonalizer)
-        if scheme == GATHERED:
-            return gathered_exchange(layout, group, orthogonalizer, buffers, rules)
-        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
-        return local_exchange(layout, group, orthogonalizer, buffers, rules, memory=memory, most=buffer_bytes)
+        parts: Sequence[Sequence[int]] = ()
+        if scheme == LOCAL:
+            memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
+            memory.check(buffer_bytes, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
+            parts = memory.parts(layout, range(len(layout.matrices)), buffer_bytes or AUTO_BYTES)
+        return exchange_by(scheme, layout, group, orthogonalizer, buffers, rules, parts=parts)
     team_rules = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     if plan is None:
@@ -83,100 +85,56 @@ def make_exchange(
             )
     connect([group], buffers.device)
     _prepare_kernel(layout, group, orthogonalizer, plan)
-    if team_rules is None:
-        return shared_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype)
-    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=team_rules.unmet())
-
-
-def owner_exchange(
-    plan: Plan,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    rules: Sequence[Rule] = (),
-    *,
-    wire_dtype: torch.dtype,
-    unmet: Mapping[str, Unmet] | None = None,
-) -> Exchange:
-    """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams."""
-    teams = make_teams(group, plan.teams)
-    connect([team.group for team in teams.values()], buffers.device)
-    route = functools.partial(make_route, plan.layout, teams=plan.teams, rank=group.rank(), scale=orthogonalizer.scale)
-    return Exchange(
-        OWNER, plan.layout, group, orthogonalizer, buffers, rules,
-        routes=[route(indices, number=number) for number, indices in enumerate(plan.waves)],
-        local=[
-            route(indices, number=None, rows_by=NOWHERE, updates_by=NOWHERE) for indices in plan.fillers(group.rank())
-        ],
-        wire_dtype=wire_dtype, plan=plan, teams=teams, unmet=unmet,
+    return exchange_by(
+        scheme, plan.layout, group, orthogonalizer, buffers, rules,
+        wire_dtype=wire_dtype, plan=plan, unmet=None if team_rules is None else team_rules.unmet(),
     )  # fmt: skip
 
 
-def shared_exchange(
-    plan: Plan,
+def exchange_by(
+    scheme: str,
+    layout: Layout,
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
     buffers: Buffers,
     rules: Sequence[Rule] = (),
     *,
-    wire_dtype: torch.dtype,
+    wire_dtype: torch.dtype = torch.float32,
+    plan: Plan | None = None,
+    unmet: Unmet | None = None,
+    parts: Sequence[Sequence[int]] = (),
 ) -> Exchange:
-    """Matrices that every rank holds whole: each has one owner, which broadcasts its update.
+    """The exchange by a scheme: what travels in which wave. Collective where there are teams.
 
-    The owner too applies the update as it travels, so that replicas stay the same to the last bit.
+    OWNER, by a plan: every matrix has an owner, or a team; rows travel there, and updates back.
+    SHARED, by a plan: each matrix, which all ranks hold whole, has one owner, which broadcasts its update. The owner
+    too applies the update as it travels, so that replicas stay the same to the last bit.
+    LOCAL: every rank does all of the work on matrices that it holds whole, those of each of `parts` together.
+    GATHERED: every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with.
     """
-    fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
-    routes = [
-        make_route(
-            plan.layout, indices, plan.teams, group.rank(), orthogonalizer.scale,
-            number=number, rows_by=NOWHERE, updates_by=BROADCAST,
-        )
-        for number, indices in enumerate([*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)])
-    ]  # fmt: skip
+    rank, count, teams = group.rank(), len(layout.matrices), None
+    route = functools.partial(make_route, rank=rank, scale=orthogonalizer.scale)
+    routes, local = list[Route](), list[Route]()
+    if scheme == LOCAL:
+        alone = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices))
+        local = [route(alone, part, [Team((0,), (0.0,))] * count, rank=0) for part in parts]
+    elif plan is None:
+        owners = [Team((rank,), (0.0,))] * count
+        routes = [route(layout, [index], owners, number=index, rows_by=ALL_GATHER) for index in range(count)]
+    elif scheme == SHARED:
+        fillers = itertools.zip_longest(*map(plan.fillers, range(layout.world_size)), fillvalue=())
+        waves = [*plan.waves, *(tuple(itertools.chain(*of_ranks)) for of_ranks in fillers)]
+        routes = [route(layout, wave, plan.teams, number=k, updates_by=BROADCAST) for k, wave in enumerate(waves)]
+    else:
+        teams = make_teams(group, plan.teams)
+        connect([team.group for team in teams.values()], buffers.device)
+        travel = functools.partial(route, layout, teams=plan.teams, rows_by=ALL_TO_ALL, updates_by=ALL_TO_ALL)
+        routes = [travel(wave, number=number) for number, wave in enumerate(plan.waves)]
+        local = [route(layout, indices, plan.teams) for indices in plan.fillers(rank)]
     return Exchange(
-        SHARED, plan.layout, group, orthogonalizer, buffers, rules, routes=routes, wire_dtype=wire_dtype, plan=plan
-    )
-
-
-def local_exchange(
-    layout: Layout,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    rules: Sequence[Rule] = (),
-    *,
-    memory: Memory,
-    most: int | None = None,
-) -> Exchange:
-    """Every rank does all of the work on matrices that it holds whole, in `most` bytes, without communication."""
-    memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
-    alone = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices))
-    routes = [
-        make_route(
-            alone, part, [Team((0,), (0.0,))] * len(alone.matrices), 0, orthogonalizer.scale,
-            number=None, rows_by=NOWHERE, updates_by=NOWHERE,
-        )
-        for part in memory.parts(layout, range(len(alone.matrices)), most or AUTO_BYTES)
-    ]  # fmt: skip
-    return Exchange(LOCAL, layout, group, orthogonalizer, buffers, rules, routes=[], local=routes)
-
-
-def gathered_exchange(
-    layout: Layout,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    rules: Sequence[Rule] = (),
-) -> Exchange:
-    """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
-    routes = [
-        make_route(
-            layout, [index], [Team((group.rank(),), (0.0,))] * len(layout.matrices), group.rank(), orthogonalizer.scale,
-            number=index, rows_by=ALL_GATHER, updates_by=NOWHERE,
-        )
-        for index in range(len(layout.matrices))
-    ]  # fmt: skip
-    return Exchange(GATHERED, layout, group, orthogonalizer, buffers, rules, routes=routes)
+        scheme, layout, group, orthogonalizer, buffers, rules,
+        routes=routes, local=local, wire_dtype=wire_dtype, plan=plan, teams=teams, unmet=unmet,
+    )  # fmt: skip
 
 
 def _team_rules(

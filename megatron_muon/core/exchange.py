@@ -1,14 +1,14 @@
 """A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
 
 `Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
-`schedule.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
+`plan.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
 of buffers, made at construction. An update that is not finite is NaN in all elements: its holders keep the weights.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,13 +21,11 @@ from megatron_muon.core.assignment import Unmet
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import CHUNK
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan
+from megatron_muon.core.plan import MOMENTS, Plan, moments_of, schedule
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, Way
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
-from megatron_muon.core.teams import Teams
 from megatron_muon.core.wave import Agreement, Chunk, Wave
 
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
@@ -70,7 +68,7 @@ class Exchange:
         wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the iteration starts from
             it. What a rank has itself is rounded like what travels: a result does not depend on who holds what.
         teams: those that this rank is in.
-        unmet: settings that these ranks cannot have.
+        unmet: a setting that these ranks cannot have.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -89,35 +87,34 @@ class Exchange:
         local: Sequence[Route] = (),
         wire_dtype: torch.dtype = torch.float32,
         plan: Plan | None = None,
-        teams: Teams | None = None,
-        unmet: Mapping[str, Unmet] | None = None,
+        teams: collectives.Teams | None = None,
+        unmet: Unmet | None = None,
     ) -> None:
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet or {}
+        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet
         self._rank, self._orthogonalizer, self._teams = group.rank(), orthogonalizer, teams or {}
         self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
         self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
-        self._buffers, self.arena = buffers, Arena(buffers.device, buffers.scratch)
-        self._order = schedule(len(routes), len(local))
+        self._buffers, self._order = buffers, schedule(len(routes), len(local))
         moments = moments_of(self._order)
         self._waves = [
             Wave(
                 route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype, when,
-                chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=buffers.rows_apart,
+                chunk_numel=chunk_numel, rows_apart=buffers.rows_apart,
             )
             for route, when in zip((*routes, *local), moments, strict=True)
         ]  # fmt: skip
-        for buffer in itertools.chain(*(wave.buffers.values() for wave in self._waves)):
-            self.arena.add(buffer)
+        placed = list(itertools.chain(*(wave.buffers.values() for wave in self._waves)))
         if buffers.rows_apart:  # two buffers, in the order in which waves are prepared
             end = max(itertools.chain(*moments), default=0) + MOMENTS
             largest = max((wave.route.numel for wave in self._waves), default=0)
-            apart = [self.arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
+            apart = [Buffer(largest, torch.float32, 0, end) for _ in range(2)]
             for place, number in enumerate(dict.fromkeys(self._order)):
                 self._waves[number].buffers["prepared"] = apart[place % 2]
-        self.arena.place()
+            placed += apart
+        self.arena = Arena(buffers.device, placed, buffers.scratch)
         self.chunks: list[Chunk] = []
         for wave in self._waves:
             wave.make_views(self.arena, len(self.chunks))
@@ -189,13 +186,18 @@ class Exchange:
             return self._all_to_all(returned, tensors["back"], route.returned, route.back, probe)
         if route.updates_by == BROADCAST and self.group.size() > 1:
             probe.received(sum(part.nbytes for owner, part in wave.by_owner if owner != self._rank))
-            return collectives.broadcasts(wave.by_owner, self.group)
+            parts = wave.by_owner
+            return collectives.Works(
+                [dist.broadcast(part, group=self.group, group_src=owner, async_op=True) for owner, part in parts]
+            )
         return collectives.Works()
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe) -> Any:
         probe.received(received.nbytes)
-        by_pairs = self.plan is not None and self.plan.by_pairs
-        return collectives.all_to_all(received, sent, arriving.counts, leaving.counts, self.group, by_pairs=by_pairs)
+        what = received, sent, arriving.counts, leaving.counts, self.group
+        if self.plan is not None and self.plan.by_pairs:
+            return collectives.exchange_pairs(*what)
+        return dist.all_to_all_single(*what, async_op=True)
 
     def _orthogonalize(self, wave: Wave, probe: Probe) -> None:
         """Put the updates of a wave's blocks in their place."""
@@ -263,7 +265,8 @@ class Exchange:
                 is_all = [place for place, _ in ours] == list(range(len(slots)))
                 wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
         if self._normalize is not None:
-            views = wave.slot_views()
+            wide = itertools.chain(*wave.stacks)
+            views = [view.mT if slot.is_tall else view for view, slot in zip(wide, slots, strict=True)]
             for index, places in of_matrix.items():
                 in_order = sorted(places, key=lambda place: slots[place].block or 0)
                 on_device = torch.tensor(places, dtype=torch.int64, device=device)

@@ -63,10 +63,8 @@ class RowSplit:
     def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
         """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`, in the order of their rows."""
         if matrix.ndim != 2 or len(matrix) != self.rows:
-            raise ValueError(
-                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, "
-                f"got {tuple(matrix.shape)}"
-            )
+            wanted = f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows"
+            raise ValueError(f"{wanted}, got {tuple(matrix.shape)}")
         return list(matrix.unflatten(0, (self.groups, -1)).split(self.parts, dim=1))
 
 
@@ -214,19 +212,16 @@ class Layout:
                 raise LayoutError(f"{name}: this name stands for two matrices")
             seen.add(name)
             if (cut := (id(matrix.shards), matrix.shape)) not in checked:
-                self._check_holders(matrix)
+                for rank, shards in Counter(rank for shard in matrix.shards for rank in shard.holders).items():
+                    if not 0 <= rank < self.world_size:
+                        raise LayoutError(f"{name}: rank {rank} is not in a group of {self.world_size}")
+                    if shards > 1:
+                        raise LayoutError(f"{name}: rank {rank} holds {shards} shards; a rank holds one rectangle")
                 matrix.check_tiling()
                 checked.add(cut)
             if split.rows != matrix.shape[0]:
                 blocks = f"{split.groups} x {list(split.parts)}"
                 raise LayoutError(f"{name}: blocks of {blocks} rows do not make its {matrix.shape[0]} rows")
-
-    def _check_holders(self, matrix: Matrix) -> None:
-        for rank, shards in Counter(rank for shard in matrix.shards for rank in shard.holders).items():
-            if not 0 <= rank < self.world_size:
-                raise LayoutError(f"{matrix.name}: rank {rank} is not in a group of {self.world_size}")
-            if shards > 1:
-                raise LayoutError(f"{matrix.name}: rank {rank} holds {shards} shards; a rank holds one rectangle")
 
     def digest(self) -> int:
         """A hash of all that is in the layout, 0 <= digest < 2**63: equal layouts have equal ones, on any rank."""

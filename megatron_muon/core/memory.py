@@ -56,10 +56,9 @@ def aligned(size: int) -> int:
 
 def stacks(blocks: Sequence[tuple[int, int]], cuts: Cuts | None, steps: int = 0) -> Counter[BlockKind]:
     """The stacks that blocks get which are cut so, `Team.cuts`, and how many blocks each has."""
-    cuts = cuts or ((0, 1),) * len(blocks)
-    return Counter(
-        _kind(block, -(-max(block) // count), count, steps) for block, (_, count) in zip(blocks, cuts, strict=True)
-    )
+    counts = [count for _, count in cuts] if cuts else [1] * len(blocks)
+    pairs = zip(blocks, counts, strict=True)
+    return Counter(_kind(block, -(-max(block) // count), count, steps) for block, count in pairs)
 
 
 def _kind(block: tuple[int, int], length: int, team: int, steps: int) -> BlockKind:
@@ -193,9 +192,7 @@ class Memory:
 
     def of_stacks(self, counts: Mapping[BlockKind, int]) -> int:
         """Bytes that iterating over so many blocks of each kind takes beside them."""
-        return max(
-            (self.work_of(kind, count) + self.made_for(kind, count) for kind, count in counts.items()), default=0
-        )
+        return max((self.work_of(*each) + self.made_for(*each) for each in counts.items()), default=0)
 
     def work_of(self, kind: BlockKind, count: int) -> int:
         """Of these the buffers, which exist since construction."""

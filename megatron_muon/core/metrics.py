@@ -17,9 +17,9 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.probe import SILENT, PhaseTimer, synchronize
 from megatron_muon.core.ranks import Alone
-from megatron_muon.core.teams import TeamGroup
 
 _OF_PHASES = {
     "momentum_ms": ("momentum",),

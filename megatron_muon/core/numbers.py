@@ -77,10 +77,8 @@ def check_numbers(values: Any) -> None:
         # Muon takes the common rate where its own is not given.
         low, high = (name if name in given else name.removeprefix("muon_") for name in (lowest, peak))
         if given.get(low, 0.0) > given.get(high, math.inf):
-            raise UserError(
-                f"{flag_of(low)} {given[low]:g} is above {flag_of(high)} {given[high]:g}; choose {flag_of(lowest)} of "
-                f"at most {given[high]:g}"
-            )
+            fault = f"{flag_of(low)} {given[low]:g} is above {flag_of(high)} {given[high]:g}"
+            raise UserError(f"{fault}; choose {flag_of(lowest)} of at most {given[high]:g}")
 
 
 def _finite(flag: str, value: Any, possible: str) -> float:

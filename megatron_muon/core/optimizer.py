@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron_muon.core.exchange import LOCAL, Exchange
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.rows import Rows, local_rows, sharded_like
+from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.core.rules.rule import Part, Rule, Step
 from megatron_muon.core.storage import MomentumStore, Storage
 from megatron_muon.core.wave import Chunk
@@ -81,34 +81,38 @@ class ShardedMuon(torch.optim.Optimizer):
         self._names, self._matrix_names = names, [names[parameter] for parameter in self._matrices]
         for parameter, name in zip(self._matrices, self._matrix_names, strict=True):
             if parameter.ndim not in (2, 3):
-                raise ValueError(
-                    f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {tuple(parameter.shape)}"
-                )
+                found = tuple(parameter.shape)
+                raise ValueError(f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {found}")
         self.exchange, self.rules, self.store = exchange, rules, store
         self.probe: Probe = SILENT
         added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
         for rule in rules:
             added |= rule.settings
         for group in self.param_groups:
-            group.update({name: value for name, value in added.items() if name not in group})
+            group.update(added | group)
         self._weights = weights or Storage(lambda index: local_rows(self._matrices[index]))
         self._skip_missing = skip_missing
         self._missing = set[int]()
         self._failed: torch.Tensor | None = None  # with skip_missing: which matrices some rank cannot update, bool
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
-        self._rows = [Rows(chunk, has_momentum=store is None) for chunk in exchange.chunks]
-        in_order = [index for rows in self._rows for index in rows.indices]
+        chunks, device = exchange.chunks, exchange.arena.memory.device
+        in_order = [index for chunk in chunks for index in chunk.indices]
         assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
-        own = {index: view for rows in self._rows for index, view in zip(rows.indices, rows.momentum, strict=False)}
+        sizes = [chunk.numel for chunk in chunks] if store is None else []
+        self._flat_momentum = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
+        own = {
+            index: view
+            for chunk, flat in zip(chunks, self._flat_momentum, strict=store is None)
+            for index, view in zip(chunk.indices, chunk.views(flat), strict=True)
+        }
         self._shown = {index: sharded_like(self._matrices[index], view) for index, view in own.items()}
         self._momentum = store or Storage(own.__getitem__)
-        device = exchange.arena.memory.device
         self._in_order, self._held_on_device = (
             torch.tensor(indices, dtype=torch.int64, device=device) for indices in (in_order, self._held)
         )
         self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=device)
         self._first_elements = torch.zeros(len(in_order), dtype=torch.float32, device=device)
-        self._first_of = self._first_elements.split([len(rows.indices) for rows in self._rows])
+        self._first_of = self._first_elements.split([len(chunk.indices) for chunk in chunks])
         self._check_groups()
         self.initialize_state()
         exchange.free_buffers()
@@ -212,15 +216,14 @@ class ShardedMuon(torch.optim.Optimizer):
 
         Rows of a matrix that some rank cannot update become NaN, so that no rank updates it.
         """
-        rows = self._rows[chunk.number]
         with self.probe.phase("momentum"):
-            self._collect_gradients(rows)
+            self._collect_gradients(chunk)
             failed = None
             if self._failed is not None:
-                failed = self._failed[rows.index].repeat_interleave(rows.sizes, output_size=chunk.numel)
-            for places, momentum in self._momentum.borrow(rows.indices):
-                flat_momentum = rows.flat_momentum if self.store is None else None
-                part = self._part(rows, places, chunk.prepared, rows.prepared, momentum, flat_momentum, failed)
+                failed = self._failed[chunk.index].repeat_interleave(chunk.sizes, output_size=chunk.numel)
+            flat = None if self.store is not None else self._flat_momentum[chunk.number]
+            for places, momentum in self._momentum.borrow(chunk.indices):
+                part = self._part(chunk, places, chunk.prepared, chunk.prepared_rows, momentum, flat, failed)
                 for rule in self.rules:
                     rule.before(part)
                 self.probe.momentum(part.indices, momentum, self.exchange.replicas)
@@ -228,47 +231,43 @@ class ShardedMuon(torch.optim.Optimizer):
                 chunk.prepared.masked_fill_(failed, torch.nan)
 
     def packed(self, chunk: Chunk) -> None:
-        """The exchange has enqueued all that reads `chunk.prepared`."""
+        """Nothing to do: prepared rows are read in the order of the stream."""
 
     def apply(self, chunk: Chunk) -> None:
         """Last phase: rules change updates and weights, on this rank's rows; where an update is NaN weights stay."""
-        rows, updates = self._rows[chunk.number], chunk.updates
         with self.probe.phase("apply"):
-            torch.index_select(updates, 0, rows.firsts, out=self._first_of[chunk.number])
-            for places, weights in self._weights.borrow(rows.indices):
-                part = self._part(rows, places, updates, rows.updates, weights)
+            torch.index_select(chunk.updates, 0, chunk.firsts, out=self._first_of[chunk.number])
+            for places, weights in self._weights.borrow(chunk.indices):
+                part = self._part(chunk, places, chunk.updates, chunk.updated_rows, weights)
                 for rule in self.rules:
                     rule.after(part)
 
     def _part(
         self,
-        rows: Rows,
+        chunk: Chunk,
         places: range,
         flat: torch.Tensor,
-        views: list[torch.Tensor],
+        rows: list[torch.Tensor],
         state: list[torch.Tensor],
         flat_state: torch.Tensor | None = None,
         failed: torch.Tensor | None = None,
     ) -> Part:
         """Some of a chunk's matrices, as rules see them; rows go where the state is."""
         chosen = slice(places.start, places.stop)
-        if len(places) < len(rows.indices):
-            cut = slice(rows.starts[places.start], rows.starts[places.stop])
-            flat, views, failed = flat[cut], views[chosen], None if failed is None else failed[cut]
+        indices = chunk.indices[chosen]
+        if len(places) < len(chunk.indices):
+            cut = slice(chunk.starts[places.start], chunk.starts[places.stop])
+            flat, rows, failed = flat[cut], rows[chosen], None if failed is None else failed[cut]
         if flat.device != state[0].device:
             flat = flat.to(state[0].device)
-            views = [
-                part.view(one.shape) for part, one in zip(flat.split([v.numel() for v in views]), views, strict=True)
-            ]
-        indices = rows.indices[chosen]
+            parts = flat.split([one.numel() for one in rows])
+            rows = [part.view(one.shape) for part, one in zip(parts, rows, strict=True)]
         parameters, groups = [self._matrices[index] for index in indices], [self._groups[index] for index in indices]
-        first = self._group_of[indices[0]]
-        group = groups[0] if all(self._group_of[index] == first for index in indices) else None
-        return Part(indices, parameters, groups, group, flat, views, state, flat_state, failed)
+        return Part(indices, parameters, groups, flat, rows, state, flat_state, failed)
 
-    def _collect_gradients(self, rows: Rows) -> None:
+    def _collect_gradients(self, chunk: Chunk) -> None:
         """Copy this rank's rows of the gradients to where they are prepared, of matrices that have one."""
-        present = [(view, index) for view, index in zip(rows.prepared, rows.indices, strict=True)
+        present = [(view, index) for view, index in zip(chunk.prepared_rows, chunk.indices, strict=True)
                    if index not in self._missing]  # fmt: skip
         if present:
             gradients = [local_rows(self._matrices[index].grad) for _, index in present]

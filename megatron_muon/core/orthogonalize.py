@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,13 +15,13 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import memory
 from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.route import Stack, make_stacks
+from megatron_muon.core.route import Stack
 from megatron_muon.core.slices import BlockKind, BlockSlice
-from megatron_muon.core.teams import TeamGroup
 
 
 def largest_magnitude(blocks: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
@@ -116,14 +117,11 @@ class Orthogonalizer:
 
     def work_bytes(self, stacks: Iterable[Stack], element_bytes: int) -> dict[str, int]:
         """Bytes of the buffers that iterating over any of these stacks takes, by name."""
-        most: dict[str, int] = {}
-        for stack in stacks:
-            kind = stack.kind
-            count = min(self._together(kind), len(stack.slots))
-            sizes = memory.work_bytes(self.iteration, kind, count, element_bytes)
-            for name, size in sizes.items():
-                most[name] = max(most.get(name, 0), size)
-        return most
+        most = Counter[str]()
+        for kind, _, slots in stacks:
+            count = min(self._together(kind), len(slots))
+            most |= Counter(memory.work_bytes(self.iteration, kind, count, element_bytes))
+        return dict(most)
 
     def _together(self, kind: BlockKind) -> int:
         device = "cpu" if self.device.type == "cpu" else "cuda"
@@ -144,6 +142,7 @@ class Orthogonalizer:
         fp32.
         """
         all_marks, together = [], self._together(kind)
+        total = None if team is None else functools.partial(team.total, probe=probe)
         for number, part in enumerate(stack.split(together) if together < len(stack) else (stack,)):
             scratch = None if work is None or part.dtype != self.dtype else work.take("wide", part, part.shape)
             largest = largest_magnitude(part, scratch)
@@ -152,7 +151,7 @@ class Orthogonalizer:
             factor = unit_factor(largest)
             least_norm = factor * self.eps if self.eps else None
             start = to_unit_magnitude(part, self.dtype, factor, work)
-            updates = self._iterate(start, kind, least_norm, team, probe, work)
+            updates = self._iterate(start, kind, least_norm, total, work)
             if number == 0:
                 probe.block(updates[0], kind.scale, team)
             marks = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32).mul_(0.0)
@@ -162,11 +161,9 @@ class Orthogonalizer:
 
     def kernel_kinds(self, slots: Sequence[BlockSlice]) -> list[BlockKind]:
         """The kinds of these blocks whose products the symmetric kernel forms; none where it is not used."""
-        if self.iteration.products is not KERNEL:
-            return []
+        kinds = {slot.kind(self.scale(slot.of)) for slot in slots} if self.iteration.products is KERNEL else set()
         # Also where X X^T is formed by a dense product, squares of it may be the kernel's.
-        kinds = (stack.kind for stack in make_stacks(slots, self.scale))
-        return [kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0]
+        return sorted(kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0)
 
     def warm_up(self, kinds: Iterable[BlockKind]) -> None:
         """Compile the symmetric kernel for these kinds; in a step others would wait for that in a collective.
@@ -181,8 +178,7 @@ class Orthogonalizer:
         start: torch.Tensor,
         kind: BlockKind,
         least_norm: torch.Tensor | None = None,
-        team: TeamGroup | None = None,
-        probe: Probe = SILENT,
+        total: ns.Total | None = None,
         work: ns.Work | None = None,
     ) -> torch.Tensor:
         """The scaled updates of blocks whose largest magnitude is near 1, of the iteration's dtype."""
@@ -192,9 +188,8 @@ class Orthogonalizer:
         iterate: Callable[..., torch.Tensor] = ns.standard
         if iteration.method_for(kind.smaller, kind.longer, kind.team) == GRAM:
             iterate = functools.partial(ns.gram, runs=iteration.runs)
-        total: ns.Total | None = None
-        if kind.ranks:
-            total = torch.clone if team is None else functools.partial(team.total, probe=probe)
+        if kind.ranks and total is None:  # compiling alone
+            total = torch.clone
         # Setting the precision of fp32 products fails beside torch's newer switches, so not where there are none.
         half, precision = self.iteration.half, self.iteration.precision
         with _sums_in_fp32() if half else eo_utils.fp32_matmul_precision(precision):

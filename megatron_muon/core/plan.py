@@ -1,4 +1,4 @@
-"""Who orthogonalises which matrix, and in which waves the rows travel.
+"""Who orthogonalises which matrix, in which waves the rows travel, and when each wave goes on.
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. Owners are given by `assignment`; the matrices that travel are cut into waves that fit memory.
@@ -33,6 +33,24 @@ MIN_WAVES = 3
 SMALL_BYTES = 2**22
 """What travels in one wave, where it is no more: a collective's own time is longer than what it could overlap (hidden
 size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
+
+STAGES = 4
+"""Of a wave: until its rows travel, until they are orthogonalised, until updates travel, until they are applied."""
+MOMENTS = 3
+"""Of a stage, for the lifetime of buffers: what arrived is waited for, copied, and then used."""
+
+LIFETIMES = {
+    "prepared": ((0, 0), (0, 2)),
+    "send": ((0, 0), (1, 0)),
+    "own": ((0, 0), (1, 1)),
+    "receive": ((0, 0), (1, 1)),
+    "stacks": ((1, 1), (2, 2)),
+    "work": ((1, 2), (1, 2)),
+    "back": ((2, 0), (3, 0)),
+    "returned": ((2, 0), (3, 2)),
+    "updates": ((3, 0), (3, 2)),
+}
+"""From which stage and moment of a wave on a buffer is needed, and until when."""
 
 
 @dataclass(frozen=True)
@@ -176,15 +194,7 @@ def make_plan(
 
 
 class _Needs:
-    """Bytes that matrices with these owners take on the rank that has most, and the waves that follow.
-
-    Attributes:
-        single: of a wave of one matrix.
-        busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
-        beside: beside the waves: temporaries, or matrices that need no wire.
-        smallest: of a step in which every wave is of one matrix.
-        usual: of a step that keeps all ranks at work.
-    """
+    """Bytes that matrices with these owners take on the rank that has most, and the waves that follow."""
 
     def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
         self._layout, self._memory, self.teams = layout, memory, teams
@@ -196,19 +206,21 @@ class _Needs:
             else:
                 self.travelling.append(index)
         self._in_wave = {index: self._bytes_in_wave(index) for index in self.travelling}
+        # Of a wave of one matrix.
         self.single = max((int(sizes.max()) for _, sizes in self._in_wave.values()), default=0)
-        alike = Counter(
-            (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
-            for matrix, team in ((layout.matrices[index], teams[index]) for index in self.travelling)
-        )
+        pairs = ((layout.matrices[index], teams[index]) for index in self.travelling)
+        alike = Counter((tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps) for matrix, team in pairs)
         taken = [memory.of_owners(*kind) for kind in alike]
+        # Of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
         self.busy = max((each.wave for each in taken), default=0)
         kinds: Counter[BlockKind] = Counter()
         for (blocks, cuts, _, steps), count in alike.items():
             kinds.update({kind: each * count for kind, each in stacks(blocks, cuts, steps).items()})
         fillers = [memory.whole([layout.matrices[index]]) for index in itertools.chain(*self.whole)]
         least_beside = max([0, *fillers, *(each.beside for each in taken)])
+        # Beside the waves: temporaries, or matrices that need no wire.
         self.beside = max(memory.of_stacks(kinds), least_beside)
+        # Of a step in which every wave is of one matrix, and of one that keeps all ranks at work.
         self.smallest = memory.of_step(self.single, least_beside)
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 
@@ -232,10 +244,8 @@ class _Needs:
                 sizes[here] = np.maximum(size, memory.moment.held * elements[here])
             else:
                 sizes[here] += size
-        return (
-            np.append(held.ranks, list(others)).astype(np.int64),
-            np.append(sizes, list(others.values())).astype(np.int64),
-        )
+        ranks = np.append(held.ranks, list(others)).astype(np.int64)
+        return ranks, np.append(sizes, list(others.values())).astype(np.int64)
 
     def waves(self, wave_bytes: int) -> tuple[tuple[int, ...], ...]:
         """The travelling matrices in waves in which owners have their share of work and no rank's buffer overflows.
@@ -292,3 +302,28 @@ def _fitting_needs(
     needs = min((of(each, 1) for each in smaller), key=lambda each: each.smallest)
     memory.check(buffer_bytes, needs.smallest, layout)
     return needs
+
+
+def schedule(travelling: int, local: int) -> list[int]:
+    """The waves in the order in which they go on, those that do not travel numbered behind those that do.
+
+    While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way; before its own updates
+    leave, those of wave k-1 are applied, so that no more than three waves hold memory.
+    """
+    rest = iter(range(travelling, travelling + local))
+    beside = -(-local // max(travelling, 1))
+    order = [0] if travelling else []
+    for wave in range(travelling):
+        order += [wave + 1] if wave + 1 < travelling else []
+        order += [number for number in itertools.islice(rest, beside) for _ in range(STAGES)]
+        order += [wave, *([wave - 1] if wave else []), wave]
+    order += [travelling - 1] if travelling else []
+    return order + [number for number in rest for _ in range(STAGES)]
+
+
+def moments_of(order: Sequence[int]) -> list[list[int]]:
+    """For each wave the first moment of each of its stages, by the order in which waves go on."""
+    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    for moment, number in enumerate(order):
+        moments[number].append(moment * MOMENTS)
+    return moments

@@ -16,7 +16,7 @@ import torch
 from megatron_muon.core.slices import BlockSlice
 
 if TYPE_CHECKING:
-    from megatron_muon.core.teams import TeamGroup
+    from megatron_muon.core.collectives import TeamGroup
 
 PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for

@@ -158,9 +158,7 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     default = c10d._get_default_group()
     hashed, device = c10d._hash_ranks_to_str, default.bound_device_id
     c10d._hash_ranks_to_str, default.bound_device_id = lambda ranks: name, None
-    order: dict[str, Any] = (
-        {} if members == sorted(members) else {"sort_ranks": False}
-    )  # which torch 2.11 does not have
+    order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch 2.11 does not have it
     try:
         made: dist.ProcessGroup = dist.new_group(
             members, _timeout(), dist.get_backend(group), use_local_synchronization=True, **order

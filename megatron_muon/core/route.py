@@ -2,7 +2,7 @@
 
 A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
 last. From there they go to a buffer that is sent, or to one that stays here (`own`), and then into the stacks; updates
-go the same way back. Every way is a list of `copies.Copy`.
+go the same way back. Every way is a list of `arena.Copy`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_muon.core.copies import Copy, Strided
+from megatron_muon.core.arena import Copy, Strided
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team
 
@@ -84,10 +84,9 @@ class Route:
     own_to_stacks: list[Copy]
     back: Way  # stacks -> updates for other ranks
     returned: Way  # updates, this rank's own last -> rows; counts of others; with broadcasts of all, in rank order
-    own_updates: Way  # stacks -> this rank's own part of `returned`
+    own_updates: list[Copy]  # stacks -> this rank's own part of `returned`
     rows_by: str
     updates_by: str
-    padding: int = 0  # with an all-gather of rows, elements of the largest shard
 
     @property
     def numel(self) -> int:
@@ -124,9 +123,9 @@ def make_route(
     rank: int,
     scale: Callable[[tuple[int, int]], float],
     *,
-    number: int | None,
-    rows_by: str = ALL_TO_ALL,
-    updates_by: str = ALL_TO_ALL,
+    number: int | None = None,
+    rows_by: str = NOWHERE,
+    updates_by: str = NOWHERE,
 ) -> Route:
     """This rank's part in wave `number`, of the matrices with these indices; `scale` is of a shape's update.
 
@@ -138,44 +137,45 @@ def make_route(
     stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
     units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
     ours = [unit for unit in units if unit.owner == rank]
-    sent = _laid_out(world, [(unit.owner, unit) for unit in units if unit.owner != rank and unit.source == rank])
-    own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
-    received = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
+    others = [unit for unit in units if unit.owner != rank]
+    send_counts, sent = _laid_out(world, [(unit.owner, unit) for unit in others if unit.source == rank])
+    own_counts, own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
+    receive_counts, arrived = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
     holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
-    back = _laid_out(world, holders if updates_by == ALL_TO_ALL else [])
+    back_counts, back = _laid_out(world, holders if updates_by == ALL_TO_ALL else [])
     # Own updates come last; but an owner broadcasts from the place that its updates have on all ranks.
     last = rank if updates_by == BROADCAST else world
     held_units = [unit for unit in units if rank in unit.shard.holders]
-    updates = _laid_out(world + 1, [(last if unit.owner == rank else unit.owner, unit) for unit in held_units])
-    own_updates = [(at, unit) for at, unit in updates.placed if unit.owner == rank]
-    padding, arrived = 0, received.placed
+    by_owner = [(last if unit.owner == rank else unit.owner, unit) for unit in held_units]
+    returned_counts, updates = _laid_out(world + 1, by_owner)
     if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
-        padding = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
-        arrived = [(unit.source * padding, unit) for unit in ours]
-    order = list(dict.fromkeys(unit.of for _, unit in updates.placed))
+        padded = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
+        own_counts, receive_counts = [padded], [padded] * world
+        arrived = [(unit.source * padded, unit) for unit in ours]
+    order = list(dict.fromkeys(unit.of for _, unit in updates))
     starts = dict(zip(order, itertools.accumulate((held[index].numel for index in order), initial=0), strict=False))
 
     def from_rows(placed: _Placed) -> list[Copy]:
-        return [
-            Copy((unit.rows, unit.cols), unit.in_rows(starts[unit.of]), Strided(at, (unit.cols, 1)))
-            for at, unit in placed
-        ]
+        copies = []
+        for at, (index, _, _, shard, row, rows, col, cols, _) in placed:
+            first = starts[index] + (row - shard.row_start) * shard.cols + col - shard.col_start
+            copies.append(Copy((rows, cols), Strided(first, (shard.cols, 1)), Strided(at, (cols, 1))))
+        return copies
 
     return Route(
         number,
         indices,
         [HeldShard(index, held[index], start) for index, start in starts.items()],
         stacks,
-        send=Way(sent.counts, from_rows(sent.placed)),
-        own=Way(own.counts, from_rows(own.placed)),
-        receive=Way(received.counts, _to_stacks(arrived)),
-        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own.placed),
-        back=Way(back.counts, _reversed(_to_stacks(back.placed))),
-        returned=Way(updates.counts[:world], _reversed(from_rows(updates.placed))),
-        own_updates=Way([sum(unit.numel for _, unit in own_updates)], _reversed(_to_stacks(own_updates))),
+        send=Way(send_counts, from_rows(sent)),
+        own=Way(own_counts, from_rows(own)),
+        receive=Way(receive_counts, _to_stacks(arrived)),
+        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own),
+        back=Way(back_counts, _reversed(_to_stacks(back))),
+        returned=Way(returned_counts[:world], _reversed(from_rows(updates))),
+        own_updates=_reversed(_to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])),
         rows_by=rows_by,
         updates_by=updates_by,
-        padding=padding,
     )
 
 
@@ -191,15 +191,6 @@ class _Unit(NamedTuple):
     col: int
     cols: int
     parts: list[tuple[Stack, int, Piece]]
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
-
-    def in_rows(self, start: int) -> Strided:
-        """In the rows of its shard, which begin at `start`."""
-        row, col = self.row - self.shard.row_start, self.col - self.shard.col_start
-        return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
 
 
 _Placed = list[tuple[int, _Unit]]
@@ -229,31 +220,21 @@ def _units(
             ours = [found for found in slots[index] if part in (None, found[2])] if owner == rank else []
             for shard in matrix.shards if owner == rank else here:
                 source = shard.rank if is_gather else shard.source(owner, layout.world_size)
-                if part is None:
-                    rectangle = (shard.row_start, shard.rows, shard.col_start, shard.cols)
-                    parts = [(stack, place, piece) for stack, place, slot in ours for piece in slot.pieces(shard)]
-                    yield _Unit(index, owner, source, shard, *rectangle, parts)
-                else:
-                    for piece in part.pieces(shard):
-                        parts = [(stack, place, piece) for stack, place, _ in ours]
-                        yield _Unit(index, owner, source, shard, *piece[:4], parts)
+                whole = Piece(shard.row_start, shard.rows, shard.col_start, shard.cols, 0, 0)
+                for piece in [whole] if part is None else part.pieces(shard):
+                    of_slots = [(found, found[2].pieces(shard) if part is None else [piece]) for found in ours]
+                    parts = [(stack, place, each) for (stack, place, _), pieces in of_slots for each in pieces]
+                    yield _Unit(index, owner, source, shard, *piece[:4], parts)
 
 
-class _Buffer(NamedTuple):
-    """A buffer's elements for each rank, and its units."""
-
-    counts: list[int]
-    placed: _Placed
-
-
-def _laid_out(ranks: int, units: Sequence[tuple[int, _Unit]]) -> _Buffer:
-    """Units, each with the rank at its other end, one after the other by rank."""
+def _laid_out(ranks: int, units: Sequence[tuple[int, _Unit]]) -> tuple[list[int], _Placed]:
+    """A buffer's elements for each rank, and its units, each given with its rank, one after the other by rank."""
     counts, placed, at = [0] * ranks, [], 0
     for rank, unit in sorted(units, key=itemgetter(0)):
         placed.append((at, unit))
-        at += unit.numel
-        counts[rank] += unit.numel
-    return _Buffer(counts, placed)
+        at += unit.rows * unit.cols
+        counts[rank] += unit.rows * unit.cols
+    return counts, placed
 
 
 def _to_stacks(placed: _Placed) -> list[Copy]:

@@ -7,7 +7,7 @@ a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -57,11 +57,6 @@ class Piece(NamedTuple):
     cols: int
     slice_row: int
     slice_col: int
-
-    @property
-    def numel(self) -> int:
-        """Number of its elements."""
-        return self.rows * self.cols
 
 
 @dataclass(frozen=True)
@@ -165,15 +160,7 @@ class Team:
 
     def slots(self, index: int, matrix: Matrix) -> list[BlockSlice]:
         """The same block by block, also of one owner."""
-        return blocks_of(index, matrix, self.ranks[0]) if self.cuts is None else self.slices(index, matrix)
-
-
-def blocks_of(index: int, matrix: Matrix, rank: int) -> list[BlockSlice]:
-    """The blocks of a matrix that one rank owns alone."""
-    return [
-        BlockSlice(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
-        for block, shape in enumerate(matrix.blocks)
-    ]
+        return replace(self, cuts=self.cuts or ((0, 1),) * len(matrix.blocks)).slices(index, matrix)
 
 
 def _part(side: int, place: int, count: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A wave's route with its buffers: views and copies that exist from construction on, which `exchange` carries out."""
+"""A wave on this rank: its route with buffers, views and copies, made at construction, which `exchange` carries out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,42 @@ from typing import NamedTuple
 import torch
 
 from megatron_muon.core.arena import Arena, Buffer, Copies
+from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.newton_schulz import Work
+from megatron_muon.core.plan import LIFETIMES
 from megatron_muon.core.route import BROADCAST, HeldShard, Route, from_chunk, parts_of_rows, to_chunk
-from megatron_muon.core.schedule import LIFETIMES
-from megatron_muon.core.teams import TeamGroup
 
 
-class Chunk(NamedTuple):
-    """Rows of a wave that are prepared together, and whose updates are applied together."""
+class Chunk:
+    """Rows of a wave that are prepared together, and whose updates are applied together.
 
-    number: int  # over all waves of the exchange
-    rows: tuple[HeldShard, ...]  # with their first elements in the chunk
-    numel: int
-    prepared: torch.Tensor  # where prepared rows go, flat, fp32
-    updates: torch.Tensor  # where updates come, flat, fp32; NaN where one is not finite
+    Attributes:
+        number: over all waves of the exchange.
+        rows: this rank's shards, with their first elements in the chunk; `indices` are their matrices.
+        starts: these first elements, and the end, `numel`.
+        prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update is not finite.
+        prepared_rows, updated_rows: views of both, `(rows, cols)` each.
+        firsts, sizes, index: first elements, numbers of elements and matrices on the device, int64.
+    """
+
+    def __init__(
+        self, number: int, rows: Sequence[HeldShard], numel: int, prepared: torch.Tensor, updates: torch.Tensor
+    ) -> None:
+        self.number, self.rows, self.numel, self.prepared, self.updates = number, rows, numel, prepared, updates
+        self.indices = [held.of for held in rows]
+        self.starts = [*(held.start for held in rows), numel]
+        self.prepared_rows, self.updated_rows = self.views(prepared), self.views(updates)
+        self.firsts, self.sizes, self.index = (
+            torch.tensor(numbers, dtype=torch.int64, device=prepared.device)
+            for numbers in (self.starts[:-1], [held.shard.numel for held in rows], self.indices)
+        )
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of each matrix `(rows, cols)` in a flat tensor of the chunk's elements."""
+        return [
+            flat[held.start : held.start + held.shard.numel].view(held.shard.rows, held.shard.cols)
+            for held in self.rows
+        ]
 
 
 class Agreement(NamedTuple):
@@ -45,7 +67,7 @@ class Wave:
         rows_apart: prepared rows lie in a buffer that is given to it.
 
     Attributes:
-        buffers, tensors: by name; see `schedule.LIFETIMES`.
+        buffers, tensors: by name; see `plan.LIFETIMES`.
         chunks: its rows.
         pack: for each chunk, the copies of prepared rows to what is sent and to what stays.
         unpack: copies from there to the stacks, which are `(count, smaller, length)` each.
@@ -64,7 +86,6 @@ class Wave:
         when: Sequence[int],
         *,
         chunk_numel: int,
-        world_size: int,
         rows_apart: bool,
     ) -> None:
         self.route = route
@@ -74,8 +95,8 @@ class Wave:
         sizes = {
             "prepared": (0 if rows_apart else chunk, torch.float32),
             "send": (route.send.numel, wire),
-            "own": (route.padding or route.own.numel, wire),
-            "receive": (route.padding * world_size or route.receive.numel, wire),
+            "own": (route.own.numel, wire),
+            "receive": (route.receive.numel, wire),
             "stacks": (route.stacked, wire),
             "work": (self.work.nbytes, torch.uint8),
             "back": (route.back.numel, wire),
@@ -86,7 +107,6 @@ class Wave:
         for name, (numel, dtype) in sizes.items():
             (first, after), (last, until) = LIFETIMES[name]
             self.buffers[name] = Buffer(numel, dtype, when[first] + after, when[last] + until)
-        self.tensors: dict[str, torch.Tensor] = {}
         self.agreements: list[Agreement] = []
         self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
 
@@ -101,7 +121,7 @@ class Wave:
         for number, (rows, numel) in enumerate(self._parts, first_chunk):
             start = rows[0].start
             prepared, updates = tensors["prepared"][:numel], tensors["updates"][:numel]
-            moved = tuple(held._replace(start=held.start - start) for held in rows)
+            moved = [held._replace(start=held.start - start) for held in rows]
             self.chunks.append(Chunk(number, moved, numel, prepared, updates))
             within = range(start, start + numel)
             ways = (("send", route.send.copies), ("own", route.own.copies))
@@ -109,16 +129,9 @@ class Wave:
             self.assemble.append(Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates))
         stacks = tensors["stacks"]
         arrived = (("receive", route.receive.copies), ("own", route.own_to_stacks))
-        leaving = (("back", route.back.copies), ("returned", route.own_updates.copies))
+        leaving = (("back", route.back.copies), ("returned", route.own_updates))
         self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
         self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
         parts = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
         self.by_owner = [(owner, part) for owner, part in enumerate(parts) if part.numel()]
-
-    def slot_views(self) -> list[torch.Tensor]:
-        """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""
-        views = []
-        for stack, of in zip(self.stacks, self.route.stacks, strict=True):
-            views += [wide.mT if slot.is_tall else wide for wide, slot in zip(stack.unbind(), of.slots, strict=True)]
-        return views

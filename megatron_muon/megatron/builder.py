@@ -21,7 +21,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer, largest_magnitude, 
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import local_rows, sharded_like
-from megatron_muon.core.rules.decay import aligned
+from megatron_muon.core.rules.plain import aligned
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
 from megatron_muon.fsdp.shards import layout_of

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.build import gathered_exchange, owner_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import Buffers, Exchange
+from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, row_sharded, whole
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -74,8 +74,8 @@ def make(
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
     return (
-        gathered_exchange(layout, world, orthogonalizer, Buffers(device)),
-        owner_exchange(plan, world, orthogonalizer, Buffers(device), wire_dtype=torch.float32),
+        exchange_by(GATHERED, layout, world, orthogonalizer, Buffers(device)),
+        exchange_by(OWNER, layout, world, orthogonalizer, Buffers(device), plan=plan),
     )
 
 

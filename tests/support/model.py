@@ -254,7 +254,7 @@ def sabotaged(how: str) -> Iterator[None]:
             for held in chunk.rows:
                 there = slice(held.start, held.start + held.shard.numel)
                 shard = chunk.prepared[there].view(held.shard.rows, held.shard.cols)
-                chunk.updates[there] = orthogonalized(orthogonalizer, shard)[0].view(-1)
+                chunk.updates[there] = orthogonalized(orthogonalizer, shard).view(-1)
             rows.apply(chunk)
 
     orthogonalize, of_wave, end = Orthogonalizer.orthogonalize_stack, Exchange._orthogonalize, Hyperball.end

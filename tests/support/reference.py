@@ -67,11 +67,9 @@ def in_projection(name: str) -> list[tuple[str, int]]:
     """The parts of Mamba's or GatedDeltaNet's `in_proj` and their rows, in the order of their forward passes."""
     size = HYBRID
     if "mixer" in name:
-        inner, state = (
-            size["mamba_num_heads"] * size["mamba_head_dim"],
-            size["mamba_num_groups"] * size["mamba_state_dim"],
-        )
-        return [("z", inner), ("x", inner), ("B", state), ("C", state), ("dt", size["mamba_num_heads"])]
+        heads, state = size["mamba_num_heads"], size["mamba_num_groups"] * size["mamba_state_dim"]
+        inner = heads * size["mamba_head_dim"]
+        return [("z", inner), ("x", inner), ("B", state), ("C", state), ("dt", heads)]
     keys, values = (size[f"linear_num_{kind}_heads"] * size[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
     heads = size["linear_num_value_heads"]
     return [("query", keys), ("key", keys), ("value", values), ("z", values), ("beta", heads), ("alpha", heads)]

@@ -8,24 +8,21 @@ import torch
 
 from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.slices import blocks_of
+from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Chunk
 
 
-def orthogonalized(
-    orthogonalizer: Orthogonalizer, matrix: torch.Tensor, split: RowSplit | None = None
-) -> tuple[torch.Tensor, bool]:
-    """The scaled update of a whole matrix `(rows, cols)` fp32, zero where it is not finite, and whether it is."""
+def orthogonalized(orthogonalizer: Orthogonalizer, matrix: torch.Tensor, split: RowSplit | None = None) -> torch.Tensor:
+    """The scaled update of a whole matrix `(rows, cols)` fp32, zero where it is not finite."""
     described = Matrix("w", (matrix.shape[0], matrix.shape[1]), split=split)  # type: ignore[arg-type]
-    update, is_finite = matrix.clone(), True
-    slots = blocks_of(0, described, 0)
+    update = matrix.clone()
+    slots = Team((0,), ()).slots(0, described)
     for slot, block in zip(slots, described.split.views(update), strict=True):
         flat = block.reshape(slot.of)
         wide = flat.mT.contiguous() if slot.is_tall else flat.clone()
-        marks = orthogonalizer.orthogonalize_stack(wide[None], slot.kind(orthogonalizer.scale(slot.of)))
-        is_finite = is_finite and bool((marks == 0.0).all())
+        orthogonalizer.orthogonalize_stack(wide[None], slot.kind(orthogonalizer.scale(slot.of)))
         block.copy_((wide.mT if slot.is_tall else wide).view(block.shape))
-    return update if is_finite else torch.zeros_like(update), is_finite
+    return update if update.isfinite().all() else torch.zeros_like(update)
 
 
 class ByMatrix:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_muon.core.build import owner_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.exchange import OWNER, Buffers
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
@@ -74,7 +74,9 @@ def on_fake_gpu(**variant: Any) -> Iterator[ShardedMuon]:
             Iteration(precision="medium"), scaled="moment2" not in variant, device=machine.DEVICE
         )
         plan = make_plan(layout, [float(rows * cols) for rows, cols in SHAPES], buffer_bytes=2 << 20, memory=Memory(2))
-        exchange = owner_exchange(plan, group, orthogonalizer, Buffers(machine.DEVICE), wire_dtype=torch.bfloat16)
+        exchange = exchange_by(
+            OWNER, layout, group, orthogonalizer, Buffers(machine.DEVICE), wire_dtype=torch.bfloat16, plan=plan
+        )
         scales = [orthogonalizer.row_scales(matrix).to(machine.DEVICE) for matrix in layout.matrices]
         held = Held(layout, group, machine.DEVICE, [1] * len(SHAPES), scales=scales)
         rules = make_rules(chosen_rules(**variant), held, {"nesterov": True, "beta2": 0.95, "eps": 1e-8})

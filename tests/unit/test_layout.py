@@ -78,37 +78,27 @@ def test_cuts_need_not_form_a_grid() -> None:
     Layout(world_size=5, matrices=(pinwheel,))
 
 
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ([shard(0, range(0, 3), range(4))], "no rank holds row 3, column 0"),
-        ([shard(0, range(0, 6), range(3))], "no rank holds row 0, column 3"),
-        (
-            [shard(0, range(0, 4), range(4)), shard(1, range(3, 6), range(4))],
-            "several ranks hold row 3, column 0",
-        ),
-        ([shard(0, range(0, 7), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
-        ([shard(0, range(-1, 6), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
-        ([shard(0, range(6), range(4)), shard(1, range(6, 6), range(4))], "rank 1 has an empty shard"),
-        ([], "no rank holds"),
-    ],
-)
-def test_the_message_names_the_place(shards: list[Shard], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        Layout(world_size=2, matrices=(matrix(*shards),))
+WHOLE = shard(0, range(6), range(4))
 
 
 @pytest.mark.parametrize(
     ("matrices", "message"),
     [
-        ([matrix(shard(0, range(6), range(4)))] * 2, "w: this name stands for two matrices"),
+        ([matrix(shard(0, range(3), range(4)))], "no rank holds row 3, column 0"),
+        ([matrix(shard(0, range(6), range(3)))], "no rank holds row 0, column 3"),
+        ([matrix(shard(0, range(4), range(4)), shard(1, range(3, 6), range(4)))], "several ranks hold row 3, column 0"),
+        ([matrix(shard(0, range(7), range(4)))], "the shard of rank 0 leaves the matrix 6 x 4"),
+        ([matrix(shard(0, range(-1, 6), range(4)))], "the shard of rank 0 leaves the matrix 6 x 4"),
+        ([matrix(WHOLE, shard(1, range(6, 6), range(4)))], "rank 1 has an empty shard"),
+        ([matrix()], "no rank holds"),
+        ([matrix(WHOLE)] * 2, "w: this name stands for two matrices"),
         ([matrix(shard(-1, range(6), range(4)))], "rank -1 is not in a group of 2"),
         ([matrix(shard(2, range(6), range(4)))], "rank 2 is not in a group of 2"),
         ([matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))], "rank 0 holds 2 shards"),
         ([row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))], "blocks of 2 x .* do not make its 6 rows"),
     ],
 )
-def test_names_ranks_and_blocks_are_checked(matrices: list[Matrix], message: str) -> None:
+def test_a_fault_is_named_with_its_place(matrices: list[Matrix], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Layout(world_size=2, matrices=tuple(matrices))
 

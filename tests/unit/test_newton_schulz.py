@@ -22,7 +22,7 @@ from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Itera
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
 from megatron_muon.core.route import make_stacks
-from megatron_muon.core.slices import Team, blocks_of
+from megatron_muon.core.slices import Team
 
 QUINTIC = ns.coefficients("quintic", 5)
 
@@ -30,9 +30,13 @@ QUINTIC = ns.coefficients("quintic", 5)
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.005}
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def conditioned(m: int, n: int, condition: float, seed: int = 0) -> torch.Tensor:
     """A `(1, m, n)` fp32 block whose singular values fall evenly on a logarithmic scale from 1 to 1 / condition."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     u, _ = torch.linalg.qr(torch.randn(m, m, dtype=torch.double, generator=generator))
     v, _ = torch.linalg.qr(torch.randn(n, m, dtype=torch.double, generator=generator))
     values = torch.logspace(0, -math.log10(condition), m, dtype=torch.double)
@@ -87,7 +91,7 @@ def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
 @pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "aol"])
 def test_the_standard_iteration_is_emerging_optimizers_in_fp32(coefficient_type: str, shape: tuple[int, int]) -> None:
     """The norm goes into the first step's small matrices: a last bit may differ, which six steps enlarge."""
-    stack = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)) * 1e-3
+    stack = torch.randn(3, *shape, generator=seeded(0)) * 1e-3
     found = ns.standard(started(stack, torch.float32), ns.coefficients(coefficient_type, 6))
     with eo_utils.fp32_matmul_precision("highest"):
         expected = newton_schulz(stack, steps=6, coefficient_type=coefficient_type)
@@ -96,7 +100,7 @@ def test_the_standard_iteration_is_emerging_optimizers_in_fp32(coefficient_type:
 
 def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
     """A `(1, m, n)` block of rank 8 with a hundredth of noise, as momentum is in a run's first steps."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     left, right, noise = (torch.randn(*shape, generator=generator) for shape in ((m, 8), (8, n), (m, n)))
     return (left @ right + 0.01 * noise)[None]
 
@@ -126,10 +130,6 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(
             errors.append(float((update.double() - exact).norm() / exact.norm()))
     assert sum(ours) <= 1.02 * sum(theirs)
     assert sum(twice) > 1.025 * sum(theirs)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
@@ -181,16 +181,15 @@ def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
 def test_the_device_decides_from_which_ratio_gram_pays() -> None:
     """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 17, equal at 2."""
     n = 2048
-    kernel = Iteration(products=KERNEL)
+    kernel, standard = Iteration(products=KERNEL), Iteration(method=STANDARD, products=KERNEL)
     assert kernel.method_for(n, 15 * n // 8) == STANDARD
     assert kernel.method_for(n, 17 * n // 8) == GRAM
     assert Iteration(products=DENSE).method_for(n, 15 * n // 8) == GRAM
-    assert Iteration(method=STANDARD, products=KERNEL).flops(n, 4 * n) == (15 * 4 + 5) * n**3
+    assert standard.flops(n, 4 * n) == (15 * 4 + 5) * n**3
     assert Iteration(method=GRAM, products=KERNEL).flops(n, 4 * n) == (9 * 4 + 17) * n**3
     small = KERNEL.from_rows - 8
     assert kernel.flops(small, 4 * small) == Iteration(products=DENSE).flops(small, 4 * small)
-    odd = Iteration(method=STANDARD, products=KERNEL)
-    assert odd.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
+    assert standard.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
     assert Iteration(method=STANDARD, products=HALVES).flops(512, 512) == 5 * (1.5 + 1.5 + 2) * 512**3
 
 
@@ -233,40 +232,40 @@ def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(kernel, monke
     torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
 
 
-@pytest.mark.parametrize("steps", [0, 3, 7])
-def test_the_symmetric_kernel_is_compiled_before_the_first_step(kernel, steps: int) -> None:
-    """In a step the other ranks waited for compilations in a collective, also with `--muon-ns-steps-for`."""
+ALONE, OF_TWO = Team((0,), ()), Team((1, 0), (), ((0, 2),))
+"""One owner, and a team of which rank 0 has the second part of each block."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "team", "shapes", "sizes"),
+    [
+        *(
+            (steps, ALONE, ((16, 40), (40, 16), (24, 24), (8, 40)), [(16, 16), (16, 40), (24, 24)])
+            for steps in (0, 3, 7)
+        ),
+        (3, OF_TWO, ((40, 16),), [(16, 16), (16, 24)]),
+        (3, OF_TWO, ((16, 48),), [(16, 16), (16, 24)]),
+    ],
+)
+def test_the_symmetric_kernel_is_compiled_before_the_first_step(
+    kernel, steps: int, team: Team, shapes: tuple[tuple[int, int], ...], sizes: list[tuple[int, int]]
+) -> None:
+    """In a step the other ranks waited for compilations in a collective, also with `--muon-ns-steps-for` and teams."""
     orthogonalizer = orthogonalize.Orthogonalizer()
-    matrices = [Matrix("w", shape, steps=steps) for shape in ((16, 40), (40, 16), (24, 24), (8, 40))]
-    slots = [slot for index, matrix in enumerate(matrices) for slot in blocks_of(index, matrix, 0)]
+    matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
+    slots = [slot for index, matrix in enumerate(matrices) for slot in team.slots(index, matrix) if slot.rank == 0]
     kinds = orthogonalizer.kernel_kinds(slots)
-    assert orthogonalize.kernel_operands(kinds) == [(16, 16), (16, 40), (24, 24)]
+    assert orthogonalize.kernel_operands(kinds) == sizes
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
-    assert {call[:2] for call in compiled} == {(16, 16), (16, 40), (24, 24)}
+    assert {call[:2] for call in compiled} == set(sizes)
     kernel.clear()
+    sums: Any = SimpleNamespace(ranks=team.ranks, total=lambda part, probe: part, largest=lambda values: values)
     for of in make_stacks(slots, orthogonalizer.scale):
-        orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind)
+        part = torch.randn(of.shape).bfloat16()
+        orthogonalizer.orthogonalize_stack(part, of.kind, sums if of.kind.ranks else None)
     assert set(kernel) == compiled
     assert orthogonalize.Orthogonalizer(Iteration(precision="high")).kernel_kinds(slots) == []
-
-
-@pytest.mark.parametrize("block", [(40, 16), (16, 48)])
-def test_the_symmetric_kernel_is_compiled_for_parts_of_blocks(kernel, block: tuple[int, int]) -> None:
-    """Of a block that a team owns, the sizes were met first within a step."""
-    team = Team((0, 1), (0.0, 0.0), ((0, 2),))
-    block_slice = team.slices(0, Matrix("w", block, steps=3))[1]
-    orthogonalizer = orthogonalize.Orthogonalizer()
-    kinds = orthogonalizer.kernel_kinds([block_slice])
-    assert len(kinds) == 1
-    orthogonalizer.warm_up(kinds)
-    compiled = set(kernel)
-    kernel.clear()
-    alone = SimpleNamespace(ranks=(0, 1), total=lambda part, probe: part, largest=lambda values: values)
-    (of,) = make_stacks([block_slice], orthogonalizer.scale)
-    orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind, alone)
-    assert kernel
-    assert set(kernel) == compiled
 
 
 def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:

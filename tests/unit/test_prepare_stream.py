@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.build import owner_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.exchange import OWNER, Buffers
 from megatron_muon.core.layout import Layout, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
@@ -83,12 +83,13 @@ class Trial:
         parameters = [torch.nn.Parameter(weight) for weight in self.weights]
         self.muon = ShardedMuon(
             [{"params": parameters}],
-            owner_exchange(
-                plan,
+            exchange_by(
+                OWNER,
+                layout,
                 Group(2, 0),
                 orthogonalizer,  # type: ignore[arg-type]
                 Buffers(torch.device("cpu"), rows_apart=True),
-                wire_dtype=torch.float32,
+                plan=plan,
             ),
             make_rules(
                 chosen_rules(),

@@ -19,6 +19,7 @@ from megatron_muon.core.route import ALL_TO_ALL, Route, make_route
 from megatron_muon.core.slices import BlockSlice
 
 RANKS = 4
+WAYS = {"rows_by": ALL_TO_ALL, "updates_by": ALL_TO_ALL}
 
 
 @st.composite
@@ -73,8 +74,7 @@ def test_rows_make_whole_blocks_and_updates_come_home(layout: Layout, team_size:
     plan = make_plan(layout, [float(matrix.numel) for matrix in layout.matrices], memory=Memory(4), rules=rules)
     for wave in plan.waves:
         routes = [
-            make_route(layout, wave, plan.teams, rank, lambda shape: 1.0, number=0, rows_by=ALL_TO_ALL)
-            for rank in range(RANKS)
+            make_route(layout, wave, plan.teams, rank, lambda shape: 1.0, number=0, **WAYS) for rank in range(RANKS)
         ]
         check_wave(layout, routes)
 
@@ -109,7 +109,7 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
     counts = [route.back.counts for route in routes], [route.returned.counts for route in routes]
     for route, arrived, stacks, before in zip(routes, exchanged(back, *counts), stacked, rows, strict=True):
         returned = torch.cat([arrived, torch.full((route.numel - len(arrived),), torch.nan)])
-        Copies(route.own_updates.copies, stacks, returned)()
+        Copies(route.own_updates, stacks, returned)()
         own_updates = torch.full((route.numel,), torch.nan)
         Copies(route.returned.copies, returned, own_updates)()
         assert torch.equal(own_updates, before), "the update of rows is not theirs"
@@ -122,7 +122,7 @@ def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     )
     plan = make_plan(layout, [1.0, 1.0], memory=Memory(4))
     teams = [plan.teams[0]] * 2
-    routes = [make_route(layout, (0, 1), teams, rank, lambda shape: 1.0, number=0) for rank in range(RANKS)]
+    routes = [make_route(layout, (0, 1), teams, rank, lambda shape: 1.0, number=0, **WAYS) for rank in range(RANKS)]
     check_wave(layout, routes)
     owner = routes[teams[0].ranks[0]]
     owner.stacks[0] = owner.stacks[0]._replace(slots=owner.stacks[0].slots[::-1])

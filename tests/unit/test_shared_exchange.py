@@ -13,9 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.build import owner_exchange, shared_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.exchange import OWNER, SHARED, Buffers
 from megatron_muon.core.layout import Layout, Matrix, everywhere
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -48,7 +48,7 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
-def step(plan: Plan, shapes: Shapes, rank: int, make: Any = shared_exchange) -> tuple[list[tuple[int, int]], list[int]]:
+def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[list[tuple[int, int]], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
     owned = set[int]()
@@ -73,7 +73,7 @@ def step(plan: Plan, shapes: Shapes, rank: int, make: Any = shared_exchange) -> 
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
-    exchange = make(plan, group, orthogonalizer, Buffers(torch.device("cpu")), wire_dtype=torch.float32)
+    exchange = exchange_by(scheme, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan)
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
     with mock.patch.object(dist, "broadcast", broadcast):
@@ -98,14 +98,14 @@ def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, 
     assert elements == (sum(rows * cols for rows, cols in shapes) if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("make", [shared_exchange, owner_exchange])
-def test_one_rank_alone_exchanges_nothing(make: Any) -> None:
+@pytest.mark.parametrize("scheme", [SHARED, OWNER])
+def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
     """Its plan has no waves."""
     shapes = [(4, 3), (1, 5), (2, 2)]
-    assert step(planned(shapes, 1), shapes, 0, make) == ([], [0, 1, 2])
+    assert step(planned(shapes, 1), shapes, 0, scheme) == ([], [0, 1, 2])
 
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        shared_exchange(plan, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), wire_dtype=torch.float32)
+        exchange_by(SHARED, plan.layout, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), plan=plan)

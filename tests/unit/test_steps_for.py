@@ -14,9 +14,9 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.build import local_exchange
+from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import GRAM, STANDARD, Iteration
-from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.exchange import LOCAL, Buffers
 from megatron_muon.core.layout import Layout, Matrix, everywhere, row_sharded
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -84,7 +84,7 @@ def test_blocks_with_other_steps_have_a_stack_of_their_own(method: str) -> None:
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", method=method), scale_mode="shape_scaling")
     layout = Layout(1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in matrices))
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    exchange = local_exchange(layout, group, orthogonalizer, Buffers(torch.device("cpu")), memory=Memory(4))
+    exchange = exchange_by(LOCAL, layout, group, orthogonalizer, Buffers(torch.device("cpu")), parts=[range(4)])
     assert sorted(len(of.slots) for wave in exchange._waves for of in wave.route.stacks) == [1, 1, 2]
     updates: dict[int, torch.Tensor] = {}
     exchange.run(ByMatrix(lambda seed: randn(12, 20, seed=seed), updates.__setitem__), SILENT)

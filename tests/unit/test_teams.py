@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
         common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
             pieces = block_slice.pieces(shard)
-            assert sum(piece.numel for piece in pieces) == elements
+            assert sum(piece.rows * piece.cols for piece in pieces) == elements
             for piece in pieces:
                 there = slice(piece.row, piece.row + piece.rows), slice(piece.col, piece.col + piece.cols)
                 assert shard.row_start <= piece.row
@@ -154,10 +155,9 @@ def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members:
     """The iteration by threads that stand for a team's ranks."""
     parts = [part.contiguous() for part in x.tensor_split(members, dim=2)]
     given: list[torch.Tensor] = [x] * members
-    results: list[torch.Tensor] = [x] * members
     meeting = threading.Barrier(members, timeout=60)
 
-    def member(place: int) -> None:
+    def member(place: int) -> torch.Tensor:
         def total(part: torch.Tensor) -> torch.Tensor:
             given[place] = part.float()
             meeting.wait()
@@ -165,14 +165,10 @@ def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members:
             meeting.wait()
             return found
 
-        results[place] = iterate(parts[place], steps, None, total)
+        return iterate(parts[place], steps, None, total)
 
-    threads = [threading.Thread(target=member, args=(place,)) for place in range(members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return torch.cat(results, dim=2)
+    with ThreadPoolExecutor(members) as pool:
+        return torch.cat(list(pool.map(member, range(members))), dim=2)
 
 
 @pytest.mark.parametrize("iterate", [ns.gram, ns.standard])
@@ -181,8 +177,8 @@ def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members:
 def test_parts_are_as_exact_as_the_whole(iterate: Iterate, members: int, rank: int) -> None:
     """Against fp32, with bf16 products: the error of parts is that of whole blocks."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(3, 96, rank, generator=generator), torch.randn(3, rank, 250, generator=generator))
-    x = left @ right + 1e-3 * torch.randn(3, 96, 250, generator=generator)
+    left, right, noise = (torch.randn(3, *shape, generator=generator) for shape in ((96, rank), (rank, 250), (96, 250)))
+    x = left @ right + 1e-3 * noise
     x = (x / x.abs().amax(dim=(1, 2), keepdim=True)).bfloat16()
     steps = ns.coefficients("quintic", 5)
     exact = iterate(x.float(), steps)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_muon.core.rules.adamuon import AdaMuon
-from megatron_muon.core.rules.decay import CautiousDecay, CoupledDecay, Decay, Descent
 from megatron_muon.core.rules.hyperball import Hyperball
-from megatron_muon.core.rules.momentum import Momentum
-from megatron_muon.core.rules.normuon import NorMuon
+from megatron_muon.core.rules.plain import CautiousDecay, CoupledDecay, Decay, Descent, Momentum
 from megatron_muon.core.rules.rule import Held, Measure, Rule
+from megatron_muon.core.rules.second_moments import AdaMuon, NorMuon
 
 RULES: dict[str, type[Rule]] = {
     "coupled_decay": CoupledDecay,

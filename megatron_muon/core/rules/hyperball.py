@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import local_rows
-from megatron_muon.core.rules.decay import acts, together, zero_nan
+from megatron_muon.core.rules.plain import acts, together, zero_nan
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
 
 EPS = 1e-8
@@ -36,15 +36,15 @@ class Hyperball(Rule):
 
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         super().__init__(held, options)
-        layout, experts, replicated = held.layout, held.experts, held.replicated
-        rank = held.group.rank()
+        rank, replicated = held.group.rank(), held.replicated
         self._group = None if replicated or held.group.size() == 1 else held.group
-        self._rows = [matrix.shape[0] // count for matrix, count in zip(layout.matrices, experts, strict=True)]
-        self._starts = [0, *itertools.accumulate(experts)]  # the numbers of each matrix, one for each expert
+        self._starts = [0, *itertools.accumulate(held.experts)]  # the numbers of each matrix, one for each expert
         self._sums = torch.zeros(3, self._starts[-1], dtype=torch.float32, device=held.device)
         self._places: list[range] = []
         sent = torch.zeros(self._starts[-1], dtype=torch.float32)
-        for start, rows, count, shard in zip(self._starts, self._rows, experts, held.shards, strict=False):
+        whole = zip(self._starts, held.layout.matrices, held.experts, held.shards, strict=False)
+        for start, matrix, count, shard in whole:
+            rows = matrix.shape[0] // count
             first, number = (shard.row_start // rows, shard.rows // rows) if count > 1 else (0, int(shard.numel > 0))
             self._places.append(range(start + first, start + first + number))
             if shard.rank == rank or replicated:  # the first of those that hold it
@@ -77,9 +77,8 @@ class Hyperball(Rule):
     def after(self, part: Part) -> None:
         """Put the updates, zero where one is not finite, in the place of the gradients, where there are any."""
         zero_nan(part.flat)
-        found = {place: parameter.grad for place, parameter in enumerate(part.parameters)}
-        gradients = [local_rows(gradient) for gradient in found.values() if gradient is not None]
-        present = [place for place, gradient in found.items() if gradient is not None]
+        present = [place for place, parameter in enumerate(part.parameters) if parameter.grad is not None]
+        gradients = [local_rows(part.parameters[place].grad) for place in present]  # type: ignore[arg-type]
         weights, updates = ([tensors[place] for place in present] for tensors in (part.state, part.rows))
         indices = [part.indices[place] for place in present]
         for some in together(weights):
@@ -88,7 +87,7 @@ class Hyperball(Rule):
             theirs = [self._matrices(index, rows) for index, rows in zip(indices[some], gradients[some], strict=True)]
             pairs = list(zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
             norms = torch._foreach_norm([one for pair in pairs for one in pair], dtype=torch.float32)
-            products = torch.stack([_product(weight, update) for weight, update in pairs])
+            products = torch.stack([torch.dot(*(one.reshape(-1).float() for one in pair)) for pair in pairs])
             self._found.append(torch.stack([*torch.stack(norms).square().view(-1, 2).unbind(1), products]))
             self._pairs += pairs
             self._order += itertools.chain(*(self._places[index] for index in indices[some]))
@@ -152,8 +151,3 @@ class Hyperball(Rule):
         if order not in self._on_device:
             self._on_device[order] = torch.tensor(order, dtype=torch.int64, device=self._sums.device)
         return self._on_device[order]
-
-
-def _product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The inner product, fp32."""
-    return torch.dot(one.reshape(-1).float(), other.reshape(-1).float())

@@ -52,7 +52,6 @@ class Part:
     indices: Sequence[int]
     parameters: Sequence[torch.Tensor]
     groups: Sequence[dict[str, Any]]
-    group: dict[str, Any] | None  # the only one, where there is one
     flat: torch.Tensor  # rows one after the other: gradients before the exchange, then updates, NaN if not finite
     rows: list[torch.Tensor]  # views of it
     state: list[torch.Tensor]  # momentum before the exchange, weights after it
@@ -61,19 +60,16 @@ class Part:
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
-        if self.group is not None:
-            flat = self.flat_state
-            yield (self.group, self.rows, self.state) if flat is None else (self.group, [self.flat], [flat])
-            return
         chosen: dict[int, list[int]] = {}
         for place, group in enumerate(self.groups):
             chosen.setdefault(id(group), []).append(place)
+        if len(chosen) == 1:
+            flat = self.flat_state
+            yield (self.groups[0], self.rows, self.state) if flat is None else (self.groups[0], [self.flat], [flat])
+            return
         for places in chosen.values():
-            yield (
-                self.groups[places[0]],
-                [self.rows[place] for place in places],
-                [self.state[place] for place in places],
-            )
+            rows, state = ([tensors[place] for place in places] for tensors in (self.rows, self.state))
+            yield self.groups[places[0]], rows, state
 
 
 class Rule:

@@ -1,6 +1,6 @@
 """What a plan costs on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
 
-The step is played wave by wave in the order of `core.schedule`: one collective at a time, each rank's products beside
+The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's products beside
 them. Elementwise work, launches and other traffic are left out. An estimate ranks configurations; `python -m
 benchmarks.step` measures.
 """
@@ -8,7 +8,7 @@ benchmarks.step` measures.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,7 +134,7 @@ class GroupPlan:
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with all overlapped
-    unmet: Mapping[str, Unmet]  # settings that its ranks cannot have
+    unmet: Unmet | None  # a setting that its ranks cannot have
 
     @functools.cached_property
     def digest(self) -> str:

@@ -1,6 +1,6 @@
 """What a step of the owner scheme takes of a rank's memory beyond weights, gradients and state, by arithmetic.
 
-Adds up the buffers of all ranks' waves that are in use at the same time, by the lifetimes of `core.schedule`;
+Adds up the buffers of all ranks' waves that are in use at the same time, by the lifetimes of `core.plan`;
 `megatron-muon rehearse` has the places that buffers get, and a test holds the two within 10 %.
 """
 
@@ -13,8 +13,7 @@ import numpy as np
 
 from megatron_muon.core.layout import Ints, Matrix
 from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER
-from megatron_muon.core.plan import Plan
-from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
+from megatron_muon.core.plan import LIFETIMES, MOMENTS, Plan, moments_of, schedule
 from megatron_muon.core.slices import BlockSlice
 
 _MADE = "made"

@@ -1,7 +1,7 @@
-"""NorMuon: each neuron's update over the root of its second moment.
+"""Second moments of the update, unscaled: AdaMuon's of each element, NorMuon's of each neuron.
 
-Source: https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon: second
-moment and norm are those of the whole parameter. But every block is scaled by its own shape, and experts are matrices.
+Sources: https://arxiv.org/abs/2507.11005, https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes
+emerging-optimizers 0.3, AdaptiveMuon. But every block is scaled by its own shape, and experts are matrices.
 """
 
 from __future__ import annotations
@@ -13,17 +13,50 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.rules.adamuon import MOMENT2
-from megatron_muon.core.rules.rule import Held, Rule, Step
+from megatron_muon.core.rules.rule import Held, Part, Rule, Step
+
+MOMENT2 = "moment2_buffer"
+"""The second moment's slot, upstream's name."""
+
+
+class AdaMuon(Rule):
+    """Each element of the update over the root of its second moment, which a skipped update leaves alone.
+
+    The moment is fp32, of the shape of this rank's rows; a rank advances it when their update arrives.
+    """
+
+    slots = (MOMENT2,)
+    unscaled = True
+
+    def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
+        super().__init__(held, options)
+        self.settings = {name: options[name] for name in ("beta2", "eps")}
+        whole = zip(held.scales, held.shards, strict=True)
+        self._scales = [factors[shard.row_start : shard.row_start + shard.rows] for factors, shard in whole]
+
+    @override
+    def begin(self, step: Step) -> None:
+        self._moments = step.state(MOMENT2)
+
+    @override
+    def after(self, part: Part) -> None:
+        for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
+            moment = self._moments[index]
+            squares = rows * rows
+            torch.where(squares.isnan(), moment, squares, out=squares)
+            moment.lerp_(squares, 1.0 - group["beta2"])
+            roots = torch.sqrt(moment, out=squares).add_(group["eps"])
+            rows.div_(roots).mul_(self._scales[index])
+            del squares, roots  # before the next
 
 
 class NorMuon(Rule):
-    """The second moment of rows or columns, which the rank that orthogonalises a matrix advances.
+    """Each neuron's update over the root of its second moment, which the rank that orthogonalises a matrix advances.
 
-    A matrix with at least as many rows as columns has one number for each row, `(rows, 1)`, sharded as the rows are, a
-    wider one for each column, `(1, cols)`, on every rank. Before the exchange every rank gets all numbers, by one
-    all-reduce in which each number has one rank that does not send zero: a sum that rounds nothing. After it they go
-    round once more.
+    Moment and norm are those of the whole parameter. A matrix with at least as many rows as columns has one number for
+    each row, `(rows, 1)`, sharded as the rows are, a wider one for each column, `(1, cols)`, on every rank. Before the
+    exchange every rank gets all numbers, by one all-reduce in which each number has one rank that does not send zero: a
+    sum that rounds nothing. After it they go round once more.
     """
 
     slots = (MOMENT2,)
@@ -35,21 +68,18 @@ class NorMuon(Rule):
         self._rank = held.group.rank()
         counts = zip(held.layout.matrices, held.experts, strict=True)
         self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
-        sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
+        # A number for each row, or each column; source: emerging-optimizers' AdaptiveMuon._init_group.
+        self._by_row = [rows >= cols for _, rows, cols in self._stacks]
+        sizes = [count * max(rows, cols) for count, rows, cols in self._stacks]
         self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
         self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
         self._columns = held.columns or [(0, matrix.shape[1]) for matrix in held.layout.matrices]
         self._done: set[int] = set()
 
-    def _by_row(self, index: int) -> bool:
-        """Whether a matrix has a number for each row; source: emerging-optimizers' AdaptiveMuon._init_group."""
-        _, rows, cols = self._stacks[index]
-        return rows >= cols
-
     @override
     def zeros(self, slot: str, index: int, parameter: torch.Tensor) -> torch.Tensor:
-        return neuron_moment(parameter, by_row=self._by_row(index), over_tp=self.held.over_tp)
+        return neuron_moment(parameter, by_row=self._by_row[index], over_tp=self.held.over_tp)
 
     @override
     def begin(self, step: Step) -> None:
@@ -72,7 +102,7 @@ class NorMuon(Rule):
         assert index not in self._done
         self._done.add(index)
         beta2, eps = self._groups[index]["beta2"], self._groups[index]["eps"]
-        dim = -1 if self._by_row(index) else -2
+        dim = -1 if self._by_row[index] else -2
         experts, rows, _ = self._stacks[index]
         moments = self._whole[index].view(experts, -1).unsqueeze(dim)
         update.masked_fill_(~finite, 0.0)
@@ -105,14 +135,14 @@ class NorMuon(Rule):
         if self.held.replicated:
             return whole
         first_holder = shard is not None and shard.rank == self._rank
-        if not self._by_row(index) and experts == 1:
+        if not self._by_row[index] and experts == 1:
             if sending and (shard is None or shard.row_start or not first_holder):
                 return None
             first, count = self._columns[index]
             return whole[first : first + count]
         if shard is None or (sending and not first_holder):
             return None
-        if self._by_row(index):
+        if self._by_row[index]:
             return None if sending and shard.col_start else whole[shard.row_start : shard.row_start + shard.rows]
         first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
         return whole.view(experts, -1)[first:last].view(-1)
@@ -125,8 +155,12 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> to
     whose parts are matrices of their own otherwise.
     """
     gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
+
+    def without(shape: Sequence[int], size: int = 1) -> torch.Size:
+        return torch.Size((*shape[:gone], size, *shape[gone + 1 :]))
+
     if not isinstance(parameter, DTensor):
-        return parameter.new_zeros(_without(parameter.shape, gone), dtype=torch.float32)
+        return parameter.new_zeros(without(parameter.shape), dtype=torch.float32)
     mesh, size, placements = parameter.device_mesh, 1, list(parameter.placements)
     names = mesh.mesh_dim_names or ("",) * len(placements)
     for place, placement in enumerate(placements):
@@ -135,11 +169,7 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> to
                 size *= mesh.size(place)
             else:
                 placements[place] = Replicate()
-    local = parameter._local_tensor.new_zeros(_without(parameter._local_tensor.shape, gone), dtype=torch.float32)
-    shape = _without(parameter.shape, gone, size)
+    local = parameter._local_tensor.new_zeros(without(parameter._local_tensor.shape), dtype=torch.float32)
+    shape = without(parameter.shape, size)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _without(shape: Sequence[int], dim: int, size: int = 1) -> torch.Size:
-    return torch.Size(size if place == dim else length for place, length in enumerate(shape))

@@ -1,4 +1,6 @@
-"""Weight decay in three ways, and the step along the update, which is the last rule where norms are not kept.
+"""Plain Muon: momentum, weight decay in three ways, and the step along the update, the last rule but with Hyperball.
+
+Momentum is an exponential moving average with Nesterov's look-ahead, as in emerging-optimizers' Muon.
 
 Source of cautious decay: https://arxiv.org/abs/2510.12402, w <- w - lr * (update + weight_decay * [update * w >= 0] *
 w), element by element.
@@ -7,17 +9,46 @@ w), element by element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import override
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, override
 
 import torch
 
 from megatron_muon.core.memory import TOGETHER
 from megatron_muon.core.rows import local_rows
-from megatron_muon.core.rules.rule import Part, Rule
+from megatron_muon.core.rules.rule import Held, Part, Rule
 
 Number = float | torch.Tensor
 """Of a parameter group; a tensor of one number, fp32 on the device, where a step is to be captured in a CUDA graph."""
+
+
+class Momentum(Rule):
+    """momentum <- lerp(momentum, gradient), which is orthogonalised; with `nesterov` mixed with the gradient again."""
+
+    def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
+        super().__init__(held, options)
+        self._nesterov = options["nesterov"]
+
+    @override
+    def before(self, part: Part) -> None:
+        if part.failed is not None:  # their momentum is mixed with itself
+            if part.flat_state is not None:
+                torch.where(part.failed, part.flat_state, part.flat, out=part.flat)
+            else:
+                masks = part.failed.split([one.numel() for one in part.rows])
+                for one, values, mask in zip(part.rows, part.state, masks, strict=True):
+                    torch.where(mask.view(one.shape), values, one, out=one)
+        for group, rows, momentum in part.by_group():
+            share = group["momentum"]
+            if len(rows) == 1 and self._nesterov:  # one tensor may be more than a launch of calls on lists takes
+                momentum[0].lerp_(rows[0], 1.0 - share)
+                rows[0].lerp_(momentum[0], share)
+                continue
+            torch._foreach_lerp_(momentum, rows, 1.0 - share)
+            if self._nesterov:
+                torch._foreach_lerp_(rows, momentum, share)
+            else:
+                torch._foreach_copy_(rows, momentum)
 
 
 class CoupledDecay(Rule):
