@@ -14,7 +14,7 @@ from megatron_muon import cli
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data import STDLIB, Settings, TokenizerSpec, corpus, prepare, tokenizers
 from megatron_muon.megatron.data.sources import cut, find_sources
-from megatron_muon.megatron.flags import path_checks
+from megatron_muon.megatron.flags.arguments import _check_split
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_pat
     pieces = texts(tmp_path / "out")
     assert "".join(pieces) == book
     assert all(len(piece) < 2 * len(book) / 100 and piece.endswith(border) for piece in pieces)
-    path_checks._check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
+    _check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
     (tmp_path / "letter.txt").write_text("Another document.")  # negative control: documents are not cut otherwise
     assert prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").documents == 2
     assert cut("one line") == ["one line"]

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data import TokenizerSpec, corpus, prepare
 from megatron_muon.megatron.data.vocabulary import check_vocabulary
-from megatron_muon.megatron.flags.path_checks import check_vocabularies, require_data
+from megatron_muon.megatron.flags.arguments import check_vocabularies, require_data
 
 
 def run(kind: str = "NullTokenizer", rows: int = 384, model: str | None = None, size: int | None = 257, data=None):
