@@ -231,14 +231,14 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def _validate(args: argparse.Namespace) -> None:
-    from megatron.training import arguments
+    from megatron.training.arguments import validate_args  # the patched one
 
     if args.use_checkpoint_args:
         from megatron.training.checkpointing import load_args_from_checkpoint
 
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-    arguments.validate_args(args, DEFAULTS)
+    validate_args(args, DEFAULTS)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
 FSDP = "--use-megatron-fsdp"
-MUON, ADAPTIVE, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adaptive_muon", "adam"))
+MUON, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adam"))
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 SHARED = f"{NO_SHARD} --muon-share-replicated"
 NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon"

@@ -135,7 +135,7 @@ def check_settings(
     """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
     A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there. What megatron-core
-    refuses by itself is not repeated: see `validation`.
+    refuses by itself is not repeated: see `prepare.validate`.
     """
     check_numbers(args)
     on_cpu = device == "cpu"
