@@ -67,15 +67,21 @@ def test_names_decide_for_tables_outside_of_modules_and_for_linear_layers_only_a
     assert others["unembed.weight"] == others["embed_out.weight"] == "output layer"
 
 
-def test_marks_of_megatron_and_of_a_script_decide_where_they_are():
+def test_megatrons_own_marks_decide_where_they_are():
     model = Plain()
     model.blocks[0].weight.is_embedding_or_output_parameter = True
     matrices, others = tagged(model)
     assert matrices == BLOCKS[1:]
     assert others["blocks.0.weight"] == "output layer"
+
+
+def test_a_script_has_the_last_word():
+    model = Plain()
     model.lm_head.weight.use_muon = True
-    model.blocks[1].weight.use_muon = False
-    assert tagged(model)[0] == [BLOCKS[2], "lm_head.weight"]
+    model.blocks[0].weight.use_muon = False
+    selection.tag_for_muon([model])
+    matrices = [name for p, name in selection.parameter_names([model]).items() if selection.is_muon_matrix(p)]
+    assert matrices == [*BLOCKS[1:], "lm_head.weight"]
 
 
 def test_the_table_says_why_and_what_is_split() -> None:
