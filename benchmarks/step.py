@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import buffer_mb, main, run_logged, table, torchrun
 from megatron_muon.errors import UserError, install
-from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
+from megatron_muon.settings import choices_of
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import environment
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+OFFLOADS, DTYPES, TEAM_SIZES = map(choices_of, ("muon_offload", "muon_momentum_dtype", "muon_team_size"))
 METHODS = ("owner", "allgather", "allgather-tuned", "adam")
 VARIANTS = ("cautious", "hyperball")
 PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}

@@ -77,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with settling("reading the command line"):
             parser, modules = _build_parser(arguments)
             args = parser.parse_args(arguments)
-            _require_checkpoint(args)
+            # A checkpoint that is not there is refused before the command imports what takes seconds.
+            if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(checkpoint).is_dir():
+                from megatron_muon.checkpoint import files
+
+                files.find(Path(checkpoint))
         for file in (getattr(args, "config", None), getattr(args, "hf", None)):
             if file is not None and (note := shipped.note(Path(file))):
                 _say(note)
@@ -85,14 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
 
     return reported(run)
-
-
-def _require_checkpoint(args: argparse.Namespace) -> None:
-    """Refuses a checkpoint that is not there, before the command imports what takes seconds."""
-    if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(checkpoint).is_dir():
-        from megatron_muon.checkpoint import files
-
-        files.find(Path(checkpoint))
 
 
 def reported(run: Callable[[], int]) -> int:

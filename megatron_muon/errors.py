@@ -17,12 +17,11 @@ from typing import Any, NoReturn
 
 from megatron_muon.core.errors import UserError as UserError
 
+_OF_HF = ("transformers", "huggingface_hub", "safetensors", "tokenizers")
 _EXTRAS = {
     **dict.fromkeys(("megatron", "einops", "tensorboard"), ("megatron", "Megatron's part")),
     **dict.fromkeys(("matplotlib", "markdown_it"), ("plots", "a report")),
-    **dict.fromkeys(
-        ("transformers", "huggingface_hub", "safetensors", "tokenizers"), ("hf", "a model of Hugging Face")
-    ),
+    **dict.fromkeys(_OF_HF, ("hf", "a model of Hugging Face")),
 }
 """Packages that are not needed everywhere: the extra that installs each, and what needs it."""
 
@@ -57,11 +56,7 @@ def reason_of(error: BaseException) -> str:
     """The first line of what went wrong, with the rank where torch's distributed checkpointing says so."""
     if failures := getattr(error, "failures", None):
         rank, (failure, *_) = min(failures.items())
-        return f"rank {rank}: {_first_line(failure)}"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
+        return f"rank {rank}: {reason_of(failure)}"
     if isinstance(error, KeyError):  # its text is the key alone
         return repr(error)
     first, *others = str(error).strip().splitlines() or [type(error).__name__]

@@ -10,12 +10,6 @@ from typing import Any, Literal, get_args, get_origin
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
 
-Offload = Literal["none", "cpu", "nvme"]
-OffloadState = Literal["momentum", "all"]
-MomentumDtype = Literal["fp32", "bf16", "int8"]
-TeamSize = Literal["auto", "1", "2", "4", "8"]
-OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
-
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates do not depend on the tensor parallel size. That of 0.19 is blockwise."""
 
@@ -63,7 +57,7 @@ class MuonSettings:
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""
 
-    muon_team_size: TeamSize = "auto"
+    muon_team_size: Literal["auto", "1", "2", "4", "8"] = "auto"
     """with the owner scheme: how many ranks of a node own a matrix together, each with a part of it; auto forms teams
     only where a matrix is more than a rank's share of the work, and where they save time"""
 
@@ -119,11 +113,11 @@ class MuonSettings:
     """with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of every K-th
     step, and log them under muon/; 0 never"""
 
-    muon_offload: Offload = "none"
+    muon_offload: Literal["none", "cpu", "nvme"] = "none"
     """where Muon's momentum lives between steps: on the device, in host memory (cpu), or in files on a local disk
     (nvme); the updates are the same to the last bit"""
 
-    muon_offload_state: OffloadState = "momentum"
+    muon_offload_state: Literal["momentum", "all"] = "momentum"
     """with --muon-offload: what leaves the device: Muon's momentum, or all state of the optimizers: also Adam's moments
     and the fp32 main weights"""
 
@@ -142,7 +136,7 @@ class MuonSettings:
     """with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on the CPU,
     with only gradients and updates on their way; auto: there"""
 
-    muon_momentum_dtype: MomentumDtype = "fp32"
+    muon_momentum_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically;
     computed with in fp32"""
 

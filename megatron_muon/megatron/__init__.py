@@ -1,4 +1,15 @@
-"""Muon in Megatron: flags, patches, the model, checkpoints, and the optimizer chain that the training loop drives."""
+"""Muon in Megatron: flags, patches, the model, checkpoints, and the optimizer chain that the training loop drives.
+
+Names that whoever starts trainings shares with them stand here, and how ranks report to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
 
 STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 """Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
@@ -35,3 +46,17 @@ are not known:
 - saved: `step`, `folder`, `seconds`; with --async-save files are still being written."""
 
 FIRST_STEP = "taking the first step"
+
+
+def tells() -> bool:
+    """Whether this rank reports, and a launcher reads it: the last of its machine, as the last of all has the loss."""
+    place, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    is_last = place.isdigit() and size.isdigit() and int(place) == int(size) - 1
+    return is_last and STATUS_FOLDER in os.environ and Path(os.environ[STATUS_FOLDER], TOLD).exists()
+
+
+def tell(event: str, **facts: Any) -> None:
+    """Report an event, on the rank that reports. A file that cannot be written is ignored: the training goes on."""
+    if tells():
+        with contextlib.suppress(OSError), Path(os.environ[STATUS_FOLDER], TOLD).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, **facts}) + "\n")

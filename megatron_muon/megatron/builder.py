@@ -59,7 +59,7 @@ def build_muon(
     matrices = {p: mp.matrix_of(names[p], p, config, over_tp=over_tp) for p in parameters}
     own = config.muon_share_replicated or config.optimizer == "adaptive_muon" or config.muon_hyperball
     if is_replicated and not own:
-        return _plain(groups, config, pg_collection, names, matrices), matrices
+        return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     columns = None
     if is_replicated:
@@ -135,54 +135,46 @@ def make_muon(
     return ShardedMuon(groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside)
 
 
-def _plain(
-    groups: list[dict[str, Any]],
-    config: MuonOptimizerConfig,
-    pg_collection: ProcessGroupCollection,
-    names: Mapping[torch.Tensor, str],
-    matrices: Mapping[torch.Tensor, Matrix],
-) -> ReplicatedMuon:
-    """Plain Muon: every rank orthogonalises all matrices, by megatron-core's own class."""
-    for parameter, matrix in matrices.items():
-        # TensorParallelMuon splits rows into repetitions of these, as many as there are; that is a RowSplit.
-        parameter.qkv_split_shapes = list(matrix.split.parts)  # type: ignore[attr-defined]
-    muon = ReplicatedMuon(
-        groups,
-        names=names,
-        lr=config.lr,
-        momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov,
-        weight_decay=config.weight_decay,
-        use_decoupled_weight_decay=config.decoupled_weight_decay,
-        cautious=config.muon_cautious_weight_decay,
-        split_qkv=True,
-        is_qkv_fn=lambda parameter: len(parameter.qkv_split_shapes) > 1,
-        fp32_matmul_prec=config.muon_fp32_matmul_prec,
-        coefficient_type=config.muon_coefficient_type,
-        num_ns_steps=config.muon_num_ns_steps,
-        scale_mode=config.muon_scale_mode,
-        extra_scale_factor=config.muon_extra_scale_factor,
-        pg_collection=pg_collection,
-        tp_mode=config.muon_tp_mode,
-    )
-    muon.initialize_state()
-    return muon
-
-
 class ReplicatedMuon(TensorParallelMuon):
     """megatron-core's TensorParallelMuon on the replicated DTensors of Megatron-FSDP's `no_shard`, to the last bit.
 
-    A matrix whose update is not finite keeps its weights. `names` and `cautious` are as for ShardedMuon.
+    Every rank orthogonalises all matrices. One whose update is not finite keeps its weights.
     """
 
-    def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], cautious: bool = False, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._names = names
-        self._cautious = cautious
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        config: MuonOptimizerConfig,
+        pg_collection: ProcessGroupCollection,
+        names: Mapping[torch.Tensor, str],
+        matrices: Mapping[torch.Tensor, Matrix],
+    ) -> None:
+        for parameter, matrix in matrices.items():
+            # TensorParallelMuon splits rows into repetitions of these, as many as there are; that is a RowSplit.
+            parameter.qkv_split_shapes = list(matrix.split.parts)  # type: ignore[attr-defined]
+        super().__init__(
+            groups,
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            weight_decay=config.weight_decay,
+            use_decoupled_weight_decay=config.decoupled_weight_decay,
+            split_qkv=True,
+            is_qkv_fn=lambda parameter: len(parameter.qkv_split_shapes) > 1,
+            fp32_matmul_prec=config.muon_fp32_matmul_prec,
+            coefficient_type=config.muon_coefficient_type,
+            num_ns_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,
+            extra_scale_factor=config.muon_extra_scale_factor,
+            pg_collection=pg_collection,
+            tp_mode=config.muon_tp_mode,
+        )
+        self._names, self._cautious = names, config.muon_cautious_weight_decay
         self.probe: Probe = SILENT
         self._finite = torch.tensor(True)
         self._decay = 0.0
         self._skipped: dict[torch.Tensor, torch.Tensor] = {}
+        self.initialize_state()
 
     def skipped_updates(self) -> dict[str, int]:
         """As `ShardedMuon.skipped_updates`."""

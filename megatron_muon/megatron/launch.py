@@ -26,12 +26,11 @@ from megatron_muon.errors import (
     quiet_imports,
     settling,
 )
-from megatron_muon.megatron import STATUS_FOLDER
+from megatron_muon.megatron import STATUS_FOLDER, tell
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.refusals import MUONS
-from megatron_muon.megatron.prepare import Launch, prepare
-from megatron_muon.megatron.tell import tell
-from megatron_muon.megatron.version import check_versions
+from megatron_muon.megatron.prepare import DEFAULTS, Launch, explained, prepare, refused
+from megatron_muon.megatron.provenance import check_versions
 
 _SECONDS_FOR_FIRST_RANK = 30.0
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -208,7 +207,6 @@ def _train() -> None:
     from megatron.training.arguments import parse_and_validate_args
 
     from megatron_muon.megatron.model.gpt import forward_step, gpt_config, train_valid_test_datasets
-    from megatron_muon.megatron.validation import DEFAULTS, explained, refused
 
     tell("stage", stage="initializing Megatron")
     with explained():

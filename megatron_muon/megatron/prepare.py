@@ -1,29 +1,53 @@
-"""Settles and checks a command line: config, environment, device, flags; everything before torch.distributed.
+"""Resolves and checks a command line: config, environment, device, flags; everything before torch.distributed.
 
 In the order in which later parts need it: the environment before torch, the device before megatron-core.
+
+`check` asks our own rules. megatron-core refuses settings by assertions on the way from flags to a training: in the
+validation of all flags, the batch-size calculator, the configurations of model and optimizer. `validate` goes that way
+on a copy of the arguments, for `train`, `sweep` and `submit`, and shows a refusal in Megatron's words. The rest is
+refused by the ranks, whose errors before the first step are shown in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import io
+import linecache
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
-from megatron_muon.errors import quiet_imports
+from megatron_muon.errors import UserError, quiet_imports, unforeseen
 from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.places import settle_places
-from megatron_muon.megatron.version import check_versions
+from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.patching import Patches
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")
 """Where a run that names no model leaves what it writes, unless it says so itself."""
+
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
+"""What validation takes for arguments that nobody gave."""
+
+_OF_PACKAGES = re.compile(
+    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability|\w*ImportError"
+    r"|ModuleNotFoundError|nvidia_resiliency_ext)\b"
+)
+"""What a refusal says, or its condition asks, that depends on packages and device and not on settings."""
+
+_CONDITION_LINES = 6
+"""Source lines above a refusal in which its condition is looked for."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +117,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
 
         parser = arguments.build_parser()
     if config is not None:
-        config_file.check_flags(
-            config, parser._option_string_actions, software=f"megatron-core {metadata.version('megatron-core')}"
-        )
+        config_file.check_flags(config, parser._option_string_actions)
     return Opened(config, rest, device, device == "cuda" and cpu.installed(), parser, notes)
 
 
@@ -144,3 +166,123 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
         elif os.environ[name] != value:
             notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
     return notes
+
+
+def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False) -> list[str]:
+    """Take a command line through what megatron-core validates without data; no process group, nothing written.
+
+    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `args` stay as they are.
+
+    Raises:
+        UserError: the first refusal. For a run that starts `elsewhere`, what packages of this machine refuse is a note,
+            which is returned.
+    """
+    from megatron.core import num_microbatches_calculator as calculator
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_muon.megatron.model.gpt import gpt_config
+
+    if args.yaml_cfg is not None:
+        return []
+    checked = copy.deepcopy(args)
+    checked.rank, checked.world_size = 0, world_size
+    checked._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    try:
+        with _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
+            _validate(checked)
+            calculator.init_num_microbatches_calculator(
+                rank=checked.rank,
+                global_batch_size=checked.global_batch_size,
+                micro_batch_size=checked.micro_batch_size,
+                data_parallel_size=checked.data_parallel_size * checked.gtp_weight_remat_size,
+                decrease_batch_size_if_needed=checked.decrease_batch_size_if_needed,
+                step_batch_size_schedule=checked.step_batch_size_schedule,
+                seq_length=checked.seq_length,
+            )
+            calculator.unset_num_microbatches_calculator()
+            pretrain_cfg_container_from_args(checked, gpt_config(checked))
+    except UserError as error:
+        if not (elsewhere and _OF_PACKAGES.search(str(error))):
+            raise
+        return [f"not known here, and checked no further: {error}"]
+    return []
+
+
+def complete(args: argparse.Namespace) -> None:
+    """Validate in place what a model depends on, and nothing else: for a plan; a UserError where that is refused.
+
+    The size of the vocabulary is that of `--vocab-size`, else the tokenizer's where there is one at hand. Where neither
+    is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
+    """
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+
+    from megatron_muon.megatron.data.tokenizers import build_megatron
+
+    with _as_in_training(True):
+        _validate(args)
+        if args.vocab_size is None:
+            try:
+                build_megatron(args)  # which pads the vocabulary, too
+            except UserError:
+                if args.data_parallel_sharding_strategy != "optim_grads_params":
+                    raise
+                args.vocab_size = 1
+        if args.pad_vocab_size and args.padded_vocab_size is None:
+            args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
+
+
+def _validate(args: argparse.Namespace) -> None:
+    from megatron.training.arguments import validate_args  # the patched one
+
+    if args.use_checkpoint_args:
+        from megatron.training.checkpointing import load_args_from_checkpoint
+
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    validate_args(args, DEFAULTS)
+
+
+@contextlib.contextmanager
+def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
+    """What `patches.install` changes of the validation and the configurations, for a while; prints are kept back.
+
+    `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
+    """
+    from megatron_muon.megatron.checkpoint import loading
+    from megatron_muon.megatron.patches import install as patches
+
+    with explained(), Patches() as changes, contextlib.redirect_stdout(io.StringIO()), quiet_imports():
+        loading.run_no_pickles(changes)
+        loading.explain_unreadable(changes)
+        if muon_under_fsdp:
+            patches.accept_muon(changes)
+            patches.use_factory(changes)
+        yield
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what megatron-core refuses into a UserError in its words, and what no check foresaw into another."""
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise refused(error) or UserError(f"Megatron's validation failed: {unforeseen(error)}") from error
+
+
+def refused(error: BaseException) -> UserError | None:
+    """A UserError of one line, with the condition that did not hold, where a statement of Megatron has raised this."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    above = [part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]]
+    is_own = frame.f_globals.get("__name__", "").startswith("megatron.") and above
+    if not is_own or not re.search(r"\b(assert|raise)\b", above[-1]):
+        return None
+    starts = [at for at, part in enumerate(above) if part.startswith(("assert ", "if ", "elif "))]
+    source = " ".join(above[starts[-1] if starts else -1 :]).partition(" raise ")[0].rstrip(", \\")
+    condition = f"{source} ({os.path.basename(file)}:{line})"
+    said = ": ".join(filter(None, (" ".join(str(error).split()), condition)))
+    return UserError(f"megatron-core refuses these settings: {said}")

@@ -1,4 +1,7 @@
-"""Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them."""
+"""Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them.
+
+The guard of the supported megatron-core stands here, too: it answers before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.errors import UserError, install
 from megatron_muon.version import __version__
+
+MEGATRON_CORE = "0.19"
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 _PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
+
+
+def check_versions(megatron_core: str | None = None) -> None:
+    """Check that the installed megatron-core, or the one given, is supported; a UserError says what to install."""
+    try:
+        megatron_core = megatron_core or metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"megatron-core is not installed; {install('megatron')}") from None
+    if not (megatron_core + ".").startswith((f"{MEGATRON_CORE}.", f"{MEGATRON_CORE}a", f"{MEGATRON_CORE}rc")):
+        # For Python 3.11 pip installs 0.16.
+        remedy = f"with Python 3.12 or 3.13 type: pip install 'megatron-core=={MEGATRON_CORE}.*'"
+        raise UserError(f"megatron-core {megatron_core} is not supported; {remedy}")
 
 
 def provenance(program: str) -> dict[str, Any]:

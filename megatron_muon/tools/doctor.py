@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def environment() -> Iterator[Finding]:
     """Versions, device and collectives."""
-    from megatron_muon.megatron.version import check_versions
+    from megatron_muon.megatron.provenance import check_versions
 
     try:
         check_versions()

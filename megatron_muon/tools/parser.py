@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
+from megatron_muon.megatron.flags.names import did_you_mean, nearest
 
 
 def positive(text: str) -> int:

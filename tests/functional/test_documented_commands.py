@@ -164,7 +164,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
     """In a worker: the checks before ranks are started, and Megatron's; what is wrong with the flags."""
-    from megatron_muon.megatron import prepare, validation
+    from megatron_muon.megatron import prepare
     from megatron_muon.megatron.flags.config_file import merge
 
     sys.modules["__main__"].installed.undo()
@@ -173,7 +173,7 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     try:
         opened = prepare.open_line(argv, writes=False)
         line = merge(opened.config, opened.rest) if opened.config else opened.rest
-        validation.check(prepare.check(opened, line, writes=False).args, world_size=ranks)
+        prepare.validate(prepare.check(opened, line, writes=False).args, world_size=ranks)
     except UserError as error:
         return str(error)
     return ""

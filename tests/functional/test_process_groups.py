@@ -79,9 +79,7 @@ def refusal(rank: int, world_size: int, **how: Any) -> str:
 def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
     """It named 1 where 2 works."""
     said = set(ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"))
-    assert said == {
-        "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2",
-    }
+    assert said == {"team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2"}
 
 
 def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
@@ -128,9 +126,7 @@ def sums_among(rank: int, world_size: int) -> list[float]:
     dist.new_group([2])
     half, found = halves[rank // 2], []
     world.bound_device_id = torch.device("cpu", 0)
-    has_order = (
-        "sort_ranks" in inspect.signature(dist.new_group).parameters
-    )  # torch 2.11 has no order but the usual one
+    has_order = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 has the usual one alone
     for order in ([0, 1], [1, 0] if has_order else [0, 1]):
         for _ in range(2):
             group = group_among(order, half)

@@ -195,7 +195,7 @@ def import_everything() -> None:
     import megatron_muon.megatron.model.gpt
     import megatron_muon.megatron.model.on_meta
     import megatron_muon.megatron.patches.install
-    import megatron_muon.megatron.validation
+    import megatron_muon.megatron.prepare
     import megatron_muon.offload.run
     import megatron_muon.tools.train.command
 

@@ -1,23 +1,17 @@
-"""Experiment files: what they say reaches argparse as written, and every slip is named."""
+"""Experiment files: what they say reaches argparse as written, every slip is named; those of the package."""
 
-import argparse
 import os
 from pathlib import Path
 
 import pytest
 
+from megatron_muon import cli, shipped
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.config_file import (
-    ExperimentConfig,
-    as_argv,
-    check_flags,
-    given_flags,
-    load_config,
-    merge,
-)
+from megatron_muon.megatron.flags.config_file import as_argv, check_flags, given_flags, load_config, merge
 from megatron_muon.megatron.prepare import _apply
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+QUICKSTART = Path("configs/quickstart.yaml")
 
 
 @pytest.fixture
@@ -30,23 +24,7 @@ def load(tmp_path):
     return load_text
 
 
-@pytest.fixture
-def parser():
-    """A few flags of each kind that Megatron has."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--recompute-modules", nargs="*")
-    parser.add_argument("--rampup-batch-size", nargs="*")
-    parser.add_argument("--moe-layer-freq")
-    parser.add_argument("--offset", type=int)
-    return parser
-
-
-def argv_of(config: ExperimentConfig) -> list[str]:
+def argv_of(config):
     return list(as_argv(config.flags))
 
 
@@ -88,10 +66,11 @@ def test_a_value_reaches_the_command_line_as_written(load, line, argv):
 
 
 def test_user_flags_override_the_file(load, parser):
-    config = load(model_args("--num-layers: 12", "--recompute-modules: [a, b]", "--overlap: true", "--bf16: true"))
-    argv = merge(config, ["--num-layers", "2", "--recompute-modules", "c", "--no-overlap"])
+    lines = ("--num-layers: 12", "--recompute-modules: [a, b]", "--rl-skip-bos-token: true", "--bf16: true")
+    config = load(model_args(*lines))
+    argv = merge(config, ["--num-layers", "2", "--recompute-modules", "c", "--no-rl-skip-bos-token"])
     args = parser.parse_args(argv)
-    assert (args.num_layers, args.recompute_modules, args.overlap, args.bf16) == (2, ["c"], False, True)
+    assert (args.num_layers, args.recompute_modules, args.rl_skip_bos_token, args.bf16) == (2, ["c"], False, True)
 
 
 @pytest.mark.parametrize("unset", [["--unset", "bf16"], ["--unset", "--bf16"], ["--unset=bf16"], ["--unset=--bf16"]])
@@ -135,11 +114,11 @@ def test_files_are_merged_key_by_key_and_the_later_wins(tree):
 
 
 def test_an_overriding_flag_comes_after_its_opposite(tree, parser):
-    """On a command line the last of --overlap and --no-overlap counts; so it does over files."""
-    base, middle = model_args("--no-overlap: true"), "BASE: base.yaml\n" + model_args("--overlap: true")
-    folder = tree(base=base, middle=middle, run="BASE: middle.yaml\n" + model_args("--no-overlap: true"))
-    assert parser.parse_args(argv_of(load_config(folder / "middle.yaml", {}))).overlap
-    assert not parser.parse_args(argv_of(load_config(folder / "run.yaml", {}))).overlap
+    """On a command line the last of --rl-skip-bos-token and --no-rl-skip-bos-token counts; so it does over files."""
+    on, off = model_args("--rl-skip-bos-token: true"), model_args("--no-rl-skip-bos-token: true")
+    folder = tree(base=off, middle="BASE: base.yaml\n" + on, run="BASE: middle.yaml\n" + off)
+    assert parser.parse_args(argv_of(load_config(folder / "middle.yaml", {}))).rl_skip_bos_token
+    assert not parser.parse_args(argv_of(load_config(folder / "run.yaml", {}))).rl_skip_bos_token
 
 
 def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
@@ -184,20 +163,17 @@ def test_placeholders_matter_where_they_are_used(tree):
 # Flags against a parser
 
 
-def test_all_flags_that_a_version_lacks_are_named(load, parser):
-    config = load(model_args("--lr: 1", "--new-flag: 1", "--newer-flag: true"))
-    with pytest.raises(
-        UserError, match=r"run\.yaml: megatron-core 0\.19 does not know --new-flag, --newer-flag; leave out"
-    ):
-        check_flags(config, parser._option_string_actions, software="megatron-core 0.19")
-
-
 @pytest.mark.parametrize(
-    ("flag", "hint"), [("--num-layer", r"; did you mean --num-layers\?"), ("--zzz", "; leave out")]
+    ("lines", "said"),
+    [
+        (["--num-layer: 1"], r"--num-layer; did you mean --num-layers\?"),
+        (["--zzz: 1"], "--zzz; leave out"),
+        (["--lr: 1", "--new-flag: 1", "--newer-flag: true"], "--new-flag, --newer-flag; leave out"),
+    ],
 )
-def test_a_flag_that_the_parser_does_not_have_is_named(load, parser, flag, hint):
-    with pytest.raises(UserError, match=rf"run\.yaml: pretrain_gpt.py does not know {flag}{hint}"):
-        check_flags(load(model_args(f"{flag}: 1")), parser._option_string_actions)
+def test_flags_that_the_parser_does_not_have_are_named(load, parser, lines, said):
+    with pytest.raises(UserError, match=rf"run\.yaml: megatron-core 0\.19\S* does not know {said}"):
+        check_flags(load(model_args(*lines)), parser._option_string_actions)
 
 
 # Slips in the file
@@ -246,3 +222,45 @@ def test_no_shipped_config_puts_barriers_around_its_timers(path):
     assert flags
     assert flags.get("--timing-log-level", ("0",)) == ("0",) or "--no-barrier-with-level-1-timing" in flags
     assert path.stem != "quickstart" or "--timing-log-level" in flags  # there is something to test
+
+
+# Files that come with the package
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_config_that_is_not_here_is_the_one_that_comes_along(empty_folder):
+    found = shipped.find(QUICKSTART)
+    assert found == shipped.FOLDER / QUICKSTART
+    assert str(found) in shipped.note(QUICKSTART)
+    assert dict(load_config(QUICKSTART).flags)["--optimizer"] == ("muon",)
+
+
+def test_a_file_of_ones_own_wins(empty_folder):
+    QUICKSTART.parent.mkdir()
+    QUICKSTART.write_text("MODEL_ARGS:\n  --optimizer: adam\n")
+    assert shipped.find(QUICKSTART) == QUICKSTART
+    assert shipped.note(QUICKSTART) == ""
+    assert dict(load_config(QUICKSTART).flags)["--optimizer"] == ("adam",)
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "configs/none.yaml", "configs/../setup.py", "configs", "setup.py"])
+def test_nothing_else_is_looked_for(empty_folder, name):
+    """A name that is wrong stays wrong, and the message names it as it was typed."""
+    assert shipped.find(Path(name)) == Path(name)
+
+
+def test_files_of_an_installed_package_lie_within_it(empty_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "shipped")
+    assert shipped.note(QUICKSTART) == ""
+    (tmp_path / "shipped/configs").mkdir(parents=True)
+    (tmp_path / "shipped" / QUICKSTART).write_text("")
+    assert shipped.find(QUICKSTART) == tmp_path / "shipped" / QUICKSTART
+
+
+def test_a_command_says_once_which_file_it_takes(empty_folder, capsys):
+    assert cli.main(["plan", "--config", str(QUICKSTART), "--world-size", "2"]) == 0
+    assert capsys.readouterr().err.count("configs/quickstart.yaml is not in this folder: taking ") == 1

@@ -16,7 +16,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.data import corpus, tokenizers
 from megatron_muon.megatron.data.corpus import STDLIB, Settings, check_vocabulary, cut, find_sources, prepare
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
-from megatron_muon.megatron.flags.path_checks import _check_split, check_vocabularies, require_data
+from megatron_muon.megatron.flags.arguments import _check_split, check_vocabularies, require_data
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Names of flags that are kept between commands: mistakes are answered without Megatron, in the words that it has."""
+"""Names of flags: mistakes are answered without Megatron, in the words that it has, with the nearest name or none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_muon.cli import COMMANDS
 from megatron_muon.megatron.flags import names
-from megatron_muon.megatron.flags.arguments import build_parser
+from megatron_muon.megatron.flags.arguments import Parser
 
 MISTAKES = [
     (("train", "--config", "nope.yaml"), "cannot read configuration 'nope.yaml': No such file or directory"),
@@ -32,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("argv", "said"), MISTAKES)
-def test_a_mistake_is_answered_without_megatron(folder: Path, argv: tuple[str, ...], said: str) -> None:
-    names.keep(build_parser()._option_string_actions)
+def test_a_mistake_is_answered_without_megatron(folder: Path, parser: Parser, argv: tuple[str, ...], said: str) -> None:
+    names.keep(parser._option_string_actions)
     code = (
         "import sys\nfrom megatron_muon.cli import main\nfrom megatron_muon.tools.train import resolve\n"
         f"status = main({argv!r})\nsys.exit('torch' in sys.modules or status)"
@@ -56,3 +57,33 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     names.keep(["--a"])
     assert names.kept() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        # a slip of the fingers
+        ("--hidden-sise", "--hidden-size"),
+        ("--num-layres", "--num-layers"),
+        ("--bf61", "--bf16"),
+        ("--Weight_Decay", "--weight-decay"),
+        # the words in another form or order, or one missing
+        ("--num-lay", "--num-layers"),
+        ("--sequence-length", "--seq-length"),
+        ("--warmup-fraction", "--lr-warmup-fraction"),
+        # no suggestion is better than a wrong one
+        *((f"--{typed}", None) for typed in ("foo", "batch", "gpus", "num-gpus", "epochs", "lr-schedule", "scheduler")),
+        *((f"--{typed}", None) for typed in ("log", "fp32", "resume", "precision", "nproc", "save-path")),
+    ],
+)
+def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) -> None:
+    assert names.nearest(typed, parser._option_string_actions) == meant
+    assert names.did_you_mean(typed, parser._option_string_actions) == (f"; did you mean {meant}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("rehearsal", "rehearse"), ("deploy", None)],
+)
+def test_commands(typed: str, meant: str | None) -> None:
+    assert names.nearest(typed, COMMANDS) == meant

@@ -1,10 +1,13 @@
-"""How `pretrain_gpt.py` starts: --help, and a process that no torchrun has started."""
+"""How `pretrain_gpt.py` starts and ends: versions, --help, without torchrun, ranks that fail; its warnings."""
 
 import json
 import multiprocessing
 import subprocess
 import sys
 import time
+import warnings
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import megatron.training
@@ -13,13 +16,47 @@ import torch.distributed as dist
 from megatron.core.utils import ensure_divisibility
 from megatron.training import argument_utils, arguments
 
-from megatron_muon.errors import ExitStatus, UserError
+import megatron_muon
+from megatron_muon.errors import ExitStatus, UserError, own_warnings_in_one_line
 from megatron_muon.megatron import STATUS_FOLDER, launch
 from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.megatron.model import gpt
+from megatron_muon.megatron.provenance import check_versions
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 PREPARED = launch.Launch((), SimpleNamespace(save=None), None, (), ())
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.7", "0.19.0rc1", "0.19a1", "0.19", None])
+def test_versions_in_range_pass(version):
+    check_versions(version)
+
+
+@pytest.mark.parametrize("version", ["0.16.1", "0.18.4", "0.20.0", "0.190.0", "1.0.0"])
+def test_another_megatron_core_is_named_with_the_one_to_install(version):
+    """On Python 3.11 pip installs megatron-core 0.16.1, so the Python is named too."""
+    with pytest.raises(UserError, match=rf"^megatron-core {version} .*Python 3.12 .*'megatron-core==0\.19\.\*'$"):
+        check_versions(version)
+
+
+def test_an_absent_megatron_core_is_an_error_that_says_what_to_type(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(UserError, match=r"megatron-core is not installed; type pip install"):
+        check_versions()
+
+
+def test_a_warning_of_this_package_is_one_line(capsys):
+    """`train` shows a line that begins with `megatron-muon: warning: `, and no other of a rank's warnings."""
+    own, other = str(Path(megatron_muon.__file__).parent / "x.py"), "/elsewhere/y.py"
+    with warnings.catch_warnings(record=True) as others, own_warnings_in_one_line():
+        warnings.simplefilter("always")
+        warnings.warn_explicit("of ours", UserWarning, own, 1)
+        warnings.warn_explicit("of others", UserWarning, other, 1)
+    assert capsys.readouterr().err == "megatron-muon: warning: of ours\n"
+    assert [str(each.message) for each in others] == ["of others"]
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["--config", "absent.yaml", "--help"]])
@@ -51,19 +88,12 @@ def test_a_rank_of_torchrun_keeps_its_environment():
     assert environ == TORCHRUN
 
 
-@pytest.mark.parametrize(
-    ("environ", "fragments"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "8"}, ("SLURM_STEP_NUM_TASKS=8", "would train alone", "torchrun")),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ("OMPI_COMM_WORLD_SIZE=2", "torchrun")),
-    ],
-)
-def test_processes_of_another_launcher_do_not_train_alone(environ, fragments):
-    before = dict(environ)
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_of_another_launcher_do_not_train_alone(name):
+    environ = {name: "8"}
+    with pytest.raises(UserError, match=f"{name}=8: each process would train alone; start one torchrun"):
         settle_one_process(environ)
-    assert all(fragment in str(caught.value) for fragment in fragments)
-    assert environ == before
+    assert environ == {name: "8"}
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from megatron_muon.tools.models.mapping import rules as rules_of
 with quiet_imports():
     import transformers
 
-    from megatron_muon.megatron import validation
+    from megatron_muon.megatron import prepare
     from megatron_muon.megatron.flags import arguments
 
 PARSER = functools.cache(arguments.build_parser)
@@ -186,7 +186,7 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "hidden_size": 48, "kv_channels": 8}
     args = args_of("llama", **scaled, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)
     vars(args).update(LOCAL | {"rank": 0, "world_size": 1})
-    validation.complete(args)
+    prepare.complete(args)
     with on_meta.process_groups(args) as groups:
         found = on_meta.build_model(args, groups).rotary_pos_emb.inv_freq
     config = transformers.AutoConfig.for_model(**to_config(args))

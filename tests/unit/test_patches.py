@@ -34,26 +34,17 @@ PATCHED = [
 OF_EVERY_RUN = [PATCHED[0], PATCHED[2], *PATCHED[-3:]]  # progress watches any optimizer; none runs what pickles name
 
 
-def current() -> list[object]:
-    return [getattr(owner, name) for owner, name in PATCHED]
+@pytest.mark.parametrize(("muon_under_fsdp", "expected"), [(True, PATCHED), (False, OF_EVERY_RUN)])
+def test_a_run_gets_its_patches_and_undo_restores_the_very_objects(patches, muon_under_fsdp, expected):
+    before = [getattr(owner, name) for owner, name in PATCHED]
 
+    def changed():
+        return [each for each, was in zip(PATCHED, before, strict=True) if getattr(*each) is not was]
 
-def test_a_run_with_muon_under_fsdp_gets_all_and_undo_restores_the_very_objects(patches):
-    before = current()
-    mcore_patches.install(patches, muon_under_fsdp=True)
-    assert all(now is not then for now, then in zip(current(), before, strict=True))
+    mcore_patches.install(patches, muon_under_fsdp=muon_under_fsdp)
+    assert changed() == expected
     patches.undo()
-    assert all(now is then for now, then in zip(current(), before, strict=True))
-
-
-def test_other_runs_keep_upstreams_code(patches):
-    before = dict(zip([name for _, name in PATCHED], current(), strict=True))
-    mcore_patches.install(patches, muon_under_fsdp=False)
-    changed = {name for owner, name in PATCHED if getattr(owner, name) is not before[name]}
-    assert changed == {name for _, name in OF_EVERY_RUN}
-
-
-# ------------------------------------------------------------------------------------------------ changed shapes
+    assert changed() == []
 
 
 def other(*_args: object) -> None:
@@ -81,7 +72,6 @@ ABSENT = [
     (mcore_patches.use_factory, training, "OptimizerConfig"),
 ]
 
-
 BEFORE = {"preprocess_fsdp_dtensor_state_dict": 1, "OptimizerConfig": 1, "clip_qk": 2}
 """What the patch of each has replaced before."""
 
@@ -106,9 +96,6 @@ def test_what_is_gone_is_named(patches, monkeypatch, patch, owner, name):
     with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
         patch(patches)
     assert len(patches._exit_callbacks) == BEFORE.get(name, 0)
-
-
-# ------------------------------------------------------------------------------------------------ what they do
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -186,19 +173,13 @@ def test_a_bias_is_added_in_place_to_what_one_rank_has(patches, monkeypatch):
     assert with_bias().tolist() == [2.0, 2.0]
 
 
-# ------------------------------------------------------------------------------------------------ SwiGLU
-
-
 class Layer(torch.nn.Module):
     """A model whose parameters have the names that Megatron-FSDP's wrappers give them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.config = types.SimpleNamespace(num_moe_experts=None)
-        self.module = torch.nn.Module()
-        self.module.fc1 = torch.nn.Linear(2, 4)
-        self.module.proj = torch.nn.Linear(2, 4, bias=False)
-        self.module.norm = torch.nn.Linear(2, 4, bias=False)
+        self.module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 4) for name in ("fc1", "proj", "norm")})
 
 
 def handle_swiglu(model, model_state_dict, optimizer_state_dict):
@@ -232,53 +213,47 @@ def handler(patches, monkeypatch):
 def test_muons_momentum_is_split_under_its_own_name(handler):
     """The handler hard-codes exp_avg and exp_avg_sq: saving Muon's momentum ended in a KeyError."""
     momentum, moments = torch.arange(8.0).view(4, 2), torch.ones(4, 2)
-    state = {
-        "module.fc1.weight": {"momentum_buffer": momentum},
+    others = {
         "module.proj.weight": {"momentum_buffer": moments},
         "module.norm.weight": {"exp_avg": moments, "exp_avg_sq": moments, "step": 3},
     }
-    meta = {"module.fc1.weight": {"lr": 0.1}}
+    state, meta = {"module.fc1.weight": {"momentum_buffer": momentum}, **others}, {"module.fc1.weight": {"lr": 0.1}}
     given = {"state": state, "param_to_group_meta": meta}
     model_state, optimizer_state = handler(Layer(), {"fc1.weight": momentum}, given)
     assert set(model_state) == {"fc1.weight_w", "fc1.weight_v"}
-    split = optimizer_state["state"]
-    assert set(split) == {"module.fc1.weight_w", "module.fc1.weight_v", "module.proj.weight", "module.norm.weight"}
-    assert set(split["module.fc1.weight_w"]) == set(split["module.fc1.weight_v"]) == {"momentum_buffer"}
-    halves = [split[f"module.fc1.weight{half}"]["momentum_buffer"] for half in ("_w", "_v")]
-    assert torch.equal(torch.cat(halves), momentum)
-    assert split["module.proj.weight"] == {"momentum_buffer": moments}
-    assert split["module.norm.weight"] == {"exp_avg": moments, "exp_avg_sq": moments, "step": 3}
-    assert optimizer_state["param_to_group_meta"] is meta
+    gate, up = (optimizer_state["state"].pop(f"module.fc1.weight{half}") for half in ("_w", "_v"))
+    assert optimizer_state == {"state": others, "param_to_group_meta": meta}
+    assert set(gate) == set(up) == {"momentum_buffer"}
+    assert torch.equal(torch.cat([gate["momentum_buffer"], up["momentum_buffer"]]), momentum)
     assert set(state["module.fc1.weight"]) == {"momentum_buffer"}  # the caller's state is as it was
 
 
-@pytest.mark.parametrize("by_element", [True, False])
-def test_second_moments_are_not_lost(handler, by_element):
-    """AdaMuon's is split as momentum is; NorMuon's, one number for each row, stays whole beside the gate."""
-    momentum, moment = torch.arange(8.0).view(4, 2), torch.arange(8.0 if by_element else 4.0).view(4, -1) + 9
-    slots = {"momentum_buffer": momentum, "moment2_buffer": moment}
-    state = {"module.fc1.weight": slots, "module.proj.weight": slots}
-    split = handler(Layer(), {}, {"state": state})[1]["state"]
-    assert split["module.proj.weight"].keys() == slots.keys()
-    assert all(split["module.proj.weight"][slot] is slots[slot] for slot in slots)
-    gate, up = split["module.fc1.weight_w"], split["module.fc1.weight_v"]
-    assert torch.equal(torch.cat([gate["momentum_buffer"], up["momentum_buffer"]]), momentum)
-    if by_element:
-        assert torch.equal(torch.cat([gate["moment2_buffer"], up["moment2_buffer"]]), moment)
-    else:
-        assert gate["moment2_buffer"] is moment
-        assert set(up) == {"momentum_buffer"}
+ADAM = {"exp_avg": (4,), "exp_avg_sq": (4,), "step": ()}
 
 
-@pytest.mark.parametrize("slots", [("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg", "exp_avg_sq", "master_param")])
-def test_every_slot_of_the_weights_shape_is_split(handler, slots):
+@pytest.mark.parametrize(
+    ("parameter", "slots", "whole"),
+    [
+        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 2)}, None),  # AdaMuon's is split as momentum is
+        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 1)}, "moment2_buffer"),  # NorMuon's, by rows
+        ("bias", ADAM, None),
+        ("bias", {"exp_avg": (4,), "step": ()}, None),
+        ("bias", {**ADAM, "master_param": (4,)}, None),
+    ],
+)
+def test_every_slot_of_the_weights_shape_is_split(handler, parameter, slots, whole):
     """Lion keeps exp_avg alone: its first save ended in KeyError 'exp_avg_sq', and all that was trained was lost."""
-    kept = {slot: torch.arange(4.0) + number for number, slot in enumerate(slots)}
-    _, optimizer_state = handler(Layer(), {}, {"state": {"module.fc1.bias": {**kept, "step": torch.tensor(3.0)}}})
-    split = optimizer_state["state"]
-    assert set(split) == {"module.fc1.bias_w", "module.fc1.bias_v"}
-    for half in split.values():
-        assert half.keys() == {*slots, "step"}
-        assert half["step"] == 3.0
-    for slot, whole in kept.items():
-        assert torch.equal(torch.cat([split["module.fc1.bias_w"][slot], split["module.fc1.bias_v"][slot]]), whole)
+    kept = {slot: torch.rand(shape) for slot, shape in slots.items()}
+    split = handler(Layer(), {}, {"state": {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}})[1]["state"]
+    assert split.pop("module.proj.weight") == kept
+    gate, up = (split.pop(f"module.fc1.{parameter}{half}") for half in ("_w", "_v"))
+    assert split == {}
+    assert gate.keys() == kept.keys()
+    assert up.keys() == kept.keys() - {whole}
+    for slot, tensor in kept.items():
+        if slot == whole:  # one number for each row stays beside the gate
+            assert gate[slot] is tensor
+        elif tensor.ndim == 0:
+            assert gate[slot] == up[slot] == tensor
+        else:
+            assert torch.equal(torch.cat([gate[slot], up[slot]]), tensor)

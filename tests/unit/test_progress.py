@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD
+from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD, tell, tells
 from megatron_muon.megatron.patches import progress as module
 from megatron_muon.megatron.patches.progress import Clock, Progress, mean_loss, muon_rate
-from megatron_muon.megatron.tell import tell, tells
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 

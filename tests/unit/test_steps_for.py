@@ -62,7 +62,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
 def test_what_cannot_be_is_refused(parser, argv: tuple[str, ...], message: str) -> None:
     args = arguments.parse(parser, [*RUN, "--muon-ns-steps-for", *argv])
     with pytest.raises(UserError, match=message):
-        arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": "1"})
+        arguments.check_settings(args, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_cannot_be_is_refused(parser, argv: tuple[str, ...], message: str) 
 )
 def test_this_packages_own_muon_has_steps_by_matrix(parser, more: tuple[str, ...]) -> None:
     args = arguments.parse(parser, [*RUN, "--muon-ns-steps-for", "qkv=8", "fc1=4", *more])
-    arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": "1"})
+    arguments.check_settings(args, device="cpu")
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

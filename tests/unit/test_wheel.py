@@ -81,11 +81,10 @@ def test_a_wheel_of_the_source_distribution_is_that_of_the_tree(built, tmp_path)
 
 def test_an_installed_wheel_finds_its_files(built, tmp_path):
     """From an empty folder, with nothing of the repository on the path."""
+    site, config = tmp_path / "site", "configs/recipes/muonh.yaml"
     with zipfile.ZipFile(built[0]) as archive:
-        archive.extractall(tmp_path / "site")
-    code = "from megatron_muon import shipped; print(shipped.find(shipped.Path('configs/recipes/muonh.yaml')))"
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(tmp_path / "site/megatron_muon/shipped/configs/recipes/muonh.yaml")
+        archive.extractall(site)
+    code = f"from megatron_muon import shipped; print(shipped.find(shipped.Path({config!r})))"
+    line, environ = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(site / "megatron_muon/shipped" / config)

@@ -23,7 +23,8 @@ ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Placeholder
 import os
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import yaml
 
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.suggest import did_you_mean
+from megatron_muon.megatron.flags.names import did_you_mean
 
 ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
 
@@ -49,10 +50,10 @@ class ExperimentConfig:
     path: Path
     env: Mapping[str, str]
     flags: tuple[tuple[str, tuple[str, ...]], ...]  # in the file's order, with their values; none for a bare flag
-    ignored: tuple[str, ...] = ()  # keys without a meaning here, such as those of upstream's test harness
-    files: tuple[Path, ...] = ()  # all files read, bases before those that rest on them
-    origins: Mapping[str, Path] = field(default_factory=dict)  # the file of each flag
-    overridden: frozenset[str] = frozenset()  # flags of the file, left out of `flags` as the user gives or unsets them
+    ignored: tuple[str, ...]  # keys without a meaning here, such as those of upstream's test harness
+    files: tuple[Path, ...]  # all files read, bases before those that rest on them
+    origins: Mapping[str, Path]  # the file of each flag
+    overridden: frozenset[str]  # flags of the file, left out of `flags` as the user gives or unsets them
 
 
 def load_config(
@@ -90,17 +91,16 @@ def load_config(
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     """The file's flags and behind them the user's, which win in argparse; `--unset FLAG` takes one of the file back."""
     rest, unset = _without_unset(user_argv)
-    left_out = set(map(_flag, unset))
-    return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
+    return [*as_argv(item for item in config.flags if item[0] not in unset), *rest]
 
 
-def check_flags(config: ExperimentConfig, known: Collection[str], *, software: str = "") -> None:
-    """Refuse flags of a file that `software` does not have."""
+def check_flags(config: ExperimentConfig, known: Collection[str]) -> None:
+    """Refuse flags of a file that are not `known`, those of the installed megatron-core and of this package."""
     if unknown := [flag for flag, _ in config.flags if flag not in known]:
         hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
         hint = hint or f"; leave out what is not needed with {UNSET_FLAG} FLAG"
-        file = config.origins.get(unknown[0], config.path)
-        raise UserError(f"{file}: {software or 'pretrain_gpt.py'} does not know {', '.join(unknown)}{hint}")
+        software = f"megatron-core {metadata.version('megatron-core')}"
+        raise UserError(f"{config.origins[unknown[0]]}: {software} does not know {', '.join(unknown)}{hint}")
 
 
 def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
@@ -115,7 +115,7 @@ def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
 def given_flags(user_argv: Sequence[str]) -> frozenset[str]:
     """The flags that a command line gives or, with `--unset`, takes back."""
     flags = {token.partition("=")[0] for token in user_argv if token.startswith("--")}
-    return frozenset(flags.union(map(_flag, _without_unset(user_argv)[1])))
+    return frozenset(flags | _without_unset(user_argv)[1])
 
 
 def pairs(argv: Sequence[str], actions: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -130,21 +130,17 @@ def pairs(argv: Sequence[str], actions: Container[str]) -> list[tuple[str, tuple
     return [(flag, tuple(values)) for flag, values in found]
 
 
-def _without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line without `--unset`, and what `--unset` names."""
-    rest, unset = [], []
+def _without_unset(argv: Sequence[str]) -> tuple[list[str], set[str]]:
+    """A command line without `--unset`, and the flags that `--unset` names."""
+    rest, unset = [], set()
     tokens = iter(argv)
     for token in tokens:
         flag, equals, name = token.partition("=")
         if flag == UNSET_FLAG:
-            unset.append(name if equals else next(tokens, ""))
+            unset.add("--" + (name if equals else next(tokens, "")).lstrip("-"))
         else:
             rest.append(token)
     return rest, unset
-
-
-def _flag(name: str) -> str:
-    return "--" + name.lstrip("-")
 
 
 def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:

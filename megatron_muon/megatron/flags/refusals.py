@@ -7,6 +7,7 @@ step anyway, is not repeated here.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -29,15 +30,19 @@ SHARDING = "optim, optim_grads or optim_grads_params"
 SHARED, HYPERBALL, CAUTIOUS = "--muon-share-replicated", "--muon-hyperball", "--muon-cautious-weight-decay"
 ADAPTIVE_MUON, NS_ON_CPU = "--optimizer adaptive_muon", "--muon-ns-device cpu"
 CLIP, LOG = "--qk-clip", "--log-max-attention-logit"
-NO_DECAY, COUPLED = "--weight-decay 0", "decoupled_weight_decay=False"
+COUPLED = "decoupled_weight_decay=False"
 DECAYS = ("weight_decay", "start_weight_decay", "end_weight_decay")  # a config of a script has only the first
-INSTANCES = "--num-distributed-optimizer-instances"
-STATE_ELSEWHERE = "--muon-offload-state all"
 NO_LOGITS = (
     *("--cuda-graph-impl", "--attention-backend flash", "fp8_dot_product_attention=True"),
     "--experimental-attention-variant",
 )
 """Attention that keeps no logits: a replayed layer runs no Python, and others' kernels return none."""
+
+OF_FLAGS = (
+    *("--async-save", "--log-params-norm", "--save-params-interval"),
+    "--check-weight-hash-across-dp-replicas-interval",
+)
+"""Settings of `CONFLICTS` that a config of a script does not have."""
 
 CONFLICTS = {
     "Muon under Megatron-FSDP": (
@@ -45,18 +50,18 @@ CONFLICTS = {
         # Its step reads the gradient norm on the host, and a replayed iteration runs no Python.
         *("--optimizer-cuda-graph", "--cuda-graph-impl full_iteration"),
     ),
-    NO_SHARD: (INSTANCES,),  # there is nothing to shard, and every rank holds whole matrices
+    NO_SHARD: ("--num-distributed-optimizer-instances",),  # nothing to shard: every rank holds whole matrices
     HYPERBALL: (CAUTIOUS, CLIP, ADAPTIVE_MUON),  # the first two would change the norms that it keeps
-    CAUTIOUS: (NO_DECAY, COUPLED),
+    CAUTIOUS: ("--weight-decay 0", COUPLED),
     CLIP: (*NO_LOGITS, "--qk-layernorm", "--qk-l2-norm"),  # the last two normalise after what would be scaled
     LOG: NO_LOGITS,
     "--muon-split-heads": ("--muon-no-split-qkv",),
-    STATE_ELSEWHERE: (  # these need main weights between steps, or were not tried with it
-        *(ADAPTIVE_MUON, NO_SHARD, NS_ON_CPU, COUPLED, CLIP, HYPERBALL, "--fp8-format", "--fp4-format", "--async-save"),
-        *("--log-params-norm", "--save-params-interval", "--check-weight-hash-across-dp-replicas-interval"),
+    "--muon-offload-state all": (  # these need main weights between steps, or were not tried with it
+        *(ADAPTIVE_MUON, NO_SHARD, NS_ON_CPU, COUPLED, CLIP, HYPERBALL, "--fp8-format", "--fp4-format"),
+        *OF_FLAGS,
     ),
 }
-"""Settings with those that do not work, or have no effect, beside them."""
+"""Settings with those that do not work, or have no effect, beside them; `_in_use` knows which a run has."""
 
 type Rules = Iterator[tuple[Any, str]]
 """Conditions, each with the message of where it holds."""
@@ -66,30 +71,28 @@ type Rules = Iterator[tuple[Any, str]]
 class MuonRun:
     """What the rules depend on."""
 
-    settings: Any  # parsed flags, or a MuonOptimizerConfig
-    model: Any  # parsed flags, or a TransformerConfig
-    ddp: Any  # parsed flags, or a DistributedDataParallelConfig
+    values: Any  # parsed flags; of a script all fields of its optimizer's, the model's and Megatron-FSDP's config
     on_cpu: bool
-    has_model: bool  # a script has made the model, so `model` has its sizes and Muon is to train it
+    has_model: bool  # a script has made the model, so `values` has its sizes and Muon is to train it
 
     @property
     def replicated(self) -> bool:
         """Every rank holds whole matrices."""
-        return bool(self.ddp.data_parallel_sharding_strategy == "no_shard")
+        return bool(self.values.data_parallel_sharding_strategy == "no_shard")
 
     @property
     def repeated(self) -> bool:
         """Replicas without shared work."""
-        return self.replicated and not self.settings.muon_share_replicated
+        return self.replicated and not self.values.muon_share_replicated
 
     @property
     def megatrons_own(self) -> bool:
         """Plain Muon of replicas without shared work is megatron-core's own."""
-        return self.repeated and self.settings.optimizer == "muon" and not self.settings.muon_hyperball
+        return self.repeated and self.values.optimizer == "muon" and not self.values.muon_hyperball
 
     def given(self, *names: str) -> list[str]:
         """The flags among these of this package's settings that are not at their default."""
-        return [flag_of(name) for name in names if getattr(self.settings, name) != default_of(name)]
+        return [flag_of(name) for name in names if getattr(self.values, name) != default_of(name)]
 
 
 def refuse(rules: Iterable[tuple[Any, str]]) -> None:
@@ -100,23 +103,24 @@ def refuse(rules: Iterable[tuple[Any, str]]) -> None:
 
 def muon_rules(run: MuonRun) -> Rules:
     """The rules of a run, those of Muon where it has Muon; a UserError for numbers that are out of range."""
+    values = run.values
     yield from _optimizer(run)
-    if not (run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)):
+    if not (values.use_megatron_fsdp and (values.optimizer in MUONS or run.has_model)):
         yield from _without_muon(run)
         return
-    iteration_of(run.settings).check()
-    iteration_of(run.settings).check_steps_for(steps_for(run.settings))
-    for name in ("qk_clip_alpha", "qk_clip_threshold") if run.model.qk_clip else ():
-        check_number(name, getattr(run.model, name))
+    iteration_of(values).check()
+    iteration_of(values).check_steps_for(steps_for(values))
+    for name in ("qk_clip_alpha", "qk_clip_threshold") if values.qk_clip else ():
+        check_number(name, getattr(values, name))
     for name in FIELDS:  # argparse refuses them by itself
-        value, choices = getattr(run.settings, name), choices_of(name)
+        value, choices = getattr(values, name), choices_of(name)
         yield choices and value not in choices, f"{flag_of(name)} {value} does not exist; use {', '.join(choices)}"
-    on = _settings_in_use(run)
+    on = _in_use(values)
     for one, others in CONFLICTS.items():
         for other in others:
-            yield on.get(one, True) and on[other], f"{other} does not work with {one}; leave one of the two out"
-    for name in DECAYS if run.settings.muon_hyperball else ():
-        decay = getattr(run.settings, name, None)
+            yield on[one] and on[other], f"{other} does not work with {one}; leave one of the two out"
+    for name in DECAYS if values.muon_hyperball else ():
+        decay = getattr(values, name, None)
         yield decay, f"{flag_of(name)} {decay} does not work with {HYPERBALL}; use {flag_of(name)} 0"
     for table in (_without_effect, _blocks, _offload):
         yield from table(run)
@@ -135,10 +139,10 @@ def needs_whole_updates(settings: Any) -> bool:
 
 
 def _optimizer(run: MuonRun) -> Rules:
-    settings, under_fsdp, optimizer = run.settings, run.ddp.use_megatron_fsdp, run.settings.optimizer
+    values, under_fsdp, optimizer = run.values, run.values.use_megatron_fsdp, run.values.optimizer
     is_adaptive, with_muon = optimizer == "adaptive_muon", optimizer in MUONS or run.has_model
-    layer_wise = optimizer == "dist_muon" or getattr(settings, "use_layer_wise_distributed_optimizer", False)
-    yield settings.fp16 and with_muon, f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or fp32"
+    layer_wise = optimizer == "dist_muon" or getattr(values, "use_layer_wise_distributed_optimizer", False)
+    yield values.fp16 and with_muon, f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or fp32"
     shards = "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's shards; use muon"
     yield layer_wise and under_fsdp, shards
     yield is_adaptive and not under_fsdp, f"{ADAPTIVE_MUON} needs --use-megatron-fsdp; add it, or use --optimizer muon"
@@ -147,59 +151,49 @@ def _optimizer(run: MuonRun) -> Rules:
 
 
 def _without_muon(run: MuonRun) -> Rules:
+    under_fsdp, logits = run.values.use_megatron_fsdp, asked(run.values)
     for flag in run.given(*(name for name in FIELDS if name not in ADAPTIVE)):
         yield True, f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
     missing = "--muon-allow-missing-state needs --use-megatron-fsdp; add it or leave the flag out"
-    yield not run.ddp.use_megatron_fsdp and getattr(run.settings, "muon_allow_missing_state", False), missing
-    logits = asked(run.model)  # with Adam megatron-core's clip ends in an AttributeError
+    yield not under_fsdp and getattr(run.values, "muon_allow_missing_state", False), missing
+    # With Adam megatron-core's clip ends in an AttributeError.
     needs = f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
-    yield run.ddp.use_megatron_fsdp and logits, needs
+    yield under_fsdp and logits, needs
 
 
-def _settings_in_use(run: MuonRun) -> dict[str, bool]:
-    """Which settings of `CONFLICTS` a run has."""
-    settings, model, ddp = run.settings, run.model, run.ddp
-    scopes = (model.cuda_graph_impl, model.cuda_graph_modules, getattr(model, "cuda_graph_scope_deprecated", None))
-    main_params = str(ddp.megatron_fsdp_main_params_dtype).removeprefix("torch.")
-    decays = any(getattr(settings, name, None) for name in DECAYS)
-    of_flags = ["async_save", "log_params_norm", "save_params_interval"]
-    of_flags.append("check_weight_hash_across_dp_replicas_interval")
+def _in_use(values: Any) -> dict[str, Any]:
+    """Which settings of `CONFLICTS` a run has: unless it says more here, the flag is there, or has that value."""
+    graphs = (values.cuda_graph_impl, values.cuda_graph_modules, getattr(values, "cuda_graph_scope_deprecated", None))
+    normalises = not values.multi_latent_attention  # which normalises before the projections that make the heads
+    main_params = str(values.megatron_fsdp_main_params_dtype).removeprefix("torch.")
     in_use = {
-        "--use-precision-aware-optimizer": settings.use_precision_aware_optimizer,
+        "Muon under Megatron-FSDP": True,
         "--megatron-fsdp-main-params-dtype": main_params not in ("fp32", "float32"),
-        "--optimizer-cpu-offload": settings.optimizer_cpu_offload,
-        "--optimizer-cuda-graph": settings.optimizer_cuda_graph,
-        "--cuda-graph-impl full_iteration": re.search(r"\bfull_iteration\b", str(scopes)),
-        NO_SHARD: run.replicated,
-        INSTANCES: ddp.num_distributed_optimizer_instances > 1,
-        HYPERBALL: settings.muon_hyperball,
-        NO_DECAY: not decays and not settings.muon_hyperball,
-        COUPLED: not getattr(settings, "decoupled_weight_decay", True),  # which has no flag
-        CAUTIOUS: settings.muon_cautious_weight_decay,
-        CLIP: model.qk_clip,
-        LOG: asked(model) == LOG,
-        "--cuda-graph-impl": model.cuda_graph_impl != "none",
-        "--attention-backend flash": getattr(model.attention_backend, "name", model.attention_backend) == "flash",
-        "fp8_dot_product_attention=True": getattr(model, "fp8_dot_product_attention", False),
-        "--experimental-attention-variant": model.experimental_attention_variant,
-        # Latent attention normalises before the projections that make the heads.
-        "--qk-layernorm": model.qk_layernorm and not model.multi_latent_attention,
-        "--qk-l2-norm": model.qk_l2_norm and not model.multi_latent_attention,
-        ADAPTIVE_MUON: settings.optimizer == "adaptive_muon",
-        "--muon-split-heads": settings.muon_split_heads,
-        "--muon-no-split-qkv": not settings.muon_split_qkv,
-        STATE_ELSEWHERE: settings.muon_offload_state == "all",
-        NS_ON_CPU: settings.muon_ns_device == "cpu",
-        "--fp8-format": model.fp8,
-        "--fp4-format": model.fp4,
-        **{flag_of(name): getattr(settings, name, None) for name in of_flags},
+        "--cuda-graph-impl full_iteration": re.search(r"\bfull_iteration\b", str(graphs)),
+        "--cuda-graph-impl": values.cuda_graph_impl != "none",
+        "--num-distributed-optimizer-instances": values.num_distributed_optimizer_instances > 1,
+        "--weight-decay 0": not any(getattr(values, name, None) for name in (*DECAYS, "muon_hyperball")),
+        COUPLED: not getattr(values, "decoupled_weight_decay", True),  # which has no flag
+        LOG: asked(values) == LOG,
+        "--attention-backend flash": getattr(values.attention_backend, "name", values.attention_backend) == "flash",
+        "fp8_dot_product_attention=True": getattr(values, "fp8_dot_product_attention", False),
+        "--qk-layernorm": values.qk_layernorm and normalises,
+        "--qk-l2-norm": values.qk_l2_norm and normalises,
+        "--muon-no-split-qkv": not values.muon_split_qkv,
+        "--fp8-format": values.fp8,
+        "--fp4-format": values.fp4,
+        **{flag: getattr(values, flag[2:].replace("-", "_"), None) for flag in OF_FLAGS},
     }
-    return {name: bool(value) for name, value in in_use.items()}
+    for setting in {*CONFLICTS, *itertools.chain(*CONFLICTS.values())} - in_use.keys():
+        flag, _, word = setting.partition(" ")
+        value = getattr(values, flag[2:].replace("-", "_"))
+        in_use[setting] = value == word if word else value
+    return in_use
 
 
 def _without_effect(run: MuonRun) -> Rules:
     """Flags that strategy and exchange pass over."""
-    settings, passed_over, why = run.settings, list[str](), ""
+    values, passed_over, why = run.values, list[str](), ""
     if run.repeated:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
         passed_over = run.given("muon_exchange", "muon_exchange_dtype", "muon_team_size")
@@ -208,57 +202,57 @@ def _without_effect(run: MuonRun) -> Rules:
     elif run.replicated:
         why = f"{SHARED} gives every matrix one owner, which broadcasts its update"
         passed_over = run.given("muon_exchange", "muon_team_size")
-    elif settings.muon_share_replicated:
+    elif values.muon_share_replicated:
         why, passed_over = "it is for no_shard, and other strategies share the work already", [SHARED]
-    elif settings.muon_exchange == "allgather":
+    elif values.muon_exchange == "allgather":
         why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
-        dtype = ("muon_exchange_dtype",) if settings.muon_exchange_dtype == "bf16" else ()
+        dtype = ("muon_exchange_dtype",) if values.muon_exchange_dtype == "bf16" else ()
         passed_over = run.given("muon_exchange_buffer_mb", "muon_team_size", *dtype)
     for flag in passed_over:
         yield True, f"{flag} has no effect here: {why}; leave it out"
-    size = settings.muon_team_size
+    size = values.muon_team_size
     whole = f"--muon-team-size {size}: NorMuon needs whole updates; use --muon-team-size 1"
-    yield needs_whole_updates(settings) and size not in ("auto", "1"), whole
+    yield needs_whole_updates(values) and size not in ("auto", "1"), whole
 
 
 def _blocks(run: MuonRun) -> Rules:
     """Blocks that are not there, that no rank holds whole, or that tensor-parallel replicas have in parts."""
-    settings, model, mode = run.settings, run.model, run.settings.muon_tp_mode
-    gated = model.gated_linear_unit if run.has_model else model.swiglu
+    values, mode = run.values, run.values.muon_tp_mode
+    gated = values.gated_linear_unit if run.has_model else values.swiglu
     no_gate = "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out"
-    yield settings.muon_split_gated_mlp and not gated, no_gate
-    dense = model.tensor_model_parallel_size
-    largest = max(dense, model.expert_tensor_parallel_size or 1)
+    yield values.muon_split_gated_mlp and not gated, no_gate
+    dense = values.tensor_model_parallel_size
+    largest = max(dense, values.expert_tensor_parallel_size or 1)
     for flag, is_on, size in (
-        (SHARED, settings.muon_share_replicated, largest),
-        (HYPERBALL, settings.muon_hyperball, largest),
-        (ADAPTIVE_MUON, settings.optimizer == "adaptive_muon", largest),
-        ("--muon-split-heads", settings.muon_split_heads, dense),
+        (SHARED, values.muon_share_replicated, largest),
+        (HYPERBALL, values.muon_hyperball, largest),
+        (ADAPTIVE_MUON, values.optimizer == "adaptive_muon", largest),
+        ("--muon-split-heads", values.muon_split_heads, dense),
     ):
         together = f"--muon-tp-mode {mode} is not supported with {flag}, no_shard and tensor parallel size {size}"
         in_parts = run.replicated and size > 1 and mode != "blockwise"
         yield is_on and in_parts, f"{together}; use --muon-tp-mode blockwise, or {SHARDING}"
-    if run.has_model and not model.multi_latent_attention and settings.muon_split_qkv:
-        fewer = f"--num-query-groups {model.num_query_groups} is less than --tensor-model-parallel-size {dense}"
-        none_whole = (run.replicated or mode == "blockwise") and model.num_query_groups < dense
+    if run.has_model and not values.multi_latent_attention and values.muon_split_qkv:
+        fewer = f"--num-query-groups {values.num_query_groups} is less than --tensor-model-parallel-size {dense}"
+        none_whole = (run.replicated or mode == "blockwise") and values.num_query_groups < dense
         duplicated = f"use --muon-tp-mode duplicated with {SHARDING}, or --muon-no-split-qkv"
         yield none_whole, f"{fewer}: no rank's part of the QKV matrix holds a whole group to split; {duplicated}"
 
 
 def _offload(run: MuonRun) -> Rules:
     """Flags of state elsewhere that lack what they are about."""
-    settings = run.settings
+    values = run.values
     if run.megatrons_own:
         return
     no_directory = "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk"
-    yield settings.muon_offload == "nvme" and not settings.muon_offload_dir, no_directory
+    yield values.muon_offload == "nvme" and not values.muon_offload_dir, no_directory
     elsewhere = ("muon_offload_state", "muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
     for places, names in ((("nvme",), ("muon_offload_dir",)), (("cpu", "nvme"), elsewhere)):
         for flag in run.given(*names):
-            needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}"
-            yield settings.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
+            needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {values.muon_offload}"
+            yield values.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
     no_accelerator = "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
-    yield settings.muon_ns_device == "accelerator" and run.on_cpu, no_accelerator
+    yield values.muon_ns_device == "accelerator" and run.on_cpu, no_accelerator
     adaptive = f"{NS_ON_CPU} is not supported with {ADAPTIVE_MUON}; use accelerator, or leave it out"
-    on_other_device = settings.muon_ns_device == "cpu" and not run.on_cpu
-    yield on_other_device and settings.optimizer == "adaptive_muon", adaptive
+    on_other_device = values.muon_ns_device == "cpu" and not run.on_cpu
+    yield on_other_device and values.optimizer == "adaptive_muon", adaptive

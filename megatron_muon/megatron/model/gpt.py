@@ -26,7 +26,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
-from megatron_muon.megatron.flags.path_checks import check_vocabularies
+from megatron_muon.megatron.flags.arguments import check_vocabularies
 
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),

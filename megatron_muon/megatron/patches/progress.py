@@ -24,12 +24,11 @@ from megatron.training.global_vars import get_tensorboard_writer
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
-from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS
+from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.gpu import bf16_tflops
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
-from megatron_muon.megatron.tell import tell, tells
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5

@@ -26,7 +26,7 @@ from megatron.training import training
 from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.fsdp.cuts import Places, bucket_shards
-from megatron_muon.megatron import validation
+from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
@@ -72,7 +72,7 @@ def read_model(path: Path, world_size: int, flags: Sequence[str] = (), *, device
     args, global_batch = _arguments(path, world_size, flags, device)
     names = {field.name for field in fields(MuonOptimizerConfig)}
     settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
-    with validation.explained():
+    with prepare.explained():
         groups, parameters, vocabulary = _groups(args, settings)
         counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
         model = Model(
@@ -118,7 +118,7 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
     global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
     args.micro_batch_size = args.micro_batch_size or 1
     args.save, args._is_global_batch_size_explicitly_specified = None, False
-    validation.complete(args)
+    prepare.complete(args)
     return args, global_batch
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.suggest import plain
+from megatron_muon.megatron.flags.names import plain
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.progress import progress
 from megatron_muon.tools.train import run_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_muon.errors import UserError, settling
-from megatron_muon.megatron.flags.suggest import plain
+from megatron_muon.megatron.flags.names import plain
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.processes import sigterm_unwinds

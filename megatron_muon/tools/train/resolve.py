@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from megatron_muon.megatron.flags.config_file import (
     pairs,
     refuse_unknown_flags,
 )
-from megatron_muon.megatron.flags.suggest import did_you_mean, plain
+from megatron_muon.megatron.flags.names import did_you_mean, plain
 from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
 from megatron_muon.tools.train.processes import python_path
 from megatron_muon.tools.train.run_folder import config_hash, moved
@@ -142,7 +141,7 @@ def _refused_early(request: Request) -> UserError | None:
             for key, value in request.sets:
                 if value.lower() != "null":  # which may take away what nothing knows
                     flag_named(key, known)
-            check_flags(config, known, software=f"megatron-core {metadata.version('megatron-core')}")
+            check_flags(config, known)
             refuse_unknown_flags(request.flags, {*known, UNSET_FLAG})
     except UserError as error:
         return error
@@ -185,7 +184,7 @@ def settle(request: Request) -> Resolved:
     Raises:
         UserError: what the user got wrong.
     """
-    from megatron_muon.megatron import prepare, validation
+    from megatron_muon.megatron import prepare
     from megatron_muon.megatron.flags.arguments import BY_PACKAGES
 
     with quiet_imports():
@@ -209,7 +208,7 @@ def settle(request: Request) -> Resolved:
     checked = prepare.check(opened, line, writes=request.writes, checks=request.checks)
     if request.checks:
         world_size = ranks * request.nodes
-        notes += validation.check(checked.args, world_size=world_size, elsewhere=opened.elsewhere)
+        notes += prepare.validate(checked.args, world_size=world_size, elsewhere=opened.elsewhere)
     if request.writes and opened.device == "cuda":  # a dry run or submit is for another machine
         check_gpus(ranks, gpus)
     return Resolved(
