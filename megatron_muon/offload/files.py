@@ -1,7 +1,8 @@
-"""Files of momentum: one for each rank and kind of state, without a name, so that they are gone when the process is.
+"""Files of momentum, and the memory that records pass through on their way: in whole pages, locked beside a GPU.
 
-A file holds one record for each shard, at offsets of whole pages, and its space is taken before the first step. It is
-scratch: no run reads what another one left. No collectives here.
+There is one file for each rank and kind of state, without a name, so that it is gone when the process is. It holds one
+record for each shard, at offsets of whole pages, and its space is taken before the first step. It is scratch: no run
+reads what another one left. No collectives here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,56 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from megatron_muon.offload.memory import in_pages
+PAGE = 4096
+"""Alignment of offsets, lengths and addresses, as direct I/O needs it."""
+
+
+def in_pages(size: int) -> int:
+    """`size` bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
+def aligned(size: int, *, device: torch.device) -> torch.Tensor:
+    """`size` zero bytes at an address of whole pages."""
+    memory = torch.zeros(size + PAGE, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % PAGE
+    return memory[start : start + size]
+
+
+def transfer_memory(size: int) -> torch.Tensor:
+    """`size` zero bytes of host memory, whole pages, for direct I/O and for transfers to a GPU.
+
+    Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may give this process new
+    pages while the transfer goes on with the old ones (see "NOTES" in open(2)). torch's own pinned allocator rounds up
+    to powers of two, which can double what a large store takes.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+def lock(memory: torch.Tensor) -> torch.Tensor:
+    """Lock host memory, so that transfers to a GPU go on beside computation; `unlock` before it is given back."""
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status != 0:
+        raise RuntimeError(f"cannot lock {memory.numel():,} bytes of host memory for transfers: CUDA error {status}")
+    return memory
+
+
+def unlock(locked: list[torch.Tensor], streams: Sequence[Any], process: int) -> None:
+    """Unlock memory once the transfers on `streams` are done; in a forked child, which does not have it, do nothing."""
+    if os.getpid() != process:
+        return
+    for stream in streams:
+        stream.synchronize()
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
 
 
 class MomentumFile:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import checksums, files
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.support import cli
@@ -151,20 +151,16 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
     here = training.folder
     training().checked()
     shard = here / "ck" / "iter_0000006" / "__1_0.distcp"
-    whole = shard.read_bytes()
-    middle = len(whole) // 2
-    for damaged, says in (
-        (whole[:-1], "__1_0.distcp is cut short"),
-        (whole[:middle] + bytes([whole[middle] ^ 64]) + whole[middle + 1 :], "__1_0.distcp is damaged: its CRC-32 is "),
-    ):
-        shard.write_bytes(damaged)
-        run = training("--load", "ck")
-        assert run.returncode == 2
-        assert says in run.output
-        assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 64
+    shard.write_bytes(damaged)
+    run = training("--load", "ck")
+    assert run.returncode == 2
+    assert "__1_0.distcp is damaged: its CRC-32 is " in run.output
+    assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
     assert training("--load", "ck", "--no-verify-checkpoint", "--save", "ck2").checked().iterations == []
     assert training("--load", "ck", "--ckpt-step", "4", "--save", "ck3").checked().iterations[0].number == 5
-    shard.write_bytes(whole[:-1])
+    shard.write_bytes(damaged[:-1])
     (here / "ck" / files.TRACKER).write_text("")
     run = training("--load", "ck")
     assert run.returncode == 2
@@ -242,7 +238,7 @@ def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> Non
 
 def require_unchanged(rank: int, world_size: int, *, folder: str, sums: dict[str, int] | None) -> str | None:
     """What a rank is told of a checkpoint whose checksums the other rank does not see."""
-    checksums.read = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
+    files.read_checksums = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
     files.problems = lambda *_, **how: []
     try:
         checkpoint_loading._require_sound(Path(folder), verify=True)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_muon.checkpoint import content, files
-from megatron_muon.checkpoint.unpickling import UntrustedError, load_entry
+from megatron_muon.checkpoint.dcp import UntrustedError, load_entry
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.flags import arguments

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.checkpoint import checksums, content, files
+from megatron_muon.checkpoint import content, files
 from megatron_muon.checkpoint.content import STEP
-from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.core.ranks import of_all_ranks, of_any_rank, of_first_rank, say
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
@@ -65,9 +65,9 @@ def load_what_is_there(patches: Patches) -> None:
         if "folder" not in asked:
             return state
         entries = content.read_entries(asked["folder"])
-        theirs = content.wrappers(content.optimized(entries))
-        ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
+        theirs = ours = content.wrappers(content.optimized(entries))
         if "optimizer" in state:  # weights have the same names in every precision
+            ours = content.wrappers(state["optimizer"]["param_to_group_meta"])
             state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _ask_for_what_is_there(state, entries, asked["folder"], args)
         if "optimizer" in state:
@@ -172,24 +172,23 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
     is read by one rank.
     """
 
+    def refuse(found: list[str]) -> None:
+        if found:
+            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
+
     def look() -> dict[str, int] | None:
         files.recover(folder.parent)
-        _refuse_damaged(folder, files.problems(folder, verify=verify))
+        refuse(files.problems(folder, verify=verify))
         _warn_of_unfinished(folder.parent)
-        return checksums.read(folder) if verify else {}
+        return files.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)
     if sums is None:
-        say(f"megatron-muon: note: {checksums.absent(folder)}")
+        say(f"megatron-muon: note: {files.without_checksums(folder)}")
     elif dist.is_initialized():  # else --use-checkpoint-args reads some arguments
-        mine = checksums.changed(folder, sums, checksums.share(sums, dist.get_rank(), dist.get_world_size()))
-        _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
-
-
-def _refuse_damaged(folder: Path, found: list[str]) -> None:
-    if found:
-        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-        raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
+        mine = files.changed(folder, sums, files.share(sums, dist.get_rank(), dist.get_world_size()))
+        refuse(list(itertools.chain(*of_all_ranks(mine))))
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
@@ -199,11 +198,11 @@ def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[s
     override them.
     """
     for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
-        if stored[parameter][name] != rate:
+        if (theirs := stored[parameter][name]) != rate:
             raise UserError(
-                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
-                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
-                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+                f"the checkpoint has {name} {theirs:g} for {content.plain(parameter)}, this run {rate:g} (--lr, "
+                "--min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this run's, "
+                "--use-checkpoint-opt-param-scheduler for those of the checkpoint"
             )
 
 
@@ -214,7 +213,8 @@ def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path,
     and, without --muon-allow-missing-state, state that should be there. Collective.
     """
     optimizer, weights = state.get("optimizer"), state.get("model", {})
-    replaced, absent, fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
+    replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
+    fresh = {name.rpartition(".")[0] for name in replaced | absent}
     if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
         stored, size = content.read(folder, ["args"]).get("args"), args.tensor_model_parallel_size
         if getattr(stored, "tensor_model_parallel_size", size) != size:
