@@ -60,11 +60,6 @@ def objects(entries: Mapping[str, Any]) -> list[str]:
     return [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
 
 
-def slot(parameter: str, name: str) -> str:
-    """The entry of a slot of a parameter's optimizer state."""
-    return f"{_STATE}{parameter}.{name}"
-
-
 def setting(parameter: str, name: str) -> str:
     """The entry of a setting of a parameter's group."""
     return f"{_META}{parameter}.{name}"

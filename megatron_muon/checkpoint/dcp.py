@@ -46,13 +46,9 @@ _OF_AN_INDEX = {
 _LOAD_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 
 
-class UntrustedError(UserError):
-    """A pickle that names what a checkpoint does not need; nothing that it names was run."""
-
-
-def _untrusted(where: str, names: list[str]) -> UntrustedError:
+def _untrusted(where: str, names: list[str]) -> UserError:
     which = f"{where} names {', '.join(names)}, which no checkpoint needs"
-    return UntrustedError(f"{which}; it was not run: do not trust this file")
+    return UserError(f"{which}; it was not run: do not trust this file")
 
 
 class _IndexUnpickler(pickle._Unpickler):
@@ -83,7 +79,7 @@ class _IndexUnpickler(pickle._Unpickler):
 def load_entry(name: str, stream: IO[bytes]) -> Any:
     """The entry `name`, which is not a tensor, from what `torch.save` wrote.
 
-    Raises UntrustedError where it names functions or classes that are not allowed, UserError where it is damaged.
+    Raises UserError where it is damaged, or names functions or classes that are not allowed: none of them is run.
     """
     try:
         return torch.load(stream, weights_only=True)

@@ -17,9 +17,7 @@ from megatron_muon import cpu
 from megatron_muon.core.optimizer import MOMENTUM
 from megatron_muon.core.ranks import numbers_of_all_ranks, say
 from megatron_muon.core.rows import local_rows
-from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
-
-_PLACES = (DEVICE, HOST, DISK)
+from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 
 
 def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
@@ -80,7 +78,7 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
 
 def _report(name: str, taken: Counter[str], staged: int) -> int:
     """Print what this kind takes on the fullest rank and on all; all bytes of all ranks."""
-    *ranks, staging = zip(*numbers_of_all_ranks([*(taken[place] for place in _PLACES), staged]), strict=True)
+    *ranks, staging = zip(*numbers_of_all_ranks([*(taken[place] for place in PLACES), staged]), strict=True)
     text = f"optimizer state: {name}"
     if max(staging):
         text += f", staged through {max(staging) / 1e6:,.2f} MB"
@@ -93,4 +91,4 @@ def _report(name: str, taken: Counter[str], staged: int) -> int:
 
 
 def _shown(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{place} {size / 1e6:,.2f} MB" for place, size in zip(_PLACES, sizes, strict=True))
+    return ", ".join(f"{place} {size / 1e6:,.2f} MB" for place, size in zip(PLACES, sizes, strict=True))

@@ -29,15 +29,10 @@ def in_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def aligned(size: int, *, device: torch.device) -> torch.Tensor:
-    """`size` zero bytes at an address of whole pages."""
-    memory = torch.zeros(size + PAGE, dtype=torch.uint8, device=device)
-    start = -memory.data_ptr() % PAGE
-    return memory[start : start + size]
+def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """`size` zero bytes of host memory, at an address of whole pages, for direct I/O and for transfers to a GPU.
 
-
-def transfer_memory(size: int) -> torch.Tensor:
-    """`size` zero bytes of host memory, whole pages, for direct I/O and for transfers to a GPU.
+    With `locked` it is locked and added there, so that transfers go on beside computation: see `unlock`.
 
     Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may give this process new
     pages while the transfer goes on with the old ones (see "NOTES" in open(2)). torch's own pinned allocator rounds up
@@ -45,20 +40,17 @@ def transfer_memory(size: int) -> torch.Tensor:
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
-
-
-def lock(memory: torch.Tensor) -> torch.Tensor:
-    """Lock host memory, so that transfers to a GPU go on beside computation; `unlock` before it is given back."""
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if status != 0:
-        raise RuntimeError(f"cannot lock {memory.numel():,} bytes of host memory for transfers: CUDA error {status}")
+    pages = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+    if locked is not None:
+        if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise RuntimeError(f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {status}")
+        locked.append(memory)
     return memory
 
 
-def unlock(locked: list[torch.Tensor], streams: Sequence[Any], process: int) -> None:
+def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: int) -> None:
     """Unlock memory once the transfers on `streams` are done; in a forked child, which does not have it, do nothing."""
     if os.getpid() != process:
         return
@@ -71,8 +63,7 @@ def unlock(locked: list[torch.Tensor], streams: Sequence[Any], process: int) -> 
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError where that has no room for it.
 
-    Attributes:
-        direct: whether reads and writes go past the page cache, so that errors show at once and where they happen.
+    `direct` says whether reads and writes go past the page cache, so that errors show at once and where they happen.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -113,8 +104,7 @@ def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.
         done += count
 
 
-_LOST = 0xFF
-"""Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8."""
+_LOST = 0xFF  # each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
 
 
 class DiskRecords:

@@ -29,19 +29,9 @@ from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import (
-    PAGE,
-    DiskRecords,
-    MomentumFile,
-    aligned,
-    in_pages,
-    lock,
-    scratch,
-    transfer_memory,
-    unlock,
-)
+from megatron_muon.offload.files import PAGE, DiskRecords, MomentumFile, in_pages, scratch, transfer_memory, unlock
 
-_PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
+PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
 SLOTS = 3
 """Slots of staging memory: one is read, one is worked on, one is written back."""
@@ -144,18 +134,18 @@ class RecordStore(MomentumStore):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         self._keys = [matrix_key(name) for name in names]
-        of_place = {place: [i for i, p in enumerate(places) if p == place and self._sizes[i]] for place in _PLACES}
+        of_place = {place: [i for i, p in enumerate(places) if p == place and self._sizes[i]] for place in PLACES}
         self.disk = DiskRecords(file, {i: self._sizes[i] for i in of_place[DISK]}, names, what)
         self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2) if self._on_gpu]  # to it, and back
-        self._locked: list[torch.Tensor] = []
+        self._locked: list[torch.Tensor] | None = [] if self._on_gpu else None
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         beside = of_place[HOST] if self._on_gpu else []
         # Of records that lie elsewhere than the arithmetic.
         self._pages = {i: in_pages(self._sizes[i]) for i in (*beside, *of_place[DISK])}
         pages = [self._pages[i] for i in beside]
-        self._home = dict(zip(beside, self._transfer_memory(sum(pages)).split(pages), strict=True))
+        self._home = dict(zip(beside, transfer_memory(sum(pages), locked=self._locked).split(pages), strict=True))
         for i in {*of_place[DEVICE], *of_place[HOST]} - self._pages.keys():
-            self._home[i] = aligned(self._sizes[i], device=device)
+            self._home[i] = torch.zeros(self._sizes[i], dtype=torch.uint8, device=device)
         self._slots = self._make_slots(staging_bytes)
         self.bytes = {place: sum(self._sizes[i] for i in of_place[place]) for place in (DEVICE, HOST)}
         self.bytes[DEVICE] += sum(slot.device.numel() for slot in self._slots)
@@ -240,19 +230,12 @@ class RecordStore(MomentumStore):
         if self.disk.file is not None:
             self.disk.file.close()
 
-    def _transfer_memory(self, size: int) -> torch.Tensor:
-        """Host memory for direct I/O, and locked for transfers where there is a GPU."""
-        memory = transfer_memory(size)
-        if self._on_gpu and size:
-            self._locked.append(lock(memory))
-        return memory
-
     def _make_slots(self, staging_bytes: int) -> list[_Slot]:
         largest, every = max(self._pages.values(), default=0), sum(self._pages.values())
         share = min(staging_bytes // SLOTS, every // SLOTS + largest)  # that all fits, if it may
         size = max(share // PAGE * PAGE, largest)
-        host = self._transfer_memory(SLOTS * size if self.disk.file is not None else 0)
-        on_device = aligned(SLOTS * size if self._on_gpu else 0, device=self._device)
+        host = transfer_memory(SLOTS * size if self.disk.file is not None else 0, locked=self._locked)
+        on_device = torch.zeros(SLOTS * size if self._on_gpu else 0, dtype=torch.uint8, device=self._device)
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))  # which fills the slots with zeros
         self._slot_bytes = size

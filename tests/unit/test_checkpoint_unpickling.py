@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_muon.checkpoint import content, files
-from megatron_muon.checkpoint.dcp import UntrustedError, load_entry
+from megatron_muon.checkpoint.dcp import load_entry
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.flags import arguments
@@ -98,12 +98,12 @@ def test_an_index_that_names_a_command(tmp_path: Path, mark: Path, patches: Patc
     names_it = r"\.metadata names posix\.system, which no checkpoint needs; it was not run"
     (found,) = files.problems(folder)
     assert "names posix.system" in found
-    with pytest.raises(UntrustedError, match=names_it):
+    with pytest.raises(UserError, match=names_it):
         content.read_entries(folder)
     assert "names posix.system" in found_by_doctor(folder)[0]
     assert "--ckpt-step 4" in found_by_doctor(folder)[1]
     checkpoint_loading.run_no_pickles(patches)
-    with pytest.raises(UntrustedError, match=names_it):
+    with pytest.raises(UserError, match=names_it):
         dcp.FileSystemReader(folder).read_metadata()
     with pytest.raises(CheckpointException, match=r"names posix\.system"):
         load(folder, "iteration")
@@ -155,7 +155,7 @@ def test_an_entry_that_names_a_command(tmp_path: Path, mark: Path, patches: Patc
     assert "names posix.system" in found
     assert "--ckpt-step 4" in remedy
     entry = {"args": "args", "opt_param_scheduler": "opt_param_scheduler.x"}[name]
-    with pytest.raises(UntrustedError, match=r"names posix\.system"):
+    with pytest.raises(UserError, match=r"names posix\.system"):
         content.read(folder, [entry])
     checkpoint_loading.run_no_pickles(patches)
     with pytest.raises(CheckpointException, match=r"names posix\.system"):

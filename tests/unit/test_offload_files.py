@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.offload.files import PAGE, MomentumFile, aligned, lock, transfer_memory, unlock
+from megatron_muon.offload.files import PAGE, MomentumFile, transfer_memory, unlock
 from tests.support.streams import Driver
-
-CPU = torch.device("cpu")
 
 
 def test_a_file_has_its_space_and_no_name(tmp_path: Path) -> None:
@@ -36,11 +34,11 @@ def test_a_file_has_its_space_and_no_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, PAGE, PAGE + 1])
 def test_memory_is_zero_and_at_whole_pages(size: int) -> None:
-    for memory in (transfer_memory(size), aligned(size, device=CPU)):
-        assert memory.numel() == size
-        assert memory.data_ptr() % PAGE == 0
-        assert not memory.any()
-        memory.fill_(1)
+    memory = transfer_memory(size)
+    assert memory.numel() == size
+    assert memory.data_ptr() % PAGE == 0
+    assert not memory.any()
+    memory.fill_(1)
 
 
 def flags_of(memory: torch.Tensor) -> list[str]:
@@ -58,7 +56,7 @@ def test_children_do_not_get_memory_of_transfers() -> None:
     """Story: a data loader that forks in the middle of direct I/O leaves its parent with pages that are not read."""
     memory = transfer_memory(4 * PAGE)
     assert "dc" in flags_of(memory)  # "do not copy area on fork", proc(5)
-    assert "dc" not in flags_of(aligned(64 * PAGE, device=CPU))
+    assert "dc" not in flags_of(torch.zeros(64 * PAGE))
     child = os.fork()
     if child == 0:
         faulthandler.disable()
@@ -71,7 +69,9 @@ def test_children_do_not_get_memory_of_transfers() -> None:
 def test_locked_memory_is_unlocked_once_and_only_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    locked = [lock(transfer_memory(size)) for size in (PAGE, 3 * PAGE)]
+    locked: list[torch.Tensor] = []
+    for size in (PAGE, 3 * PAGE):
+        transfer_memory(size, locked=locked)
     sizes = {memory.data_ptr(): memory.numel() for memory in locked}
     assert driver.registered == sizes
     unlock(locked, [], os.getpid() + 1)
@@ -81,4 +81,4 @@ def test_locked_memory_is_unlocked_once_and_only_by_its_process(monkeypatch: pyt
         assert (driver.registered, locked) == ({}, [])
     driver.limit = PAGE
     with pytest.raises(RuntimeError, match="cannot lock 8,192 bytes of host memory for transfers: CUDA error 2"):
-        lock(transfer_memory(2 * PAGE))
+        transfer_memory(2 * PAGE, locked=locked)

@@ -24,7 +24,6 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.files import PAGE, MomentumFile
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
@@ -139,8 +138,8 @@ class Trial:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    aligned = store_module.aligned
-    monkeypatch.setattr(store_module, "aligned", lambda size, *, device: aligned(size, device=torch.device("cpu")))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **how: zeros(*sizes, **how))
     gpu = Gpu(monkeypatch)
     monkeypatch.setattr(dist, "all_to_all_single", Network(gpu).all_to_all_single)
     with gpu:

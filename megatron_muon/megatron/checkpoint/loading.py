@@ -273,7 +273,8 @@ def carry_step_counts_over(
     settings not to ask for.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
-    in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
+    held = content.optimizer_slots(entries)
+    in_state = [n for n in state if STEP in state[n] and n not in fresh and STEP not in held.get(n, ())]
     in_groups = []
     for name, meta in settings.items():
         if STEP in meta and not fresh & {name, f"{name}_w"}:
