@@ -77,8 +77,13 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     """The checkpoint before it stays the latest, and the next run goes on from there."""
     here = training.folder
     pids = killable.start(here, *training.flags, *LARGE)
+    lock, refused = here / "ck" / ".training.lock", []
 
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
+        if until(lambda: lock.exists() and lock.stat().st_size):  # signed
+            with pytest.raises(UserError, match="a training saves its checkpoints to "):
+                files.lock_of(here / "ck").refuse_if_held()
+            refused.append(True)
         if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
             os.kill(pids[1], signal.SIGKILL)
@@ -86,6 +91,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     with watching(kill):
         statuses = killable.wait()
     assert statuses[1] == -signal.SIGKILL, "the kill came too late"
+    assert refused, "the first rank holds the lock"
     assert latest(here) == 2
     assert files.problems(here / "ck" / "iter_0000002") == []
     assert files.iterations(here / "ck") == [2]
@@ -96,6 +102,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     assert f"warning: ck/{left.name} is a save that did not finish" in run.output
     assert latest(here) == 6
     assert files.unfinished(here / "ck") == []  # iteration 4 was saved in its place
+    assert not lock.exists()
 
 
 def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
@@ -108,20 +115,6 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     assert taken in refused.output
     assert "give another --save DIR" in refused.output
     assert list((here / "ck").iterdir()) == []
-
-    refusals = []
-
-    def look(until: Callable[[Callable[[], Any]], Any]) -> None:
-        until(lambda: latest(here) == 2)
-        try:
-            files.lock_of(here / "ck").refuse_if_held()
-        except UserError as refusal:
-            refusals.append(str(refusal))
-
-    with watching(look):
-        training(*LARGE).checked()
-    assert refusals[0].startswith("a training saves its checkpoints to ")
-    assert not (here / "ck" / ".training.lock").exists()
 
 
 def train_on_small_disk(rank: int, world_size: int, *, file_bytes: int, **run: Any) -> tuple[int, str]:
