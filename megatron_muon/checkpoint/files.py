@@ -61,11 +61,6 @@ def iterations(save_dir: Path) -> list[int]:
     return sorted(found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None)
 
 
-def unfinished(save_dir: Path) -> list[Path]:
-    """Folders of saves that did not finish."""
-    return sorted(save_dir.glob(f"iter_*{UNFINISHED}"))
-
-
 def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
     """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
     others = (iteration for iteration in reversed(iterations(save_dir)) if iteration != but)

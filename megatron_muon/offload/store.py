@@ -73,7 +73,7 @@ class PrepareStream:
     @contextmanager
     def step(self, rows: RowPhases) -> Iterator[RowPhases]:
         """Around the exchange of a step, which is given what this yields in the place of `rows`."""
-        self._rows = rows
+        self._rows, self.apply = rows, rows.apply
         self._products = torch.cuda.current_stream(self._device)
         self._read: dict[int, Any] = {}  # by buffer: the event behind which its rows have been packed
         self._stream.wait_stream(self._products)  # gradients, and the weights of the step before
@@ -91,10 +91,6 @@ class PrepareStream:
     def packed(self, chunk: Chunk) -> None:
         """Note that the buffer may be filled again behind what has been enqueued so far."""
         self._read[chunk.prepared.data_ptr()] = self._products.record_event()
-
-    def apply(self, chunk: Chunk) -> None:
-        """The optimizer's."""
-        self._rows.apply(chunk)
 
 
 class RecordStore(MomentumStore):

@@ -197,6 +197,8 @@ def test_checkpoints_are_the_same_wherever_state_lives(
     bf16 = ("--bf16",) if precision == "bf16" else ()
     run = training(*bf16, *FLAGS[before], "--save", "before").checked()
     assert len(run.validation_losses) == 2
+    if before == "none":
+        assert "optimizer state: momentum fp32: device 0." in run.output
     if before == "momentum on nvme":  # which is staged through the memory of a GPU
         assert ("device 0.00 MB, host 0." in run.output) is not (every_way == "two_memories")
     resumed = training(*bf16, *FLAGS[after], "--load", "before", "--ckpt-step", "2", "--save", "after").checked()

@@ -260,9 +260,9 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(training: Trainings
     log = training.folder / f"run-{pids[-1]}.log"
     last = cli.Run(0, log.read_text(), 0.0).iterations[-1].number
     wait_for_iteration(training.folder, pids, last + 2)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert killable.wait() == [-signal.SIGKILL] * 2
+    for pid, number in zip(pids, (signal.SIGKILL, signal.SIGTERM), strict=True):
+        os.kill(pid, number)
+    assert killable.wait() == [-signal.SIGKILL, -signal.SIGTERM]
     assert lying_there(training) == []
 
 

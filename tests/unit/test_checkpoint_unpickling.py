@@ -199,7 +199,6 @@ def test_a_checkpoint_that_cannot_be_read_is_a_line(tmp_path: Path, monkeypatch,
         return load(files.iteration_folder(Path(load_dir), 8), "iteration")
 
     monkeypatch.setattr(checkpointing, "_load_base_checkpoint", read)
-    checkpoint_loading.explain_unreadable(patches)
     checkpoint_loading.run_no_pickles(patches)
     entry = r"entry 'iteration' cannot be read \(UnpicklingError: "
     with pytest.raises(UserError, match=rf"checkpoint 8 in .* cannot be loaded \(rank 0: {entry}.*-step 4$") as raised:

@@ -82,7 +82,12 @@ ABSENT = [
 ]
 
 
-BEFORE = {"preprocess_fsdp_dtensor_state_dict": 1, "OptimizerConfig": 1, "clip_qk": 2}
+BEFORE = {
+    "preprocess_fsdp_dtensor_state_dict": 1,
+    "handle_swiglu_in_state_dict": 1,
+    "OptimizerConfig": 1,
+    "clip_qk": 2,
+}
 """What the patch of each has replaced before."""
 
 

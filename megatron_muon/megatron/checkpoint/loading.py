@@ -129,14 +129,11 @@ def run_no_pickles(patches: Patches) -> None:
     """Read a checkpoint's index and its entries without running what their pickles name.
 
     torch's reader and planner, up to 2.13 at least, call `pickle.load` and `torch.load(weights_only=False)`. So whoever
-    can write to a checkpoint can run any command where it is loaded.
+    can write to a checkpoint can run any command where it is loaded. What cannot be read is a line that names the rank
+    and the reason.
     """
     patches.replace(FileSystemReader, "read_metadata", Reader.read_metadata, takes=["kwargs"])
     patches.replace(DefaultLoadPlanner, "load_bytes", Planner.load_bytes, takes=["read_item", "value"])
-
-
-def explain_unreadable(patches: Patches) -> None:
-    """Turn what torch raises for a checkpoint that cannot be read into a line, which names the rank and the reason."""
 
     @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
     def load_base_checkpoint(load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -161,7 +158,7 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
 
 
 def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in files.unfinished(save_dir):
+    for left in sorted(save_dir.glob(f"iter_*{files.UNFINISHED}")):
         _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 

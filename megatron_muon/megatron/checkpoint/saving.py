@@ -251,10 +251,8 @@ def split_swiglu(patches: Patches) -> None:
     GPU, where offloaded momentum and main weights might not fit, and what is loaded into the copy would be lost. And it
     makes halves as shards, under `no_shard` too, where they are to be whole.
     """
-    make = handlers.make_fsdp_dtensor
-    for name in ("is_sharded_param", "run_check"):
-        if name not in inspect.signature(make).parameters:
-            raise RuntimeError(f"cannot patch the SwiGLU handler: make_fsdp_dtensor takes no {name} in {versions()}")
+    make = handlers.make_fsdp_dtensor  # which is replaced where the handler runs, and has to take what that needs
+    patches.replace(handlers, "make_fsdp_dtensor", make, takes=["is_sharded_param", "run_check"])
 
     @patches.around(
         checkpointing, "handle_swiglu_in_state_dict", takes=["model", "model_state_dict", "optimizer_state_dict"]
