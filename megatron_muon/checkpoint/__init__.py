@@ -1,4 +1,1 @@
-"""Checkpoints in Megatron's fsdp_dtensor format: which are complete, and what they hold.
-
-Writing and loading is torch's distributed checkpointing, which `megatron/checkpoint/` patches.
-"""
+"""Checkpoints in Megatron's fsdp_dtensor format, without Megatron: which are complete, and what they hold."""

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.core.optimizer import MOMENTUM
 from megatron_muon.core.rules.second_moments import MOMENT2
 
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
 _WEIGHTS = "model."
-_OF_THE_LAYOUT = ("is_expert_parallel",)
 _HALVES = ("_w", "_v")
 
 STEP = "step"
@@ -42,11 +42,10 @@ def read(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     In one process, whatever layout wrote them.
     """
     entries = read_entries(folder)
-    state: dict[str, Any] = {}
-    for name in entries if names is None else filter(entries.__contains__, names):
-        entry = entries[name]
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    state: dict[str, Any] = dict.fromkeys(entries if names is None else filter(entries.__contains__, names))
+    for name in state:
+        if isinstance(entry := entries[name], TensorStorageMetadata):
+            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
         try:
@@ -59,11 +58,6 @@ def read(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
 def objects(entries: Mapping[str, Any]) -> list[str]:
     """The names of the entries that are not tensors."""
     return [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
-
-
-def slot(parameter: str, name: str) -> str:
-    """The entry of a slot of a parameter's optimizer state."""
-    return f"{_STATE}{parameter}.{name}"
 
 
 def setting(parameter: str, name: str) -> str:
@@ -92,18 +86,17 @@ def step_counts(folder: Path) -> dict[str, int]:
     entries = read_entries(folder)
     known = optimized(entries)
     matches = [re.fullmatch(rf"{section}(.*)\.{STEP}", name) for section in (_META, _STATE) for name in entries]
-    found = {match[0]: match[1] for match in matches if match}
-    counts = read(folder, found)
-    return {plain(whole_name(parameter, known)): int(counts[name]) for name, parameter in found.items()}
+    found = {match[0]: whole_name(match[1], known) for match in matches if match}
+    return {plain(found[name]): int(count) for name, count in read(folder, found).items()}
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     """The slots that a checkpoint holds for each parameter."""
-    found: dict[str, set[str]] = {}
+    found = defaultdict[str, set[str]](set)
     for name in entries:
         if name.startswith(_STATE):
             parameter, slot = name.removeprefix(_STATE).rsplit(".", 1)
-            found.setdefault(parameter, set()).add(slot)
+            found[parameter].add(slot)
     return {parameter: frozenset(slots) for parameter, slots in found.items()}
 
 
@@ -133,20 +126,13 @@ def optimizer_of(slots: frozenset[str]) -> str:
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
 
 
-class Missing(NamedTuple):
-    """State that a run wants and a checkpoint lacks, as entries named `<parameter>.<slot>`."""
+def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks, or has in another size.
 
-    replaced: set[str]
-    """Another optimizer kept these parameters when the checkpoint was written."""
-    absent: set[str]
-    """They should be there."""
-    fresh: set[str]
-    """The parameters; all of their state starts afresh, because half a state is none."""
-
-
-def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> Missing:
-    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks, or has in another size."""
-    missing = Missing(set(), set(), set())
+    Names `<parameter>.<slot>`: what another optimizer kept when the checkpoint was written, and what should be there.
+    All slots of a parameter are named, because half a state is none.
+    """
+    replaced, absent = set[str](), set[str]()
     slots, known = optimizer_slots(entries), optimized(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
@@ -158,12 +144,11 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
         if state.keys() <= held and kinds != ("adam", "lion"):
             if not other_shapes(f"{_STATE}{parameter}.", state, entries):
                 continue
-            lost = missing.replaced  # as by another kind of second moment
+            lost = replaced  # as by another kind of second moment
         else:
-            lost = missing.replaced if held and kinds[0] != kinds[1] and not damaged else missing.absent
-        missing.fresh.add(parameter)
+            lost = replaced if held and kinds[0] != kinds[1] and not damaged else absent
         lost.update(f"{parameter}.{slot}" for slot in state)
-    return missing
+    return replaced, absent
 
 
 def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -181,7 +166,7 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
-    """Tensors of a run whose whole shape differs in a checkpoint, which puts `prefix` before names; a line each."""
+    """Tensors of a run whose whole shape differs in a checkpoint, where `prefix` precedes names; a line each."""
     found = set()
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)
@@ -199,7 +184,7 @@ def without_fresh(
     run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
-    left_out = {*_OF_THE_LAYOUT, *keep}
+    left_out = {"is_expert_parallel", *keep}
 
     def held(name: str, value: Any) -> bool:  # lists and dicts are stored item by item
         return name in entries or (isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries))
@@ -215,6 +200,7 @@ def without_fresh(
 
 def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
     """An optimizer's state dict with its parameters under other wrappers."""
-    parts = ("state", "param_to_group_meta")
-    changed = {part: {after + name.removeprefix(before): v for name, v in optimizer[part].items()} for part in parts}
-    return {**optimizer, **changed}
+    changed = dict(optimizer)
+    for part in ("state", "param_to_group_meta"):
+        changed[part] = {after + name.removeprefix(before): value for name, value in optimizer[part].items()}
+    return changed

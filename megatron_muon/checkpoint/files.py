@@ -3,32 +3,37 @@
     SAVE_DIR/latest_checkpointed_iteration.txt     "8"
     SAVE_DIR/iter_0000008/.metadata                written last by torch's distributed checkpointing
     SAVE_DIR/iter_0000008/__0_0.distcp, ...        one file for each rank
-    SAVE_DIR/iter_0000008/checksums.json           of all of these
+    SAVE_DIR/iter_0000008/checksums.json           {"crc32": {".metadata": "1a2b3c4d", ...}, "of_this": "..."}
     SAVE_DIR/iter_0000012.saving/                  a save that has not finished
     SAVE_DIR/.training.lock                        while a training saves there; its first rank holds it
 
 A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
-ending is complete unless somebody damaged it. No collectives here.
+ending is complete unless somebody damaged it. A CRC-32 finds every flipped bit and every file of another iteration, but
+is no protection against intent; `dcp.SummedFiles` makes them while files are written. No collectives here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_muon.checkpoint import checksums
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CHECKSUMS = "checksums.json"
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
 _ITERATION = re.compile(r"iter_(\d{7,})$")
+_CHUNK = 1 << 22  # bytes of a file that are read at once
 
 SECONDS_FOR_A_DEAD_MACHINE = 120.0
 """A file server may take so long to give up the locks of a machine that is dead, whose run SLURM starts elsewhere."""
@@ -54,11 +59,6 @@ def iteration_of(folder: Path) -> int | None:
 def iterations(save_dir: Path) -> list[int]:
     """The iterations that have a folder in `save_dir`, oldest first, complete or not."""
     return sorted(found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None)
-
-
-def unfinished(save_dir: Path) -> list[Path]:
-    """Folders of saves that did not finish."""
-    return sorted(save_dir.glob(f"iter_*{UNFINISHED}"))
 
 
 def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
@@ -87,12 +87,11 @@ def find(directory: Path) -> Path:
         raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
     if (directory / ".metadata").exists() or iteration_of(directory) is not None:
         return directory
-    named = latest(directory)
-    if named is None and (directory / "checkpoints").is_dir():  # a run's folder
+    if (named := latest(directory)) is not None:
+        return iteration_folder(directory, named)
+    if (directory / "checkpoints").is_dir():  # a run's folder
         return find(directory / "checkpoints")
-    if named is None:
-        raise UserError(f"{directory} has no {TRACKER}; {resume_hint(directory)}")
-    return iteration_folder(directory, named)
+    raise UserError(f"{directory} has no {TRACKER}; {resume_hint(directory)}")
 
 
 def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None) -> str:
@@ -112,7 +111,7 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
     Compares the index with its checksum, unless `verify` is False, and the other files with the sizes that the index
     gives; with `threads` their checksums too, so many files at a time.
     """
-    from megatron_muon.checkpoint.unpickling import Reader
+    from megatron_muon.checkpoint.dcp import Reader
 
     if not folder.is_dir():
         return [f"{folder} does not exist"]
@@ -120,8 +119,8 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
         return [f"{folder} has no .metadata: its save did not finish"]
     ends: dict[str, int] = {}
     try:
-        sums = checksums.read(folder) if verify else None
-        if sums and (found := checksums.changed(folder, sums, [".metadata"])):
+        sums = read_checksums(folder) if verify else None
+        if sums and (found := changed(folder, sums, [".metadata"])):
             return found
         for place in Reader(folder).read_metadata().storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -138,8 +137,62 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
         else:
             found += [f"{folder / name} is cut short: {size:,} of {end:,} bytes"] if size < end else []
     if sums and threads and not found:
-        return checksums.changed(folder, sums, checksums.share(sums, 0, 1), threads=threads)
+        return changed(folder, sums, share(sums, 0, 1), threads=threads)
     return found
+
+
+def _encoded(sums: Mapping[str, int]) -> str:
+    """The text of a file of checksums."""
+    written = {name: f"{sums[name]:08x}" for name in _in_order(sums)}
+    own = zlib.crc32(json.dumps(written).encode())
+    return json.dumps({"crc32": written, "of_this": f"{own:08x}"}, indent=1) + "\n"
+
+
+def read_checksums(folder: Path) -> dict[str, int] | None:
+    """The checksums of a checkpoint, by file; None where it was written without. A damaged file of them is refused."""
+    try:
+        text = (folder / CHECKSUMS).read_bytes()
+        sums = {str(name): int(written, 16) for name, written in json.loads(text)["crc32"].items()}
+        if _encoded(sums).encode() != text:
+            raise ValueError("it does not have the checksum that it gives for itself")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder / CHECKSUMS} is damaged: {error}; --no-verify-checkpoint loads without it") from None
+    return sums
+
+
+def without_checksums(folder: Path) -> str:
+    """The note on a checkpoint without checksums."""
+    return f"{folder} was written without checksums; what its files hold is not verified"
+
+
+def changed(folder: Path, sums: Mapping[str, int], names: Iterable[str], *, threads: int = 1) -> list[str]:
+    """Which of the files `names` are not as they were written, a line each; `threads` are read at a time."""
+
+    def look(name: str) -> str | None:
+        crc, buffer = 0, memoryview(bytearray(_CHUNK))
+        try:
+            with (folder / name).open("rb", buffering=0) as stream:
+                while length := stream.readinto(buffer):
+                    crc = zlib.crc32(buffer[:length], crc)
+        except OSError as error:
+            return f"{folder / name} cannot be read ({error.strerror})"
+        was = f"its CRC-32 is {crc:08x}, and was {sums[name]:08x} when it was written"
+        return None if crc == sums[name] else f"{folder / name} is damaged: {was}"
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [line for line in pool.map(look, names) if line]
+
+
+def share(sums: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The files that a rank compares for all: its own where the layout is the one that wrote them."""
+    return _in_order(sums.keys() - {".metadata"})[rank::ranks]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """`__2_0.distcp` before `__10_0.distcp`."""
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def delete_all(save_dir: Path) -> None:
@@ -169,8 +222,8 @@ def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
     """
     aside = folder.with_name(folder.name + UNFINISHED)
     if sums is not None:
-        with written_at_once(aside / checksums.NAME) as stream:
-            stream.write(checksums.encode(sums))
+        with written_at_once(aside / CHECKSUMS) as stream:
+            stream.write(_encoded(sums))
     if found := problems(aside):
         raise OSError("; ".join(found))
     replaced = folder.with_name(folder.name + _REPLACED)

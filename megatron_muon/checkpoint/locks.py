@@ -24,7 +24,6 @@ from megatron_muon.errors import UserError
 SECONDS_TO_LOOK = 0.3
 """How long a lock is tried again: another process that only looks holds it for an instant."""
 
-_PAUSE_S = 0.02
 _open_locks: set[int] = set()  # which forks close: a lock would live as long as the last of a data loader's workers
 
 
@@ -96,7 +95,7 @@ class Lock:
             if is_far and waited > SECONDS_TO_LOOK and not noted:
                 noted = True
                 _note(f"{refusal}; trying for {wait_s:.0f} s, should that machine be dead")
-            time.sleep(_PAUSE_S)
+            time.sleep(0.02)
 
     def _sign(self, lock: int) -> None:
         since = datetime.now(UTC).isoformat(timespec="seconds")

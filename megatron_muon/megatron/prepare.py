@@ -253,7 +253,6 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
     with explained(), Patches() as changes, contextlib.redirect_stdout(io.StringIO()), quiet_imports():
         loading.run_no_pickles(changes)
-        loading.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
             patches.use_factory(changes)

@@ -17,9 +17,7 @@ from megatron_muon import cpu
 from megatron_muon.core.optimizer import MOMENTUM
 from megatron_muon.core.ranks import numbers_of_all_ranks, say
 from megatron_muon.core.rows import local_rows
-from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
-
-_PLACES = (DEVICE, HOST, DISK)
+from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 
 
 def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
@@ -64,10 +62,8 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     what = {store.what: f"{store.what} {store.codec.name}" for store in stores}
     rest, momentum = ("all else", what.get("momentum", "momentum fp32")) if of_muon else ("all of it", "")
     kinds: dict[str, Counter[str]] = {kind: Counter() for kind in (momentum, *what.values(), rest) if kind}
-    staged: Counter[str] = Counter()
     for store in stores:
-        kinds[what[store.what]].update(store.bytes)
-        staged[what[store.what]] += store.staging_bytes
+        kinds[what[store.what]].update(store.bytes, staged=store.staging_bytes)
     members = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
     inner = [member for member in members if member is not None]  # None where a rank has no parameters
     for slot, value in (item for one in inner for slots in one.state.values() for item in slots.items()):
@@ -75,12 +71,12 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
             tensor = value._local_tensor if isinstance(value, DTensor) else value
             place = HOST if tensor.device.type == "cpu" and not (of_muon or cpu.installed()) else DEVICE
             kinds[momentum if of_muon and slot == MOMENTUM else rest][place] += tensor.nbytes
-    return {kind: _report(kind, taken, staged[kind]) for kind, taken in kinds.items()}
+    return {kind: _report(kind, taken) for kind, taken in kinds.items()}
 
 
-def _report(name: str, taken: Counter[str], staged: int) -> int:
+def _report(name: str, taken: Counter[str]) -> int:
     """Print what this kind takes on the fullest rank and on all; all bytes of all ranks."""
-    *ranks, staging = zip(*numbers_of_all_ranks([*(taken[place] for place in _PLACES), staged]), strict=True)
+    *ranks, staging = zip(*numbers_of_all_ranks([taken[place] for place in (*PLACES, "staged")]), strict=True)
     text = f"optimizer state: {name}"
     if max(staging):
         text += f", staged through {max(staging) / 1e6:,.2f} MB"
@@ -93,4 +89,4 @@ def _report(name: str, taken: Counter[str], staged: int) -> int:
 
 
 def _shown(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{place} {size / 1e6:,.2f} MB" for place, size in zip(_PLACES, sizes, strict=True))
+    return ", ".join(f"{place} {size / 1e6:,.2f} MB" for place, size in zip(PLACES, sizes, strict=True))

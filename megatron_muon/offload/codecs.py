@@ -132,8 +132,10 @@ class Int8(Codec):
             scaled = values[chunk].abs()
             blocks = torch.nn.functional.pad(scaled, (0, -cols % BLOCK_COLS)).unflatten(1, (-1, BLOCK_COLS))
             # Of what the largest code will decode to, because that gives the same scale when it is encoded again,
-            # as after loading a checkpoint. Zero where all values are nearly so, not finite where one is not.
-            scale = _int8_scale(_int8_scale(blocks.amax(dim=-1)) * _INT8_MAX**2)
+            # as after loading a checkpoint. Zero where all values are nearly so, not finite where one is not. Divided
+            # by a tensor: CUDA would multiply by the reciprocal of a constant.
+            largest = scaled.new_full((), _INT8_MAX**2)
+            scale = blocks.amax(dim=-1) / largest * _INT8_MAX**2 / largest
             scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
             scales[chunk] = scale
             scaled.mul_(_by_column(torch.where(scale > 0, scale.reciprocal(), 0.0), cols))
@@ -150,27 +152,16 @@ class Int8(Codec):
 
     def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
-        scales, codes, _ = record.tensor_split((scale_bytes := 4 * rows * _blocks(cols), scale_bytes + rows * cols))
+        scales, codes = record[: self.record_bytes(rows, cols)].split((4 * rows * _blocks(cols), rows * cols))
         return scales.view(torch.float32).view(rows, _blocks(cols)), codes.view(torch.int8).view(rows, cols)
 
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
-MOMENTUM_DTYPES = tuple(_CODECS)
-
-
-def codec_of(name: str) -> Codec:
-    """The codec of that name, one of `MOMENTUM_DTYPES`."""
-    return _CODECS[name]
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
 
 
 def matrix_key(name: str) -> int:
     """32 bits from a parameter's name, the same in every process and run."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-
-
-def _int8_scale(largest: Tensor) -> Tensor:
-    """Largest magnitudes over 127^2, by a tensor: CUDA would multiply by the reciprocal of a constant."""
-    return largest / largest.new_full((), _INT8_MAX**2)
 
 
 def _blocks(cols: int) -> int:

@@ -1,7 +1,8 @@
-"""Files of momentum: one for each rank and kind of state, without a name, so that they are gone when the process is.
+"""Files of momentum, and the memory that records pass through on their way: in whole pages, locked beside a GPU.
 
-A file holds one record for each shard, at offsets of whole pages, and its space is taken before the first step. It is
-scratch: no run reads what another one left. No collectives here.
+There is one file for each rank and kind of state, without a name, so that it is gone when the process is. It holds one
+record for each shard, at offsets of whole pages, and its space is taken before the first step. It is scratch: no run
+reads what another one left. No collectives here.
 """
 
 from __future__ import annotations
@@ -15,18 +16,54 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from megatron_muon.offload.memory import in_pages
+PAGE = 4096
+"""Alignment of offsets, lengths and addresses, as direct I/O needs it."""
+
+
+def in_pages(size: int) -> int:
+    """`size` bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
+def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> torch.Tensor:
+    """`size` zero bytes of host memory, at an address of whole pages, for direct I/O and for transfers to a GPU.
+
+    With `locked` it is locked and added there, so that transfers go on beside computation: see `unlock`.
+
+    Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may give this process new
+    pages while the transfer goes on with the old ones (see "NOTES" in open(2)). torch's own pinned allocator rounds up
+    to powers of two, which can double what a large store takes.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+    if locked is not None:
+        if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise RuntimeError(f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {status}")
+        locked.append(memory)
+    return memory
+
+
+def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: int) -> None:
+    """Unlock memory once the transfers on `streams` are done; in a forked child, which does not have it, do nothing."""
+    if os.getpid() != process:
+        return
+    for stream in streams:
+        stream.synchronize()
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())
 
 
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError where that has no room for it.
 
-    Attributes:
-        direct: whether reads and writes go past the page cache, so that errors show at once and where they happen.
+    `direct` says whether reads and writes go past the page cache, so that errors show at once and where they happen.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -67,8 +104,7 @@ def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.
         done += count
 
 
-_LOST = 0xFF
-"""Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8."""
+_LOST = 0xFF  # each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
 
 
 class DiskRecords:

@@ -1,13 +1,10 @@
-"""A run's stores of momentum: which shards are kept where, and in which files.
-
-Everything here happens before the first step or after the last one. What one rank cannot do, all ranks refuse together.
-"""
+"""A run's stores of momentum: which shards are kept where, and in which files. What one rank cannot do, all refuse."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,9 +12,8 @@ import torch
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import MomentumFile
-from megatron_muon.offload.memory import in_pages
+from megatron_muon.offload.codecs import CODECS
+from megatron_muon.offload.files import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
@@ -38,9 +34,7 @@ class OffloadRun:
     """For "nvme"."""
     buffer_mb: float = 24.0
     """MiB for records on their way; slots of 8 MiB, a third of it, keep a disk busy."""
-
-    def __post_init__(self) -> None:
-        self.stores: list[RecordStore] = []
+    stores: list[RecordStore] = field(default_factory=list, init=False)
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
         """A store for the momentum that `rank` holds of a layout, as `make_records`."""
@@ -53,7 +47,7 @@ class OffloadRun:
 
         Collective where they are on disk: a UserError on every rank where the directory of one has too little room.
         """
-        codec = codec_of(self.dtype if what == "momentum" else "fp32")
+        codec = CODECS[self.dtype if what == "momentum" else "fp32"]
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         file = None
@@ -79,11 +73,11 @@ class OffloadRun:
             reason = error.strerror or str(error)
             refusal = f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
         failed = next(filter(None, of_all_ranks(refusal)), None)
-        if file is not None and failed is None:
-            return file
-        self.close()
         if file is not None:
+            if failed is None:
+                return file
             file.close()
+        self.close()
         raise UserError(
             f"--muon-offload-dir {self.directory} {failed}; choose a directory with room for it, --muon-momentum-dtype "
             "bf16 or int8, or a smaller --muon-offload-fraction"
@@ -92,11 +86,9 @@ class OffloadRun:
 
 def _places_of(sizes: Sequence[int], place: str, *, fraction: float) -> list[str]:
     """Where each record goes: the largest to `place` until they make up `fraction` of all bytes, the rest to DEVICE."""
-    places = [DEVICE] * len(sizes)
-    left = fraction * sum(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        if left <= 0 or not sizes[index]:
-            break
-        places[index] = place
-        left -= sizes[index]
+    places, left = [DEVICE] * len(sizes), fraction * sum(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if left > 0 and sizes[index]:
+            places[index] = place
+            left -= sizes[index]
     return places

@@ -16,7 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, override
 
@@ -26,30 +27,70 @@ from megatron_muon.core.exchange import RowPhases
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
+from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import DiskRecords, MomentumFile, scratch
-from megatron_muon.offload.memory import PAGE, aligned, in_pages, lock, transfer_memory, unlock
-from megatron_muon.offload.prepare_stream import PrepareStream
+from megatron_muon.offload.files import PAGE, DiskRecords, MomentumFile, in_pages, scratch, transfer_memory, unlock
 
-_PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
+PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
 SLOTS = 3
 """Slots of staging memory: one is read, one is worked on, one is written back."""
 
 
+@dataclass(eq=False)
 class _Slot:
     """Some staging memory, and the batch that is in it."""
 
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self.host, self.device = host, device
-        self.batch: tuple[int, ...] = ()
-        self.records: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a device's copy."""
-        self.task: Future[Any] | None = None
-        """What reads the batch, with a CUDA event or None as its result, or writes it back."""
+    host: torch.Tensor
+    device: torch.Tensor
+    records: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a device's copy."""
+    task: Future[Any] | None = None
+    """What reads the batch, with a CUDA event or None as its result, or writes it back."""
 
     def wait(self) -> Any:
         return self.task.result() if self.task is not None else None
+
+
+class PrepareStream:
+    """Prepares a step's rows beside a GPU's products, on a stream of its own, where momentum is staged to that GPU.
+
+    Which stream does what, and what it waits for:
+
+        in, out     copies of momentum to the device and back: "out" waits for `prepare`, and for no products
+        prepare     momentum, look-ahead of a wave's rows: waits for "in", and for the readers of the buffer it fills
+        products    the caller's: packs rows, starts collectives, orthogonalises, applies updates: waits for its rows
+
+    The exchange asks for rows of the next waves when the products of a wave are enqueued. The host then waits for disk
+    and copies while the GPU has these products to do; as no copy lies behind them, the staging memory does not fill.
+    Rows have two buffers, in turn: when a third wave is asked for, `prepare` waits for the products before the last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def step(self, rows: RowPhases) -> Iterator[RowPhases]:
+        """Around the exchange of a step, which is given what this yields in the place of `rows`."""
+        self._rows, self.apply = rows, rows.apply
+        self._products = torch.cuda.current_stream(self._device)
+        self._read: dict[int, Any] = {}  # by buffer: the event behind which its rows have been packed
+        self._stream.wait_stream(self._products)  # gradients, and the weights of the step before
+        yield self
+        self._products.wait_stream(self._stream)  # whoever reads momentum and weights next
+
+    def prepare(self, chunk: Chunk) -> None:
+        """As the optimizer's, on this stream."""
+        if (event := self._read.get(chunk.prepared.data_ptr())) is not None:
+            self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            self._rows.prepare(chunk)
+        self._products.wait_stream(self._stream)
+
+    def packed(self, chunk: Chunk) -> None:
+        """Note that the buffer may be filled again behind what has been enqueued so far."""
+        self._read[chunk.prepared.data_ptr()] = self._products.record_event()
 
 
 class RecordStore(MomentumStore):
@@ -89,21 +130,19 @@ class RecordStore(MomentumStore):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         self._keys = [matrix_key(name) for name in names]
-        of_place = {place: [i for i, p in enumerate(places) if p == place and self._sizes[i]] for place in _PLACES}
+        of_place = {place: [i for i, p in enumerate(places) if p == place and self._sizes[i]] for place in PLACES}
         self.disk = DiskRecords(file, {i: self._sizes[i] for i in of_place[DISK]}, names, what)
-        self._streams: list[Any] = []  # to the device, and back
-        if self._on_gpu:
-            self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
-        self._locked: list[torch.Tensor] = []
+        self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2) if self._on_gpu]  # to it, and back
+        self._locked: list[torch.Tensor] | None = [] if self._on_gpu else None
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         beside = of_place[HOST] if self._on_gpu else []
         # Of records that lie elsewhere than the arithmetic.
         self._pages = {i: in_pages(self._sizes[i]) for i in (*beside, *of_place[DISK])}
         pages = [self._pages[i] for i in beside]
-        self._home = dict(zip(beside, self._transfer_memory(sum(pages)).split(pages), strict=True))
+        self._home = dict(zip(beside, transfer_memory(sum(pages), locked=self._locked).split(pages), strict=True))
         for i in {*of_place[DEVICE], *of_place[HOST]} - self._pages.keys():
-            self._home[i] = aligned(self._sizes[i], device=device)
-        self._slots = self._make_slots(staging_bytes, has_file=file is not None)
+            self._home[i] = torch.zeros(self._sizes[i], dtype=torch.uint8, device=device)
+        self._slots = self._make_slots(staging_bytes)
         self.bytes = {place: sum(self._sizes[i] for i in of_place[place]) for place in (DEVICE, HOST)}
         self.bytes[DEVICE] += sum(slot.device.numel() for slot in self._slots)
         self.bytes[HOST] += sum(slot.host.numel() for slot in self._slots)
@@ -187,19 +226,12 @@ class RecordStore(MomentumStore):
         if self.disk.file is not None:
             self.disk.file.close()
 
-    def _transfer_memory(self, size: int) -> torch.Tensor:
-        """Host memory for direct I/O, and locked for transfers where there is a GPU."""
-        memory = transfer_memory(size)
-        if self._on_gpu and size:
-            self._locked.append(lock(memory))
-        return memory
-
-    def _make_slots(self, staging_bytes: int, *, has_file: bool) -> list[_Slot]:
+    def _make_slots(self, staging_bytes: int) -> list[_Slot]:
         largest, every = max(self._pages.values(), default=0), sum(self._pages.values())
         share = min(staging_bytes // SLOTS, every // SLOTS + largest)  # that all fits, if it may
         size = max(share // PAGE * PAGE, largest)
-        host = self._transfer_memory(SLOTS * size if has_file else 0)
-        on_device = aligned(SLOTS * size if self._on_gpu else 0, device=self._device)
+        host = transfer_memory(SLOTS * size if self.disk.file is not None else 0, locked=self._locked)
+        on_device = torch.zeros(SLOTS * size if self._on_gpu else 0, dtype=torch.uint8, device=self._device)
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))  # which fills the slots with zeros
         self._slot_bytes = size
@@ -231,7 +263,7 @@ class RecordStore(MomentumStore):
         self._asked.append(batch)
         if not self._ahead:
             self._read_ahead()
-        if not self._ahead or self._ahead[0].batch != batch:  # the order has changed
+        if not self._ahead or tuple(self._ahead[0].records) != batch:  # the order has changed
             self._idle.extend(self._ahead)
             self._ahead.clear()
             self._next = len(self._order)  # learn the new one
@@ -248,7 +280,7 @@ class RecordStore(MomentumStore):
             self._next += 1
 
     def _read_into(self, slot: _Slot, batch: tuple[int, ...]) -> None:
-        slot.batch, slot.records, start = batch, {}, 0
+        slot.records, start = {}, 0
         for index in batch:
             end = start + self._pages[index]
             host = slot.host[start:end] if index in self.disk else self._home[index]

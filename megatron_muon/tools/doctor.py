@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from megatron_muon.checkpoint import checksums, files
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.gpu import unusable_gpu
 from megatron_muon.tools.parser import write_json
@@ -139,8 +139,8 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
     args = stored.get("args")
     layout = ", ".join(f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key))
     yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
-    if checksums.read(folder) is None:
-        yield Finding("checksums", NOTE, checksums.absent(folder))
+    if files.read_checksums(folder) is None:
+        yield Finding("checksums", NOTE, files.without_checksums(folder))
     slots = {content.plain(name): held for name, held in content.optimizer_slots(entries).items()}
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
     yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint import checksums, content, files
+from megatron_muon.checkpoint import content, files
 from tests.support import cli
+from tests.support.fused_adam import FusedAdam
 from tests.support.pool import Pool
 from tests.support.training import Trainings, train
 from tests.support.wide import wide_but
@@ -74,6 +75,9 @@ def warnings(run: cli.Run) -> list[str]:
     return [line for line in run.output.splitlines() if line.startswith("megatron-muon: warning: ")]
 
 
+LION = (*FULL, "--muon-scalar-optimizer", "lion")
+QKV_BIAS = ("--swiglu", "--add-qkv-bias")
+FC1_IS_SCALAR = ("--muon-exclude", "linear_fc1")
 MODELS = {
     "dense": FULL,
     "swiglu under optim, in bf16": (*cli.MUON, *strategy("optim"), *SWIGLU, "--bf16"),
@@ -83,7 +87,16 @@ MODELS = {
     "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
     "hyperball": (*FULL, *SWIGLU, *cli.HYPERBALL),
     "cautious": (*FULL, *SWIGLU, *cli.CAUTIOUS),
+    "lion, swiglu, biases": (*LION, *QKV_BIAS),
+    "lion, swiglu's fc1": (*LION, *QKV_BIAS, *FC1_IS_SCALAR),
+    "lion, dense fc1": (*LION, *FC1_IS_SCALAR),
+    "lion, experts' fc1": (*LION, *EXPERTS, *FC1_IS_SCALAR),
+    "adam, swiglu's fc1": (*FULL, *QKV_BIAS, *FC1_IS_SCALAR),
+    "adam, experts' fc1": (*FULL, *EXPERTS, *FC1_IS_SCALAR),
 }
+LAYERS = 3
+MATRICES = {"adam": 0, "experts": LAYERS * (2 + 1 + 4 * 3), "dense": LAYERS * 4, "lion, dense fc1": LAYERS * 3}
+"""Momenta of a model, halves apart, where they are not those of a SwiGLU."""
 
 
 @pytest.mark.parametrize("model", wide_but(["experts"], MODELS))
@@ -91,7 +104,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
     """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
 
     Story: a handler that knew exp_avg alone lost momentum; under no_shard it asked for an attribute that is not there;
-    AdamW's ranks saved different keys and never came back.
+    AdamW's ranks saved different keys and never came back; Lion with SwiGLU, whose biases or whole projections it has,
+    ended in KeyError 'exp_avg_sq' at the first save.
     """
     flags = (*MODELS[model], *DROPOUT)
     training(*flags, "--save", "whole").checked()
@@ -103,52 +117,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
     expected = saved(training, "whole")
     assert differences(saved(training, "resumed"), expected) == []
 
-    momentum = [name for name in expected if name.endswith("momentum_buffer")]
-    moments = [name for name in expected if name.endswith(("exp_avg", "exp_avg_sq"))]
-    layers = 3
-    muon = {"adam": 0, "experts": layers * (2 + 1 + 4 * 3), "dense": layers * 4}.get(model, layers * 5)  # halves apart
-    assert len(momentum) == muon
-    assert moments
-    assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in (*momentum, *moments))
-    assert {float(value) for name, value in expected.items() if name.endswith(".step")} == {6.0}
-    assert expected["consumed"] == 6 * 12
-    changed = differences(saved(training, "whole", 4), expected)
-    assert set(momentum) | set(moments) <= set(changed)  # the comparison can fail
-
-
-QKV_BIAS = ("--add-qkv-bias",)
-FC1_IS_SCALAR = ("--muon-exclude", "linear_fc1")
-SCALAR = {
-    "lion, swiglu, biases": ("lion", ("--swiglu", *QKV_BIAS)),
-    "lion, swiglu's fc1": ("lion", ("--swiglu", *QKV_BIAS, *FC1_IS_SCALAR)),
-    "lion, dense fc1": ("lion", FC1_IS_SCALAR),
-    "lion, experts' fc1": ("lion", (*EXPERTS, *FC1_IS_SCALAR)),
-    "adam, swiglu's fc1": ("adam", ("--swiglu", *QKV_BIAS, *FC1_IS_SCALAR)),
-    "adam, experts' fc1": ("adam", (*EXPERTS, *FC1_IS_SCALAR)),
-}
-
-
-@pytest.mark.parametrize("case", wide_but([], SCALAR))
-def test_every_scalar_optimizer_resumes_where_it_stopped(training: Trainings, case: str) -> None:
-    """Lion with SwiGLU, whose biases or whole projections it has, ended in KeyError 'exp_avg_sq' at the first save."""
-    scalar, model = SCALAR[case]
-    flags = (*FULL, *model, "--muon-scalar-optimizer", scalar, "--save-interval", "3")
-    training(*flags, "--save", "whole").checked()
-    run = training(*flags, "--load", "whole", "--ckpt-step", "3", "--save", "resumed").checked()
-    assert [iteration.number for iteration in run.iterations] == [4, 5, 6]
-    assert warnings(run) == []
-    expected = saved(training, "whole")
-    assert differences(saved(training, "resumed"), expected) == []
+    scalar = frozenset({"exp_avg"} if "lion" in flags else {"exp_avg", "exp_avg_sq", "step"})
     slots = content.optimizer_slots(expected)
-    kept = {"exp_avg"} if scalar == "lion" else {"exp_avg", "exp_avg_sq", "step"}
-    assert {frozenset(kept), frozenset({"momentum_buffer"})} == set(slots.values())
-    halves = [name for name in slots if "fc1" in name and name.endswith(("_w", "_v"))]
-    assert bool(halves) == ("--swiglu" in model)
-    if FC1_IS_SCALAR[1] in model:
-        assert {slots[name] for name in slots if "fc1" in name} == {frozenset(kept)}
-    state = [name for name in expected if name.endswith(("exp_avg", "momentum_buffer"))]
-    assert all(expected[name].any() for name in state)
-    assert set(state) <= set(differences(saved(training, "whole", 3), expected))  # the comparison can fail
+    assert set(slots.values()) == {scalar} | ({frozenset({"momentum_buffer"})} if model != "adam" else set())
+    of_fc1 = {name: kept for name, kept in slots.items() if "fc1" in name}
+    assert all(name.endswith(("_w", "_v")) == ("--swiglu" in flags) for name in of_fc1)
+    if "linear_fc1" in flags:
+        assert set(of_fc1.values()) == {scalar}
+    else:
+        momentum = [name for name in expected if name.endswith("momentum_buffer")]
+        assert len(momentum) == MATRICES.get(model, LAYERS * 5)
+    state = [name for name in expected if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))]
+    assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in state)
+    steps = {float(value) for name, value in expected.items() if name.endswith(".step")}
+    assert steps == ({6.0} if "step" in scalar else set())
+    assert expected["consumed"] == 6 * 12
+    assert set(state) <= set(differences(saved(training, "whole", 4), expected))  # the comparison can fail
 
 
 def layout(sharding: str, *flags: str) -> tuple[str, ...]:
@@ -204,16 +188,6 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings, chain: str) 
         before = str(number)
 
 
-@pytest.mark.wide
-def test_another_layout_goes_on_where_the_run_stopped(training: Trainings) -> None:
-    whole = training(*FULL, *SWIGLU, "--save", "whole").checked()
-    for of_layout in (layout("optim"), layout("no_shard", "--muon-share-replicated")):
-        run = training(*of_layout, *EXACT, *SWIGLU, "--load", "whole", "--ckpt-step", "2", ranks=3).checked()
-        # The second line of a start averages over its first step too, so only the first tells a single step's loss.
-        assert run.losses[0] == pytest.approx(whole.losses[2], abs=1e-5)
-        assert run.iterations[-1].grad_norm == pytest.approx(whole.iterations[-1].grad_norm, rel=1e-3)
-
-
 def remove_entries(folder: Path, *parts: str) -> int:
     """Take the entries with all these parts in their name out of a checkpoint's index; their number."""
     index = folder / ".metadata"
@@ -223,7 +197,7 @@ def remove_entries(folder: Path, *parts: str) -> int:
         del metadata.state_dict_metadata[name]
     metadata.storage_data = {key: value for key, value in metadata.storage_data.items() if key.fqn not in gone}
     index.write_bytes(pickle.dumps(metadata))
-    (folder / checksums.NAME).unlink(missing_ok=True)  # as of a run that wrote none
+    (folder / files.CHECKSUMS).unlink(missing_ok=True)  # as of a run that wrote none
     return len(gone)
 
 
@@ -310,28 +284,6 @@ def test_weights_are_loaded_in_another_precision_and_without_state(training: Tra
         assert steps == {6.0}
     run = training(*runs["bf16"], "--load", "bf16", "--ckpt-step", "2", "--no-load-optim").checked()
     assert run.losses[0] == pytest.approx(whole["bf16"].losses[2], abs=1e-5)
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """AdamW that keeps its state as Transformer Engine's does, a count for each group; that one needs a GPU."""
-
-    capturable = False
-
-    def __init__(self, params: Any, *, lr: float, weight_decay: float, betas: Any, eps: float, **_unused: Any) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            (beta1, beta2), count = group["betas"], group["step"]
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state, gradient = self.state[parameter], parameter.grad
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                state["exp_avg"].lerp_(gradient, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                rms = state["exp_avg_sq"].div(1 - beta2**count).sqrt_().add_(group["eps"])
-                parameter.addcdiv_(state["exp_avg"], rms, value=-group["lr"] / (1 - beta1**count))
 
 
 def train_with_fused_adam(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[int, str]:

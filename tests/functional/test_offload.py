@@ -1,4 +1,7 @@
-"""Momentum on the host or on disk: the updates are those without, to the last bit, on every layout."""
+"""Momentum, or all state of the optimizers, on the host or on disk: the training is the one without, to the last bit.
+
+On every layout, and across checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
-from tests.support import cli
+from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved, warnings
+from tests.support import cases, cli
 from tests.support.case import Case
 from tests.support.cases import MOE, TP
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 from tests.support.wide import wide_but
 
-pytestmark = pytest.mark.usefixtures("every_way")
-
 STEPS = 5
 BUFFER_MB = 0.04  # ten pages: what a rank holds goes through in several parts
 
-LAYOUTS = {
+MOMENTUM = {
     "optim": (2, Case(strategy="optim")),
     "optim_grads": (2, Case(strategy="optim_grads")),
     "optim_grads_params": (2, Case(strategy="optim_grads_params")),
@@ -32,34 +33,78 @@ LAYOUTS = {
     "EP 2 x DP 2": (4, MOE.but(expert_parallel=2)),
     "HSDP 2 x DP 2": (4, Case(instances=2, layers=1)),
 }
+ALL = {
+    "optim": (2, Case(strategy="optim", bf16=True)),
+    "optim_grads": (2, Case(strategy="optim_grads", bf16=True)),
+    "optim_grads_params": (2, Case(strategy="optim_grads_params", bf16=True)),
+    "one rank": (1, Case(strategy="optim_grads_params", bf16=True)),
+    "four ranks, of which some hold no rows": (4, Case(ffn=47, bf16=True)),
+    "fp32": (2, Case(strategy="optim_grads_params")),
+    "frozen": (2, Case(bf16=True, frozen=("embedding",))),
+    "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
+    "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
+    "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True)),
+    **{name: (size, case.but(bf16=True)) for name, (size, case) in cases.LAYOUTS.items()},
+}
+LAYOUTS = {"momentum": MOMENTUM, "all": ALL}
 
 
-def train(rank: int, world_size: int, *, case: Case, settings: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    """In a worker: this rank's weights and momentum after `STEPS` steps with each of the settings."""
+def train(
+    rank: int, world_size: int, *, case: Case, settings: list[dict[str, Any]], share_counters: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """In a worker: the bits of weights and state that this rank has after `STEPS` steps with each of the settings.
+
+    The model's own weights are among them. The fourth step is skipped, because gradients are not finite.
+    `share_counters` puts a bug in: pieces of a parameter count its steps together.
+    """
+    from megatron_muon.megatron import main_weights
+    from tests.support.case import gradient_of
     from tests.support.model import Trainer
 
+    def poisoned(name: str, shape: Any, step: int) -> torch.Tensor:
+        return gradient_of(name, shape, step) * float("nan")
+
+    if share_counters:
+        main_weights._copied = lambda value: value
     results = []
     for setting in settings:
         trainer = Trainer(case.but(optimizer={**case.optimizer, **setting}), steps=STEPS)
-        for _ in range(STEPS):
-            trainer.step()
-        bits = {name: p._local_tensor.detach().clone() for name, p in trainer.parameters.items()}
-        names = {parameter: name for name, parameter in trainer.parameters.items()}
-        for member in trainer.optimizer.chained_optimizers:
-            if hasattr(member.optimizer, "momentum_state"):
-                for parameter, momentum in member.optimizer.momentum_state().items():
-                    bits[f"{names[parameter]}:momentum"] = momentum._local_tensor.clone()
-        results.append(bits)
+        updated = [trainer.step(poisoned if step == 3 else gradient_of)[0] for step in range(STEPS)]
+        assert updated == [True, True, True, False, True]
+        results.append(bits_of(trainer))
         assert trainer.optimizer.offload_failure is None
     return results
 
 
-def offloads(folder: Path, **more: Any) -> list[dict[str, Any]]:
-    """None, cpu, nvme, and half of it on nvme."""
+def bits_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Copies of this rank's shards of main weights, of what the model computes with, and of all state."""
+    bits = {}
+    for group in trainer._buffer.parameter_groups:
+        for item, original in enumerate(group.params) if group.model_weight_buffer is not None else ():
+            shard = group.model_weight_buffer.get_item(item, only_shard=True)
+            bits[f"{trainer._buffer.param_to_name[original]}:model"] = shard.clone()
+    with trainer.optimizer.main_weights_at_hand():
+        bits |= {name: p._local_tensor.detach().clone() for name, p in trainer.parameters.items()}
+    names = {parameter: name for name, parameter in trainer.parameters.items()}
+    state = {name: dict(slots) for name, slots in trainer.states().items()}
+    for member in trainer.optimizer.chained_optimizers:
+        if hasattr(member.optimizer, "momentum_state"):
+            for parameter, momentum in member.optimizer.momentum_state().items():
+                state.setdefault(names[parameter], {})["momentum_buffer"] = momentum
+    for scalars in trainer.optimizer._scalar_state.values():
+        for parameter, slots in scalars.state().items():
+            state.setdefault(names[parameter], {}).update(slots)
+    for name, slots in state.items():
+        bits |= {f"{name}:{slot}": getattr(value, "_local_tensor", value).clone() for slot, value in slots.items()}
+    return bits
+
+
+def offloads(folder: Path, state: str = "momentum", **more: Any) -> list[dict[str, Any]]:
+    """None; this state on cpu, on nvme, and half of it on nvme."""
     folder.mkdir(exist_ok=True)
-    nvme = {"muon_offload": "nvme", "muon_offload_dir": str(folder), "muon_offload_buffer_mb": BUFFER_MB}
-    settings = [{}, {"muon_offload": "cpu"}, nvme, {**nvme, "muon_offload_fraction": 0.5}]
-    return [{**setting, **more} for setting in settings]
+    cpu = {"muon_offload": "cpu", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_state": state}
+    nvme = {**cpu, "muon_offload": "nvme", "muon_offload_dir": str(folder)}
+    return [{**setting, **more} for setting in ({}, cpu, nvme, {**nvme, "muon_offload_fraction": 0.5})]
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -67,15 +112,33 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-@pytest.mark.parametrize("layout", wide_but(["without nesterov"], LAYOUTS))
-def test_updates_are_the_same_wherever_momentum_lives(ranks: Pool, tmp_path: Path, layout: str) -> None:
-    world_size, case = LAYOUTS[layout]
-    for of_rank in ranks(world_size, train, case=case, settings=offloads(tmp_path / "momentum")):
+OFTEN = [("momentum", "without nesterov"), ("all", "optim_grads_params")]
+
+
+@pytest.mark.usefixtures("every_way")
+@pytest.mark.parametrize(
+    ("state", "layout"), wide_but(OFTEN, [(state, name) for state in LAYOUTS for name in LAYOUTS[state]])
+)
+def test_the_training_is_the_same_wherever_state_lives(ranks: Pool, tmp_path: Path, state: str, layout: str) -> None:
+    world_size, case = LAYOUTS[state][layout]
+    for of_rank in ranks(world_size, train, case=case, settings=offloads(tmp_path / "state", state)):
         for offloaded in of_rank[1:]:
             assert differing(of_rank[0], offloaded) == []
-    assert list((tmp_path / "momentum").iterdir()) == []  # cleaned up
+    assert list((tmp_path / "state").iterdir()) == []  # cleaned up
 
 
+@pytest.mark.wide
+def test_the_comparison_can_fail(ranks: Pool, tmp_path: Path) -> None:
+    """Story: others applied the step counters of offloaded state twice."""
+    world_size, case = ALL["optim_grads_params"]
+    settings = offloads(tmp_path / "state", "all")
+    for of_rank in ranks(world_size, train, case=case, settings=settings, share_counters=True):
+        wrong = differing(of_rank[0], of_rank[2])
+        assert any(name.endswith("weight:step") for name in wrong)
+        assert not any("layers" in name for name in wrong), "Muon counts no steps"
+
+
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.wide
 def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ranks: Pool, tmp_path: Path) -> None:
     case = Case(strategy="optim_grads_params", layers=1)
@@ -87,59 +150,73 @@ def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ra
                 assert differing(of_rank[0], offloaded) == []
         alone = ranks(1, train, case=case, settings=settings[:1])[0][0]
         for name, whole in alone.items():
-            parts = [of_rank[0][name] for of_rank in of_ranks]
-            # The iteration's products of blocks in other batches round differently in fp32: five steps of that, and
-            # where it moves a value over the edge of two stored ones, one spacing of the storage format.
-            torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}")
+            if not name.endswith((":model", ":step")):
+                parts = [of_rank[0][name] for of_rank in of_ranks]
+                # The iteration's products of blocks in other batches round differently in fp32: five steps of that, and
+                # where it moves a value over the edge of two stored ones, one spacing of the storage format.
+                torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}")
 
 
-def training_flags(tmp_path: Path, *, dtype: str = "fp32") -> dict[str, tuple[str, ...]]:
-    (tmp_path / "momentum").mkdir(exist_ok=True)
-    common = ("--muon-momentum-dtype", dtype)
-    buffer = ("--muon-offload-buffer-mb", str(BUFFER_MB))
-    return {
-        "none": common,
-        "cpu": (*common, "--muon-offload", "cpu"),
-        "nvme": (*common, *buffer, "--muon-offload", "nvme", "--muon-offload-dir", str(tmp_path / "momentum")),
-    }
+# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 @pytest.fixture
 def training(ranks: Pool, tmp_path: Path) -> Trainings:
+    """Four steps of twelve sequences, saved every two, with an evaluation in between."""
     corpus = cli.make_corpus(tmp_path)
-    steps = ("--train-iters", "4", "--save-interval", "2")
-    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *steps, *FULL, *SWIGLU), batch=4)
+    steps = ("--train-iters", "4", "--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1")
+    (tmp_path / "state").mkdir()
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps), batch=12)
 
 
-CHAIN = [("none", "nvme"), ("nvme", "cpu")]
+HOST = ("--muon-offload", "cpu")
+DISK = ("--muon-offload", "nvme", "--muon-offload-dir", "state", "--muon-offload-buffer-mb", str(BUFFER_MB))
+FLAGS = {
+    "none": (),
+    "momentum on cpu": HOST,
+    "momentum on nvme": DISK,
+    "all on cpu": (*HOST, "--muon-offload-state", "all"),
+    "all on nvme": (*DISK, "--muon-offload-state", "all"),
+}
+MOVES = [
+    ("fp32", "none", "momentum on nvme"),
+    ("fp32", "momentum on nvme", "momentum on cpu"),
+    ("fp32", "momentum on nvme", "none"),
+    ("bf16", "none", "all on nvme"),
+    ("bf16", "all on nvme", "none"),
+    ("bf16", "momentum on cpu", "all on cpu"),
+    ("bf16", "all on nvme", "momentum on cpu"),
+]
 
 
-@pytest.mark.parametrize("moves", wide_but([], [CHAIN, [("nvme", "none")]]))
-def test_checkpoints_are_the_same_wherever_momentum_lives(
-    training: Trainings, tmp_path: Path, every_way: str, moves: list[tuple[str, str]]
+@pytest.mark.parametrize(("precision", "before", "after"), wide_but([MOVES[3]], MOVES))
+def test_checkpoints_are_the_same_wherever_state_lives(
+    training: Trainings, every_way: str, precision: str, before: str, after: str
 ) -> None:
     """Saved with one setting, resumed with another, and saved again: nothing differs."""
-    flags = training_flags(tmp_path)
-    run = training(*flags["none"], "--save", "none").checked()
-    assert "optimizer state: momentum fp32: device 0." in run.output
-    expected = {iteration: saved(training, "none", iteration) for iteration in (2, 4)}
-    run = training(*flags["nvme"], "--save", "nvme").checked()
-    staged = every_way == "two_memories"  # through the memory of a GPU
-    assert ("device 0.00 MB, host 0." in run.output) is not staged
-    for iteration in (2, 4):
-        assert differences(saved(training, "nvme", iteration), expected[iteration]) == []
-    for before, after in moves:
-        name = f"{before} to {after}"
-        run = training(*flags[after], "--load", before, "--ckpt-step", "2", "--save", name).checked()
-        assert [iteration.number for iteration in run.iterations] == [3, 4]
-        assert differences(saved(training, name, 4), expected[4]) == [], name
+    bf16 = ("--bf16",) if precision == "bf16" else ()
+    run = training(*bf16, *FLAGS[before], "--save", "before").checked()
+    assert len(run.validation_losses) == 2
+    if before == "none":
+        assert "optimizer state: momentum fp32: device 0." in run.output
+    if before == "momentum on nvme":  # which is staged through the memory of a GPU
+        assert ("device 0.00 MB, host 0." in run.output) is not (every_way == "two_memories")
+    resumed = training(*bf16, *FLAGS[after], "--load", "before", "--ckpt-step", "2", "--save", "after").checked()
+    assert [iteration.number for iteration in resumed.iterations] == [3, 4]
+    assert resumed.validation_losses == run.validation_losses
+    assert warnings(resumed) == []
+    expected = saved(training, "before", 4)
+    assert differences(saved(training, "before", 2), expected), "the comparison can fail"
+    assert differences(saved(training, "after", 4), expected) == []
+    assert list((training.folder / "state").iterdir()) == []
 
 
-def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("every_way")
+def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings) -> None:
     """bf16 keeps what it reads; the steps that rounding depends on go on from the checkpoint."""
-    flags = training_flags(tmp_path, dtype="bf16")
-    training(*flags["nvme"], "--save", "nvme").checked()
-    training(*flags["none"], "--load", "nvme", "--ckpt-step", "2", "--save", "none").checked()
+    rounded = ("--muon-momentum-dtype", "bf16")
+    training(*rounded, *DISK, "--save", "nvme").checked()
+    training(*rounded, "--load", "nvme", "--ckpt-step", "2", "--save", "none").checked()
     expected = saved(training, "nvme", 4)
     assert differences(saved(training, "none", 4), expected) == []
     momentum = [value for name, value in expected.items() if name.endswith("momentum_buffer")]
@@ -148,12 +225,39 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings, tmp_p
     assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
 
 
+@pytest.mark.usefixtures("two_memories_too")
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks_after", [1, 4])
+def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after: int) -> None:
+    """Both with it and without it, a run on other ranks goes on from the same checkpoint to the same one."""
+    training("--bf16", *FLAGS["all on nvme"], "--save", "two").checked()
+    for where in ("none", "all on nvme"):
+        flags = ("--bf16", *FLAGS[where], "--load", "two", "--ckpt-step", "2", "--save", f"other {where}")
+        assert warnings(training(*flags, ranks=ranks_after).checked()) == []
+    assert differences(saved(training, "other all on nvme", 4), saved(training, "other none", 4)) == []
+
+
+@pytest.mark.usefixtures("two_memories_too")
+@pytest.mark.wide
+def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> None:
+    """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint, none at all."""
+    training("--bf16", "--optimizer", "adam", "--save", "adam").checked()
+    for flags in (("--no-load-optim",), ("--finetune",), ("--override-opt-param-scheduler",)):
+        found = []
+        for where in ("none", "all on nvme"):
+            load = ("--bf16", *FLAGS[where], "--load", "adam", "--ckpt-step", "2", "--save", f"{flags[0]} {where}")
+            training(*load, *flags).checked()
+            found.append(saved(training, f"{flags[0]} {where}", 4))
+        assert differences(*found) == []
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
 def anonymous_bytes() -> int:
     """This process's own memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError("/proc/self/status has no RssAnon")
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
 
 
 def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
@@ -180,6 +284,7 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
     return figures
 
 
+@pytest.mark.usefixtures("every_way")
 def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(ranks: Pool, tmp_path: Path) -> None:
     """The process's own memory as the system counts it, and the count of tensors."""
     none, nvme = (ranks(1, grow, offload=where, folder=str(tmp_path))[0] for where in ("none", "nvme"))

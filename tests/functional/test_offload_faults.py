@@ -249,34 +249,20 @@ def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ killed
 
 
-def kill_a_run(training: Trainings, killable: Killable) -> list[int]:
-    """Kill the ranks of a run after two steps; their process ids."""
-    pids = killable.start(training.folder, *training.flags, *LONG)
-    wait_for_iteration(training.folder, pids, 2)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert killable.wait() == [-signal.SIGKILL] * 2
-    return pids
+def test_a_second_run_in_the_directory_of_one_that_is_killed(training: Trainings, killable: Killable) -> None:
+    """Each has files of its own, and both train on; what is killed leaves nothing.
 
-
-def test_a_killed_run_leaves_nothing(training: Trainings, killable: Killable) -> None:
-    """Story: its files kept every later start out until somebody had typed a command to remove them."""
-    kill_a_run(training, killable)
-    assert lying_there(training) == []
-    training("--train-iters", "1").checked()
-
-
-def test_a_second_run_in_the_same_directory(training: Trainings, killable: Killable) -> None:
-    """Each has files of its own, and both train on."""
+    Story: its files kept every later start out until somebody had typed a command to remove them.
+    """
     pids = killable.start(training.folder, *training.flags, *LONG)
     wait_for_iteration(training.folder, pids, 2)
     training("--train-iters", "2").checked()
     log = training.folder / f"run-{pids[-1]}.log"
     last = cli.Run(0, log.read_text(), 0.0).iterations[-1].number
     wait_for_iteration(training.folder, pids, last + 2)
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    assert killable.wait() == [-signal.SIGTERM] * 2
+    for pid, number in zip(pids, (signal.SIGKILL, signal.SIGTERM), strict=True):
+        os.kill(pid, number)
+    assert killable.wait() == [-signal.SIGKILL, -signal.SIGTERM]
     assert lying_there(training) == []
 
 

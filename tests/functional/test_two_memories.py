@@ -7,7 +7,6 @@ Tests of offload, QK-clip and metrics run with `-m ''` once more in this way (th
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,30 +89,6 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp
             go_on = resumed_library if kind == "megatron_fsdp" else resumed
             found = ranks(size, go_on, folder=str(tmp_path), steps=steps, **run)[0]
     assert_close(found, expected, atol=2e-6)
-
-
-def step_with_momentum_lent_from_host_memory(rank: int, world_size: int, *, kind: str) -> str:
-    """In a worker: what becomes of a step that computes with records where a host keeps them."""
-    from megatron_muon.offload.store import RecordStore
-    from tests.support import frameworks
-    from tests.support.two_memories import CPU, PlaceError
-
-    make = RecordStore.__init__
-    with mock.patch.object(RecordStore, "__init__", lambda *args, **given: make(*args, **{**given, "device": CPU})):
-        training = getattr(frameworks, kind)(offload="cpu")
-    try:
-        training.step(*frameworks.tokens(1))
-    except PlaceError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
-def test_momentum_lent_from_host_memory_is_refused(ranks: Pool, kind: str) -> None:
-    with ranks.two_memories():
-        (found,) = ranks(1, step_with_momentum_lent_from_host_memory, kind=kind)
-    assert re.search("^aten.*on cpu", found)
-    assert "on cuda:0" in found
 
 
 def test_clipped_weights_are_the_same_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:

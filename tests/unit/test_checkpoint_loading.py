@@ -16,7 +16,7 @@ from megatron_muon.checkpoint import content
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 
-NOTHING = content.Missing(set(), set(), set())
+NOTHING: tuple[set[str], set[str]] = (set(), set())
 ADAM = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -74,10 +74,10 @@ def test_a_count_by_group_goes_on_as_a_count_by_parameter(tmp_path: Path, step: 
     assert all(slots.keys() == ADAM.keys() for slots in asked["state"].values())
 
 
-def test_the_same_form_is_asked_for_as_it_is(tmp_path: Path) -> None:
-    for kept in (adamw("module.", step=7.0), fused("module.", step=7)):
-        entries = written(tmp_path / str(id(kept)), {"optimizer": kept})
-        assert checkpoint_loading.carry_step_counts_over(kept, set(), entries, tmp_path) == (kept, ())
+@pytest.mark.parametrize("kept", [adamw("module.", step=7.0), fused("module.", step=7)])
+def test_the_same_form_is_asked_for_as_it_is(tmp_path: Path, kept: Any) -> None:
+    entries = written(tmp_path, {"optimizer": kept})
+    assert checkpoint_loading.carry_step_counts_over(kept, set(), entries, tmp_path) == (kept, ())
 
 
 def test_counts_that_differ_within_a_group_are_told(tmp_path: Path, capsys: Any) -> None:
@@ -123,9 +123,9 @@ def test_lion_and_adam_start_each_other_afresh(
     """Lion's into Adam was refused as damaged; Adam's into Lion went on with Adam's betas, without a word."""
     state = {"state": {"module.norm": stored}, "param_to_group_meta": {"module.norm": settings}}
     entries = written(tmp_path, {"optimizer": state})
-    missing, lost = content.compare({"module.norm": wanted}, entries), {f"module.norm.{slot}" for slot in wanted}
-    of_kind = {kind: lost, "fresh": {"module.norm"}} if kind else {}
-    assert missing._asdict() == {"replaced": set(), "absent": set(), "fresh": set()} | of_kind
+    lost = {f"module.norm.{slot}" for slot in wanted}
+    expected = (lost if kind == "replaced" else set(), lost if kind == "absent" else set())
+    assert content.compare({"module.norm": wanted}, entries) == expected
 
 
 def test_weights_that_the_model_lacks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,3 +145,34 @@ def test_weights_that_the_model_lacks_are_refused(tmp_path: Path, capsys: pytest
         ask(names[0])
     ask(names[0], strict=False)
     assert "left out, 1: output_layer.weight" in capsys.readouterr().out
+
+
+def test_what_is_missing() -> None:
+    state = ("a.momentum_buffer", "b.exp_avg", "b.exp_avg_sq", "b.step", "d.exp_avg")
+    settings = (content.setting("a", "lr"), content.setting("d", "eps"))
+    entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), *settings])
+    wanted = {name: {"momentum_buffer": 0} for name in "abc"}
+    wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
+    adaptive = content.compare({"a": {"momentum_buffer": 0, "moment2_buffer": 0}}, entries)
+    assert adaptive == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
+    replaced, absent = content.compare(wanted, entries)
+    assert replaced == {"b.momentum_buffer"}
+    assert absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
+    meta = {name: {"lr": 1.0, "momentum": 0.9, "is_expert_parallel": True} for name in "abcd"}
+    asked = content.without_fresh({"state": wanted, "param_to_group_meta": meta}, {"b", "c", "d"}, entries)
+    assert asked == {"state": {"a": {"momentum_buffer": 0}}, "param_to_group_meta": {"a": {"lr": 1.0}}}
+    slots = content.optimizer_slots(entries)
+    assert [content.optimizer_of(slots[name]) for name in "abd"] == ["muon", "adam", "lion"]
+
+
+def test_state_of_another_size_starts_afresh() -> None:
+    """NorMuon keeps a number for each row, AdaMuon one for each element."""
+    stored = SimpleNamespace(size=torch.Size((4, 2)))
+    entries = dict.fromkeys(("optimizer.state.a.momentum_buffer", "optimizer.state.a.moment2_buffer"), stored)
+    whole, by_row = torch.zeros(4, 2), torch.zeros(4, 1)
+    adamuon = {"momentum_buffer": whole, "moment2_buffer": whole}
+    assert content.compare({"a": adamuon}, entries) == NOTHING
+    other = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": by_row}}, entries)
+    assert other == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
+    halves = {"b_w": {"momentum_buffer": whole, "moment2_buffer": torch.zeros(8, 1)}, "b_v": {"momentum_buffer": whole}}
+    assert content.laid_out_by_rank({"a": adamuon, **halves}) == {"b_w", "b_v"}

@@ -15,7 +15,6 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
-from megatron_muon.megatron.state import initialize_scalar_state
 
 
 def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
@@ -109,41 +108,3 @@ def test_a_signal_of_any_rank_is_remembered(patches, monkeypatch):
     handler = DistributedSignalHandler()
     assert handler.signals_received() == [0, 1]
     assert handler.any_received is True
-
-
-def test_empty_shards_are_stepped_over_in_step():
-    """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes the counter."""
-    full, empty = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(0, 3))
-    adam = torch.optim.AdamW([full, empty])
-    wrapped = types.SimpleNamespace(optimizer=adam, config=None, init_state_fn=lambda *_: None)
-    for parameter in (full, empty):
-        adam.state[parameter] |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-    initialize_scalar_state(wrapped)
-    full.grad = torch.ones(2, 3)
-    adam.step()
-    assert [float(adam.state[parameter]["step"]) for parameter in (full, empty)] == [1.0, 1.0]
-
-
-class FusedAdam(torch.optim.SGD):
-    """Keeps its step counter in the group, as those of Transformer Engine and Apex do; neither runs on a CPU."""
-
-    capturable = False
-
-
-def test_fused_adam_sees_no_gradient_of_an_empty_shard():
-    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a group."""
-    empty = torch.nn.Parameter(torch.ones(0, 3))
-    fused = FusedAdam([empty], lr=0.1)
-    initialize_scalar_state(types.SimpleNamespace(optimizer=fused, config=None, init_state_fn=lambda *_: None))
-    fused.step()
-    assert empty.grad is None
-
-
-@pytest.mark.parametrize(("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))])
-def test_a_counter_in_the_group_is_there_to_be_loaded(capturable, counter):
-    """It came with the first step: a resumed run did not ask the checkpoint for it, and counted from 0 again."""
-    inner = FusedAdam([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    inner.capturable = capturable
-    initialize_scalar_state(types.SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None))
-    assert inner.param_groups[0]["step"] == counter
-    assert type(inner.param_groups[0]["step"]) is type(counter)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_muon.offload import codecs
-from megatron_muon.offload.codecs import BLOCK_COLS, MOMENTUM_DTYPES, Codec, Place, codec_of, matrix_key
+from megatron_muon.offload.codecs import BLOCK_COLS, CODECS, Codec, Place, matrix_key
 from tests.unit.test_noise import random_numbers
 
 STOCHASTIC = ["bf16", "int8"]
@@ -88,12 +88,12 @@ def to_nearest(codec: Codec, values: Tensor) -> Tensor:
 def test_fp32_keeps_every_bit(rows: int, cols: int, seed: int) -> None:
     bits = torch.randint(-(2**31), 2**31, (rows, cols), generator=torch.Generator().manual_seed(seed))
     values = bits.to(torch.int32).view(torch.float32)  # NaNs with payloads and subnormal numbers among them
-    record = encoded(codec_of("fp32"), values)
+    record = encoded(CODECS["fp32"], values)
     assert torch.equal(record.view(torch.int32), values.view(torch.int32).flatten())
 
 
 def test_fp32_decodes_to_the_record_itself() -> None:
-    codec = codec_of("fp32")
+    codec = CODECS["fp32"]
     record = new_record(codec, 3, 5, fill=0)
     momentum = codec.decode(record, 3, 5)
     momentum.fill_(1.5)
@@ -103,12 +103,12 @@ def test_fp32_decodes_to_the_record_itself() -> None:
     assert torch.equal(record, before)
 
 
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("name", CODECS)
 @given(rows=SIZES, cols=WIDTHS)
 @example(rows=0, cols=7)
 @example(rows=7, cols=0)
 def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) -> None:
-    codec = codec_of(name)
+    codec = CODECS[name]
     assert torch.equal(codec.decode(new_record(codec, rows, cols, fill=0), rows, cols), torch.zeros(rows, cols))
     assert torch.equal(stored(codec, torch.zeros(rows, cols)), torch.zeros(rows, cols))
 
@@ -118,41 +118,31 @@ def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) ->
 @example(rows=2, cols=129, seed=0, step=0, row=0)
 def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, step: int, row: int) -> None:
     """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within 2^-23 of up to 127^2."""
-    codec, values = codec_of(name), random_values(rows, cols, seed)
+    codec, values = CODECS[name], random_values(rows, cols, seed)
     found = stored(codec, values, Place(key=seed, row=row, col=0), step=step)
     assert found.dtype == torch.float32
     assert ((found - values).abs() <= spacing_of(codec, values) * (1.0 + (2e-5 if name == "int8" else 0.0))).all()
 
 
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("rows", "cols"), [(512, 1024), (2**19, 1)])
 def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) -> None:
     """A resumed training was not bit for bit the same: after loading, every fourth of int8's scales had changed.
 
     Of one column every value has a scale of its own.
     """
-    codec = codec_of(name)
+    codec = CODECS[name]
     record = encoded(codec, random_values(rows, cols, seed=1), step=1)
     for step in (2, 3):
         assert torch.equal(encoded(codec, codec.decode(record, rows, cols), step=step), record)
 
 
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
-def test_layout_of_the_values_does_not_matter(name: str) -> None:
-    codec, values = codec_of(name), random_values(150, 170)
-    inside = torch.full((160, 180), 7.0)
-    inside[3:153, 4:174] = values
-    record = encoded(codec, values)
-    assert torch.equal(encoded(codec, inside[3:153, 4:174]), record)
-    assert torch.equal(encoded(codec, values.T.contiguous().T), record)
-
-
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
-def test_bytes_behind_the_record_are_left_alone(name: str) -> None:
-    codec, values = codec_of(name), random_values(5, 130)
+@pytest.mark.parametrize("name", CODECS)
+def test_strides_of_the_values_do_not_matter_and_bytes_behind_the_record_are_left_alone(name: str) -> None:
+    codec, values = CODECS[name], random_values(5, 130)
     size = codec.record_bytes(5, 130)
     padded = torch.full((size + 64,), 0xA5, dtype=torch.uint8)
-    codec.encode(values, padded, HERE, step=0)
+    codec.encode(values.T.contiguous().T, padded, HERE, step=0)
     assert torch.equal(padded[:size], encoded(codec, values))
     assert (padded[size:] == 0xA5).all()
     assert torch.equal(codec.decode(padded, 5, 130), stored(codec, values))
@@ -166,10 +156,10 @@ def test_bf16_keeps_nan_and_infinities() -> None:
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
     values = torch.cat((nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0]))).expand(64, -1)
-    found = stored(codec_of("bf16"), values)
+    found = stored(CODECS["bf16"], values)
     torch.testing.assert_close(found, values, rtol=0.0, atol=0.0, equal_nan=True)
     many = torch.full((512, 512), math.inf)  # every one of the 2^16 random numbers about four times
-    assert torch.equal(stored(codec_of("bf16"), many), many)
+    assert torch.equal(stored(CODECS["bf16"], many), many)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -177,7 +167,7 @@ def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
     values = random_values(4, 300)
     values[1, 130] = bad
     values[2, 299] = bad
-    found = stored(codec_of("int8"), values)
+    found = stored(CODECS["int8"], values)
     spoilt = torch.zeros(4, 300, dtype=torch.bool)
     spoilt[1, 128:256] = spoilt[2, 256:] = True
     assert torch.equal(~found.isfinite(), spoilt)
@@ -185,7 +175,7 @@ def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_largest_and_smallest_magnitudes(name: str) -> None:
-    codec = codec_of(name)
+    codec = CODECS[name]
     magnitudes = torch.tensor([1e-45, 1e-39, 1e-37, 1.8e-34, 2e-34, 1e30, 3.3e38]).view(-1, 1)
     values = magnitudes * torch.tensor([1.0, -1.0, 0.5, 0.0])
     found = stored(codec, values)
@@ -208,7 +198,7 @@ def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
     assert over.max() > 127**2
     values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
     assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
-    assert ((stored(codec_of("int8"), values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)).all()
+    assert ((stored(CODECS["int8"], values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)).all()
 
 
 def test_int8_keeps_small_columns_beside_large_ones() -> None:
@@ -218,7 +208,7 @@ def test_int8_keeps_small_columns_beside_large_ones() -> None:
     values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     values[:, ::64] = 60.0
     small = torch.arange(512) % 64 != 0
-    found = stored(codec_of("int8"), values)
+    found = stored(CODECS["int8"], values)
     assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
     step = (int8_scales(values) * 127).double()  # what 127 even steps up to the largest magnitude would be
     even = (values / step + random_numbers(256, 512)).round() * step
@@ -244,7 +234,7 @@ def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -> None:
     """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of the mean allowed."""
-    codec, steps = codec_of(name), 128
+    codec, steps = CODECS[name], 128
     values, spacing = between(codec, part)
     found = torch.stack([stored(codec, sign * values, step=step) for step in range(steps)]).double()[:, :, 1:]
     error = (found - sign * values[:, 1:]) / spacing
@@ -261,41 +251,16 @@ def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -
         assert abs(nearest.double().mean()) > 0.29
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_small_changes_of_a_moving_average_are_not_lost(name: str) -> None:
-    """An average m <- 0.95 m + 0.05 g whose steps lie under half a spacing follows fp32's; plain rounding stays put.
-
-    Tolerance: an element's error has a deviation below 0.5 / sqrt(1 - 0.95^2) = 1.6 spacings, the mean of 8,128
-    elements one below 0.018; four of them.
-    """
-    codec = codec_of(name)
-    start, spacing = between(codec, 0.0)
-    goal, _ = between(codec, 4.0)
-    exact, plain, record = start.clone(), start.clone(), encoded(codec, start)
-    for step in range(1, 121):
-        # The gradient approaches its goal slowly, as the mean of gradients does over a training run.
-        gradient = torch.lerp(start, goal, min(1.0, step / 60))
-        exact = torch.lerp(exact, gradient, 0.05)
-        plain = to_nearest(codec, torch.lerp(plain, gradient, 0.05))
-        found = torch.lerp(codec.decode(record, *start.shape), gradient, 0.05)
-        codec.encode(found, record, HERE, step=step)
-        if step % 30 == 0:
-            kept = codec.decode(record, *start.shape)[:, 1:]
-            assert abs((kept.double() - exact[:, 1:]).mean()) < 0.075 * spacing
-    assert (exact[:, 1:] - start[:, 1:]).min() > 3.5 * spacing
-    assert torch.equal(plain[:, 1:], start[:, 1:])
-
-
 # --- the random bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("name", CODECS)
 @given(data=st.data(), rows=SIZES, cols=WIDTHS, seed=SEEDS, row=st.integers(0, 1000), col=st.integers(0, 5))
 def test_rounding_does_not_depend_on_the_cut(
     name: str, data: st.DataObject, rows: int, cols: int, seed: int, row: int, col: int
 ) -> None:
     """Cut anywhere between rows; between columns anywhere, or for int8 at multiples of its block."""
-    codec, values, key = codec_of(name), random_values(rows, cols, seed), matrix_key(str(seed))
+    codec, values, key = CODECS[name], random_values(rows, cols, seed), matrix_key(str(seed))
     col *= BLOCK_COLS
     grid = BLOCK_COLS if name == "int8" else 1
     row_cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
@@ -311,7 +276,7 @@ def test_rounding_does_not_depend_on_the_cut(
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_rounding_depends_on_step_and_place(name: str) -> None:
     """The negative control of the test above: another step, matrix, row or column rounds otherwise."""
-    codec = codec_of(name)
+    codec = CODECS[name]
     values, _ = between(codec, 0.5)
     places = [(0, HERE), (1, HERE), (0, Place(1, 0, 0)), (0, Place(HERE.key, 1, 0)), (0, Place(HERE.key, 0, 128))]
     found = [stored(codec, values, place, step=step)[:, 1:] for step, place in places]
@@ -319,12 +284,12 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
         assert 0.4 < (one == other).double().mean() < 0.6
 
 
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", [(37, 300), (300, 37), (1, 5000)])
 def test_rounding_does_not_depend_on_the_chunks(
     name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codec, values = codec_of(name), random_values(*shape)
+    codec, values = CODECS[name], random_values(*shape)
     whole = encoded(codec, values)
     for chunk in (1, 1000, 4097):
         monkeypatch.setattr(codecs, "_CHUNK_CPU", chunk)
@@ -337,10 +302,10 @@ def test_rounding_does_not_depend_on_the_chunks(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", [(257, 300), (4, 128), (1, 1), (0, 5), (5, 0)])
 def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
-    codec = codec_of(name)
+    codec = CODECS[name]
     for step, values in enumerate((random_values(*shape), torch.zeros(shape), 1e-37 * random_values(*shape))):
         record = encoded(codec, values, step=step)
         on_gpu = torch.zeros_like(record, device="cuda")

@@ -52,9 +52,15 @@ class Chunk(torch.nn.Module):
         module.register_parameter(leaf, parameter)
 
 
-def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
+def tagged(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros(shape))
+    vars(parameter).update(marks)
     selection.tag_for_muon([Chunk(config, name, parameter)])
+    return parameter
+
+
+def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
+    parameter = tagged(config, name, shape)
     return mp.block_split(parameter, settings) if selection.is_muon_matrix(parameter) else None
 
 
@@ -107,21 +113,27 @@ def test_each_setting_splits_what_it_names(case: str) -> None:
     assert found == [RowSplit(*each) for each in expected]
 
 
-def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
-    """Gate | up of the first rank, then of the next: their blocks gather the gates of all."""
-    parameter = torch.nn.Parameter(torch.zeros(24, 16))
-    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # one of three ranks' part
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
-    assert mp.block_split(parameter, SPLIT) == RowSplit(3, (4, 4))
-    assert mp.block_split(parameter, SPLIT, over_tp=False) == RowSplit(1, (4, 4))
+IN_PROJ = f"{LAYER}mixer.in_proj.weight"
+SIZES = {"partition_sizes": [5, 5, 2, 2, 2]}
+PARTS = {
+    "a gate and an up of each of three ranks": (GPT | GATED, FC1, (24, 8), {}, SPLIT, (3, (4, 4)), (1, (4, 4))),
+    "half a query group is one block": (GPT, QKV, (32, 8), {}, PLAIN, (2, (8, 4, 4)), (1, (8,))),
+    # Mamba's z, x, B, C and dt went to Muon as one matrix.
+    "sizes that a layer states": (GPT, IN_PROJ, (32, 16), SIZES, PLAIN, (2, (5, 5, 2, 2, 2)), (1, (5, 5, 2, 2, 2))),
+    "sizes that a layer states, heads": (GPT, IN_PROJ, (32, 16), SIZES, HEADS, (2, (5, 5, 2, 2, 2)), None),
+    "sizes that a layer states, whole": (GPT, IN_PROJ, (32, 16), SIZES, WHOLE, (1, (32,)), None),
+}
+"""Sizes, a name, rows on all tensor-parallel ranks and on one, marks, and blocks on all and on one."""
 
 
-def test_a_part_without_whole_query_groups_is_one_block() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(32, 16))
-    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # half a group
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
-    assert mp.block_split(parameter, PLAIN) == RowSplit(2, (8, 4, 4))
-    assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (8,))
+@pytest.mark.parametrize("case", PARTS)
+def test_blocks_over_tensor_parallel_ranks_and_on_one(case: str) -> None:
+    sizes, name, (rows, part), marks, settings, over_tp, on_one = PARTS[case]
+    config = TransformerConfig(**sizes)
+    parameter = tagged(config, name, (rows, 16), orig_param=torch.zeros(part, 16), **marks)
+    assert mp.block_split(parameter, settings) == RowSplit(*over_tp)
+    if on_one is not None:
+        assert mp.block_split(parameter, settings, over_tp=False) == RowSplit(*on_one)
 
 
 def test_interleaved_gates() -> None:
@@ -133,28 +145,6 @@ def test_interleaved_gates() -> None:
     config.moe_mlp_glu_interleave_size = 4
     assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(gated=True, interleave=4)
     assert fused_rows(FC1, config) == Fused(gated=True)
-
-
-def why_not(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> str:
-    parameter = torch.nn.Parameter(torch.zeros(shape))
-    vars(parameter).update(marks)
-    selection.tag_for_muon([Chunk(config, name, parameter)])
-    return "" if selection.is_muon_matrix(parameter) else parameter.why_not_muon  # type: ignore[attr-defined]
-
-
-IN_PROJ = f"{LAYER}mixer.in_proj.weight"
-
-
-def test_sizes_that_a_layer_states_are_its_blocks_over_tensor_parallel_ranks() -> None:
-    """Mamba's z, x, B, C and dt went to Muon as one matrix."""
-    parameter = torch.nn.Parameter(torch.zeros(32, 16))
-    parameter.partition_sizes = [5, 5, 2, 2, 2]  # type: ignore[attr-defined]  # of one of two ranks
-    parameter.orig_param = torch.zeros(16, 16)  # type: ignore[attr-defined]
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), IN_PROJ, parameter)])
-    assert mp.block_split(parameter, PLAIN) == RowSplit(2, (5, 5, 2, 2, 2))
-    assert mp.block_split(parameter, HEADS) == RowSplit(2, (5, 5, 2, 2, 2))
-    assert mp.block_split(parameter, WHOLE) == RowSplit(1, (32,))
-    assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (5, 5, 2, 2, 2))
 
 
 def test_qkv_is_split_beside_latent_attention() -> None:
@@ -195,8 +185,9 @@ def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_opti
     name: str, shape: tuple[int, ...], why: str
 ) -> None:
     config = TransformerConfig(**GPT)
-    assert why_not(config, name, shape) == why
-    assert not why_not(config, name, shape, use_muon=True), "a script has the last word"
+    parameter = tagged(config, name, shape)
+    assert ("" if selection.is_muon_matrix(parameter) else parameter.why_not_muon) == why  # type: ignore[attr-defined]
+    assert selection.is_muon_matrix(tagged(config, name, shape, use_muon=True)), "a script has the last word"
 
 
 PROJECTIONS = {

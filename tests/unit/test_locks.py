@@ -21,9 +21,13 @@ from megatron_muon.checkpoint import locks
 from megatron_muon.errors import UserError
 
 HOLD = (
-    "import sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
-    "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held():\n"
-    "    print('held', flush=True); sys.stdin.readline()"
+    "import os, subprocess, sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
+    "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held() as lock:\n    "
+)
+UNTIL_A_LINE = "print('held', flush=True); sys.stdin.readline()"
+IN_A_CHILD = (
+    "child = subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=[lock])\n"
+    "    print('held', flush=True); os.kill(os.getpid(), 9)"
 )
 
 
@@ -40,10 +44,10 @@ def held(file: Path, wait_s: float = 0.0):
     return lock_of(file).held(wait_s=wait_s)
 
 
-def holder(file: Path) -> subprocess.Popen[str]:
-    """A process that has tried to take the lock, and waits for a line."""
+def holder(file: Path, then: str = UNTIL_A_LINE) -> subprocess.Popen[str]:
+    """A process that tries to take the lock, says so and goes on."""
     return subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(file)],
+        [sys.executable, "-c", HOLD + then, str(file)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -108,14 +112,7 @@ def wait_until_free(take: Callable[[], None], refusal: type[Exception]) -> None:
 
 
 def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
-    code = (
-        "import os, subprocess, sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
-        "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'x').held() as lock:\n"
-        "    child = subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=[lock])\n"
-        "    print('held', flush=True); os.kill(os.getpid(), 9)"
-    )
-    command = [sys.executable, "-c", code, str(file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with holder(file, IN_A_CHILD) as parent:
         assert parent.stdout.readline() == "held\n"
         parent.wait()
         with pytest.raises(UserError, match=rf"process {parent.pid} on "), held(file):

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.core.rows import sharded_like
 from megatron_muon.megatron.main_weights import MainWeights
-from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.store import RecordStore
 
 ROWS, COLS = 2, 3
@@ -53,7 +53,7 @@ def main_weights(parameter: nn.Parameter) -> MainWeights:
     )
     weights = MainWeights([SimpleNamespace(param_and_grad_buffer=buffer)])
     with unset_fake_temporarily():
-        store = RecordStore([], [], [], codec_of("fp32"), device=torch.device("cpu"), staging_bytes=0)
+        store = RecordStore([], [], [], CODECS["fp32"], device=torch.device("cpu"), staging_bytes=0)
     weights.keep(store, [parameter], [])
     weights.move_out()
     return weights

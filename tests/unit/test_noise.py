@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_muon.offload import codecs
-from megatron_muon.offload.codecs import Place, codec_of, matrix_key
+from megatron_muon.offload.codecs import CODECS, Place, matrix_key
 
 HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
 
@@ -48,8 +48,8 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(step % 1000))
     expected = (values.numpy().view(np.uint32) + (mixed >> np.uint32(16))) & np.uint32(0xFFFF0000)
     record = torch.empty(2 * rows * cols, dtype=torch.uint8)
-    codec_of("bf16").encode(values, record, place, step=step)
-    assert np.array_equal(codec_of("bf16").decode(record, rows, cols).numpy(), expected.view(np.float32))
+    CODECS["bf16"].encode(values, record, place, step=step)
+    assert np.array_equal(CODECS["bf16"].decode(record, rows, cols).numpy(), expected.view(np.float32))
 
 
 def test_random_numbers_are_uniform() -> None:

@@ -1,16 +1,18 @@
-"""Momentum files: room, and directories that cannot take them."""
+"""Momentum files and memory for staging: room, forks, and locks on memory."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import resource
+import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_muon.offload.files import MomentumFile
-from megatron_muon.offload.memory import PAGE, transfer_memory
+from megatron_muon.offload.files import PAGE, MomentumFile, transfer_memory, unlock
+from tests.support.streams import Driver
 
 
 def test_a_file_has_its_space_and_no_name(tmp_path: Path) -> None:
@@ -30,14 +32,53 @@ def test_a_file_has_its_space_and_no_name(tmp_path: Path) -> None:
     assert os.statvfs(tmp_path).f_bfree > before - 4096
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    """The limit on the size of files stands in for it; a child, because it holds for the whole process."""
+@pytest.mark.parametrize("size", [0, 1, PAGE, PAGE + 1])
+def test_memory_is_zero_and_at_whole_pages(size: int) -> None:
+    memory = transfer_memory(size)
+    assert memory.numel() == size
+    assert memory.data_ptr() % PAGE == 0
+    assert not memory.any()
+    memory.fill_(1)
+
+
+def flags_of(memory: torch.Tensor) -> list[str]:
+    """What the system says of the mapping that a tensor lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= memory.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("mapped nowhere")
+
+
+def test_children_do_not_get_memory_of_transfers() -> None:
+    """Story: a data loader that forks in the middle of direct I/O leaves its parent with pages that are not read."""
+    memory = transfer_memory(4 * PAGE)
+    assert "dc" in flags_of(memory)  # "do not copy area on fork", proc(5)
+    assert "dc" not in flags_of(torch.zeros(64 * PAGE))
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE, 2 * PAGE))
-        try:
-            MomentumFile(tmp_path, 3 * PAGE)
-        except OSError:
-            os._exit(3)
-        os._exit(4)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        faulthandler.disable()
+        memory[0] = 1
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+    assert memory[0] == 0
+
+
+def test_locked_memory_is_unlocked_once_and_only_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    locked: list[torch.Tensor] = []
+    for size in (PAGE, 3 * PAGE):
+        transfer_memory(size, locked=locked)
+    sizes = {memory.data_ptr(): memory.numel() for memory in locked}
+    assert driver.registered == sizes
+    unlock(locked, [], os.getpid() + 1)
+    assert driver.registered == sizes
+    for _ in range(2):
+        unlock(locked, [], os.getpid())
+        assert (driver.registered, locked) == ({}, [])
+    driver.limit = PAGE
+    with pytest.raises(RuntimeError, match="cannot lock 8,192 bytes of host memory for transfers: CUDA error 2"):
+        transfer_memory(2 * PAGE, locked=locked)

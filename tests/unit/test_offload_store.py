@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.layout import Shard
 from megatron_muon.offload import files
-from megatron_muon.offload.codecs import MOMENTUM_DTYPES, codec_of
-from megatron_muon.offload.files import MomentumFile
-from megatron_muon.offload.memory import PAGE, in_pages
+from megatron_muon.offload.codecs import CODECS
+from megatron_muon.offload.files import PAGE, MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore, worst_failure
 
 CPU = torch.device("cpu")
@@ -37,7 +36,7 @@ class Bench:
     def __init__(self, folder: Path, rows: list[int], places: list[str] | None = None, *, staging_pages: int) -> None:
         names, shards = [f"matrix{i}" for i in range(len(rows))], [Shard(0, 0, count, 0, 256) for count in rows]
         self.places = places or [DISK] * len(rows)
-        codec = codec_of("fp32")
+        codec = CODECS["fp32"]
         sizes = [in_pages(codec.record_bytes(count, 256)) for count in rows]  # a row is 1 KiB
         self.file = MomentumFile(folder, sum(sizes))
         self.store = RecordStore(
@@ -190,12 +189,18 @@ def test_nothing_is_lost_where_writes_fail(
     bench.store.close()
 
 
-def test_a_read_that_works_the_second_time(benches: Any, disk: Disk) -> None:
-    bench = benches([8] * 4, staging_pages=6)
-    chance = random.Random(0)
-    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+@pytest.fixture
+def bench(benches: Any) -> Bench:
+    """After a step, with nothing read ahead."""
+    bench: Bench = benches([8] * 4, staging_pages=24)
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
+    bench.store.read(0)  # what was read ahead is dropped
+    return bench
+
+
+def test_a_read_that_works_the_second_time(bench: Bench, disk: Disk) -> None:
     disk.reads[bench.offsets[2]] = 1
-    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(1))
     bench.check()
     assert bench.store.disk.lost == set()
     assert bench.store.disk.failure == (
@@ -204,25 +209,18 @@ def test_a_read_that_works_the_second_time(benches: Any, disk: Disk) -> None:
     )
 
 
-def test_a_read_that_never_works(benches: Any, disk: Disk) -> None:
+def test_a_read_that_never_works(bench: Bench, disk: Disk) -> None:
     """It is NaN from then on, whatever is written, and is named: zeros would be a momentum like any other."""
-    bench = benches([8] * 4, staging_pages=24)
-    chance = random.Random(0)
-    bench.step([0, 1, 2, 3], wave=4, chance=chance)
-    bench.store.read(0)  # what was read ahead is dropped
     disk.reads.update({bench.offsets[2]: 2, bench.offsets[3]: ALWAYS})
     bench.expected[2].fill_(torch.nan)
     bench.expected[3].fill_(torch.nan)
-    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(1))
     bench.check()
     assert bench.store.disk.lost == {2, 3}
     assert re.search(r"of matrix[23] is lost on this rank; start again from a checkpoint$", bench.store.disk.failure)
 
 
-def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) -> None:
-    bench = benches([8] * 4, staging_pages=6)
-    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
-    bench.store.read(0)  # what was read ahead is dropped
+def test_a_read_that_fails_as_a_checkpoint_is_saved(bench: Bench, disk: Disk) -> None:
     disk.reads[bench.offsets[1]] = ALWAYS
     assert bench.store.read(1).isnan().all()
     assert bench.store.disk.lost == {1}
@@ -230,17 +228,16 @@ def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) ->
     bench.check()
 
 
-@pytest.mark.parametrize("dtype", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("dtype", CODECS)
 def test_a_lost_record_is_nan_in_every_format(dtype: str) -> None:
-    codec = codec_of(dtype)
+    codec = CODECS[dtype]
     record = torch.full((codec.record_bytes(3, 300),), files._LOST, dtype=torch.uint8)
     assert codec.decode(record, 3, 300).isnan().all()
 
 
-def test_a_read_ahead_that_failed_is_found_before_the_step(benches: Any, disk: Disk) -> None:
+def test_a_read_ahead_that_failed_is_found_before_the_step(bench: Bench, disk: Disk) -> None:
     """Story: a step went on with zeros in the place of what could not be read, and nobody was told."""
-    bench = benches([8] * 4, staging_pages=24)
-    bench.step([3, 2, 1, 0], wave=4, chance=random.Random(0))
+    bench.store._read_ahead()
     bench.store.verify()
     assert bench.store.disk.failure is None
     bench.store.read(0)  # what was read ahead is dropped

@@ -15,7 +15,7 @@ from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.megatron.checkpoint import loading, saving, swiglu
+from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.patches import install as mcore_patches
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
@@ -56,7 +56,7 @@ OTHER_SIGNATURE = [
     (mcore_patches.use_factory, training, "clip_qk"),
     (mcore_patches.accept_muon, arguments, "validate_args"),
     (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
-    (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+    (saving.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
     (saving.explain_failed_saves, training, "save_checkpoint"),
     (saving.try_saving_before_training, training, "train"),
@@ -64,7 +64,7 @@ OTHER_SIGNATURE = [
     (loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
 ]
 OTHER_CODE = [
-    (swiglu.split_swiglu, handlers, "make_fsdp_dtensor"),
+    (saving.split_swiglu, handlers, "make_fsdp_dtensor"),
     (saving.write_tracker_at_once, checkpointing, "save_checkpoint"),
 ]
 ABSENT = [
@@ -72,7 +72,12 @@ ABSENT = [
     (mcore_patches.use_factory, training, "OptimizerConfig"),
 ]
 
-BEFORE = {"preprocess_fsdp_dtensor_state_dict": 1, "OptimizerConfig": 1, "clip_qk": 2}
+BEFORE = {
+    "preprocess_fsdp_dtensor_state_dict": 1,
+    "handle_swiglu_in_state_dict": 1,
+    "OptimizerConfig": 1,
+    "clip_qk": 2,
+}
 """What the patch of each has replaced before."""
 
 
@@ -206,7 +211,7 @@ def handle_swiglu(model, model_state_dict, optimizer_state_dict):
 @pytest.fixture
 def handler(patches, monkeypatch):
     monkeypatch.setattr(checkpointing, "handle_swiglu_in_state_dict", handle_swiglu)
-    swiglu.split_swiglu(patches)
+    saving.split_swiglu(patches)
     return checkpointing.handle_swiglu_in_state_dict
 
 

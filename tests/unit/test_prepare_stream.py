@@ -24,10 +24,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.offload import store as store_module
-from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import MomentumFile
-from megatron_muon.offload.memory import PAGE
+from megatron_muon.offload.codecs import CODECS
+from megatron_muon.offload.files import PAGE, MomentumFile
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from tests.support.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
@@ -109,7 +107,7 @@ class Trial:
             [f"w{i}" for i in range(len(held))],
             held,
             [place] * len(held),
-            codec_of("fp32"),
+            CODECS["fp32"],
             device=torch.device("cuda", 0),
             staging_bytes=staging_bytes,  # three pages: a record a slot
             file=MomentumFile(folder, PAGE * len(held)) if place == DISK else None,
@@ -141,8 +139,8 @@ class Trial:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    aligned = store_module.aligned
-    monkeypatch.setattr(store_module, "aligned", lambda size, *, device: aligned(size, device=torch.device("cpu")))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **how: zeros(*sizes, **how))
     gpu = Gpu(monkeypatch)
     monkeypatch.setattr(dist, "all_to_all_single", Network(gpu).all_to_all_single)
     with gpu:
@@ -199,7 +197,7 @@ def test_rows_have_two_buffers_which_nothing_else_uses(trial: Callable[..., Tria
 def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
     """A script of one's own drops its optimizer."""
     gpu_0, shard = torch.device("cuda", 0), Shard(0, 0, 8, 0, 32)
-    kept: Any = RecordStore(["w"], [shard], [HOST], codec_of("fp32"), device=gpu_0, staging_bytes=PAGE)
+    kept: Any = RecordStore(["w"], [shard], [HOST], CODECS["fp32"], device=gpu_0, staging_bytes=PAGE)
     assert gpu.driver.registered
     del kept
     gc.collect()

@@ -1,4 +1,4 @@
-"""A scalar optimizer whose state is kept in pieces takes the steps that it takes without."""
+"""State of the scalar optimizers: there from the start, counted in step, and in pieces without a change of bits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,10 @@ import torch
 from megatron_muon.megatron.main_weights import ScalarState
 from megatron_muon.megatron.state import initialize_scalar_state
 from megatron_muon.offload.run import OffloadRun
+from tests.support.fused_adam import FusedAdam
 
 SHAPES = ((70, 40), (0, 8), (5000,), (3,), (0,))
 """Of 1,024 elements to a piece: three pieces, none, five, one, none; the last two are a group of their own."""
-
-
-class FusedAdam(torch.optim.Optimizer):
-    """Counts steps of groups, as Transformer Engine's and Apex's do, and leaves out what has no gradient."""
-
-    def __init__(self, groups: Any, **settings: Any) -> None:
-        super().__init__(groups, settings)
-
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            group["step"] += 1
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                state = self.state[parameter]
-                state["exp_avg"].lerp_(parameter.grad, 0.1)
-                state["exp_avg_sq"] = state["exp_avg_sq"].lerp(parameter.grad.square(), 0.01)  # new memory
-                change = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) / (1 - 0.9 ** group["step"])
-                parameter.sub_(group["lr"] * change)
 
 
 class Weights:
@@ -114,3 +98,38 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
     kept.load({two: {slot: torch.ones(two.shape) for slot in ("exp_avg", "exp_avg_sq")} for two in pieced[:1]})
     assert kept.state()[pieced[0]]["exp_avg"].unique().tolist() == [1.0]
     assert torch.equal(kept.state()[pieced[2]]["exp_avg"], slots[pieced[2]]["exp_avg"]), "it stays as it was"
+
+
+def test_empty_shards_are_stepped_over_in_step() -> None:
+    """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes the counter."""
+    full, empty = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(0, 3))
+    adam = torch.optim.AdamW([full, empty])
+    for parameter in (full, empty):
+        adam.state[parameter] |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    initialize_scalar_state(without_state(adam))
+    full.grad = torch.ones(2, 3)
+    adam.step()
+    assert [float(adam.state[parameter]["step"]) for parameter in (full, empty)] == [1.0, 1.0]
+
+
+def without_state(inner: torch.optim.Optimizer) -> Any:
+    return SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None)
+
+
+def test_fused_adam_sees_no_gradient_of_an_empty_shard() -> None:
+    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a group."""
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    fused = FusedAdam([empty], lr=0.1)
+    initialize_scalar_state(without_state(fused))
+    fused.step()
+    assert empty.grad is None
+
+
+@pytest.mark.parametrize(("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))])
+def test_a_counter_in_the_group_is_there_to_be_loaded(capturable: bool, counter: Any) -> None:
+    """It came with the first step: a resumed run did not ask the checkpoint for it, and counted from 0 again."""
+    inner = FusedAdam([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    inner.capturable = capturable
+    initialize_scalar_state(without_state(inner))
+    assert inner.param_groups[0]["step"] == counter
+    assert type(inner.param_groups[0]["step"]) is type(counter)

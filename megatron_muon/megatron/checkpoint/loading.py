@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.checkpoint import checksums, content, files
+from megatron_muon.checkpoint import content, files
 from megatron_muon.checkpoint.content import STEP
-from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.core.ranks import of_all_ranks, of_any_rank, of_first_rank, say
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
@@ -65,9 +65,9 @@ def load_what_is_there(patches: Patches) -> None:
         if "folder" not in asked:
             return state
         entries = content.read_entries(asked["folder"])
-        theirs = content.wrappers(content.optimized(entries))
-        ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
+        theirs = ours = content.wrappers(content.optimized(entries))
         if "optimizer" in state:  # weights have the same names in every precision
+            ours = content.wrappers(state["optimizer"]["param_to_group_meta"])
             state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _ask_for_what_is_there(state, entries, asked["folder"], args)
         if "optimizer" in state:
@@ -129,14 +129,11 @@ def run_no_pickles(patches: Patches) -> None:
     """Read a checkpoint's index and its entries without running what their pickles name.
 
     torch's reader and planner, up to 2.13 at least, call `pickle.load` and `torch.load(weights_only=False)`. So whoever
-    can write to a checkpoint can run any command where it is loaded.
+    can write to a checkpoint can run any command where it is loaded. What cannot be read is a line that names the rank
+    and the reason.
     """
     patches.replace(FileSystemReader, "read_metadata", Reader.read_metadata, takes=["kwargs"])
     patches.replace(DefaultLoadPlanner, "load_bytes", Planner.load_bytes, takes=["read_item", "value"])
-
-
-def explain_unreadable(patches: Patches) -> None:
-    """Turn what torch raises for a checkpoint that cannot be read into a line, which names the rank and the reason."""
 
     @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
     def load_base_checkpoint(load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -161,7 +158,7 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
 
 
 def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in files.unfinished(save_dir):
+    for left in sorted(save_dir.glob(f"iter_*{files.UNFINISHED}")):
         _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
@@ -172,24 +169,23 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
     is read by one rank.
     """
 
+    def refuse(found: list[str]) -> None:
+        if found:
+            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
+
     def look() -> dict[str, int] | None:
         files.recover(folder.parent)
-        _refuse_damaged(folder, files.problems(folder, verify=verify))
+        refuse(files.problems(folder, verify=verify))
         _warn_of_unfinished(folder.parent)
-        return checksums.read(folder) if verify else {}
+        return files.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)
     if sums is None:
-        say(f"megatron-muon: note: {checksums.absent(folder)}")
+        say(f"megatron-muon: note: {files.without_checksums(folder)}")
     elif dist.is_initialized():  # else --use-checkpoint-args reads some arguments
-        mine = checksums.changed(folder, sums, checksums.share(sums, dist.get_rank(), dist.get_world_size()))
-        _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
-
-
-def _refuse_damaged(folder: Path, found: list[str]) -> None:
-    if found:
-        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-        raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
+        mine = files.changed(folder, sums, files.share(sums, dist.get_rank(), dist.get_world_size()))
+        refuse(list(itertools.chain(*of_all_ranks(mine))))
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
@@ -199,11 +195,11 @@ def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[s
     override them.
     """
     for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
-        if stored[parameter][name] != rate:
+        if (theirs := stored[parameter][name]) != rate:
             raise UserError(
-                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
-                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
-                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+                f"the checkpoint has {name} {theirs:g} for {content.plain(parameter)}, this run {rate:g} (--lr, "
+                "--min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this run's, "
+                "--use-checkpoint-opt-param-scheduler for those of the checkpoint"
             )
 
 
@@ -214,7 +210,8 @@ def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path,
     and, without --muon-allow-missing-state, state that should be there. Collective.
     """
     optimizer, weights = state.get("optimizer"), state.get("model", {})
-    replaced, absent, fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
+    replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
+    fresh = {name.rpartition(".")[0] for name in replaced | absent}
     if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
         stored, size = content.read(folder, ["args"]).get("args"), args.tensor_model_parallel_size
         if getattr(stored, "tensor_model_parallel_size", size) != size:
@@ -273,7 +270,8 @@ def carry_step_counts_over(
     settings not to ask for.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
-    in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
+    held = content.optimizer_slots(entries)
+    in_state = [n for n in state if STEP in state[n] and n not in fresh and STEP not in held.get(n, ())]
     in_groups = []
     for name, meta in settings.items():
         if STEP in meta and not fresh & {name, f"{name}_w"}:

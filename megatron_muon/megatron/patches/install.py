@@ -40,7 +40,6 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         let_experts_have_biases(patches)
         saving.install(patches, adam=not muon_under_fsdp)
     loading.run_no_pickles(patches)
-    loading.explain_unreadable(patches)
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:

@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_muon.checkpoint import content, files
-from megatron_muon.checkpoint.summed_files import SummedFiles
-from megatron_muon.checkpoint.unpickling import Reader
+from megatron_muon.checkpoint.dcp import Reader, SummedFiles
 from megatron_muon.errors import UserError
 
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"

@@ -1,23 +1,28 @@
-"""Reads the pickles of a checkpoint without running what they name.
+"""What torch's distributed checkpointing reads and writes with here: no pickle runs what it names, each file is summed.
 
 A pickle may call any function that Python can import. torch's distributed checkpointing reads tensors with weights-only
 semantics, but its index (`.metadata`) and the entries that are not tensors with the plain unpickler. Here an index may
 name the classes that torch's writer puts there, and an entry whatever `torch.load(weights_only=True)` accepts: plain
 values, tensors, and the classes that megatron-core registers for its checkpoints when it is imported. Anything else is
-refused, by name.
+refused, by name. Checksums are made on the way to the disk, so no file is read again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -41,13 +46,9 @@ _OF_AN_INDEX = {
 _LOAD_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 
 
-class UntrustedError(UserError):
-    """A pickle that names what a checkpoint does not need; nothing that it names was run."""
-
-
-def _untrusted(where: str, names: list[str]) -> UntrustedError:
+def _untrusted(where: str, names: list[str]) -> UserError:
     which = f"{where} names {', '.join(names)}, which no checkpoint needs"
-    return UntrustedError(f"{which}; it was not run: do not trust this file")
+    return UserError(f"{which}; it was not run: do not trust this file")
 
 
 class _IndexUnpickler(pickle._Unpickler):
@@ -78,7 +79,7 @@ class _IndexUnpickler(pickle._Unpickler):
 def load_entry(name: str, stream: IO[bytes]) -> Any:
     """The entry `name`, which is not a tensor, from what `torch.save` wrote.
 
-    Raises UntrustedError where it names functions or classes that are not allowed, UserError where it is damaged.
+    Raises UserError where it is damaged, or names functions or classes that are not allowed: none of them is run.
     """
     try:
         return torch.load(stream, weights_only=True)
@@ -130,3 +131,40 @@ class Planner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
+
+
+class SummedFiles(FileSystem):
+    """The file system, with the CRC-32 in `sums` of each file that was written through it, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file to be written from its beginning to its end."""
+        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as beside:
+            summed = _SummedStream(stream, beside)
+            yield summed
+        self.sums[Path(path).name] = summed.crc
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _SummedStream:
+    """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
+
+    def __init__(self, stream: Any, beside: Executor) -> None:
+        self.crc = 0
+        self._write, self._beside = stream.write, beside
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        summing = self._beside.submit(zlib.crc32, data, self.crc)  # neither holds the interpreter's lock
+        try:
+            return int(self._write(data))
+        finally:
+            self.crc = summing.result()
