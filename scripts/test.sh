@@ -77,7 +77,7 @@ for part in "${parts[@]}"; do
             mypy=$!
             check "ruff check" .venv/bin/ruff check .
             check "ruff format" .venv/bin/ruff format --check .
-            check "api reference" .venv/bin/pdoc --docformat google --output-directory build/api \
+            check "api reference" .venv/bin/pdoc -d google --no-show-source --no-search -o build/api \
                 megatron_muon.{core,fsdp,megatron,offload,checkpoint}
             ;;
         unit) check "unit tests" .venv/bin/python -m pytest tests/unit "${at_once[@]}" "$@" ;;

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = str(Path(__file__).resolve().parents[2])
-if ROOT not in sys.path:
-    sys.path.insert(0, ROOT)
-
-from tests.support import cli, warm  # noqa: E402
-from tests.support.killable import Killable  # noqa: E402
-from tests.support.pool import Pool  # noqa: E402
+from tests.support import cli, warm
+from tests.support.killable import Killable
+from tests.support.pool import Pool
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start importing at once, for all processes of this session."""
     if not session.config.option.collectonly:
         warm.PROCESS.start(shared=True)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for clocks comes first, and then what takes a minute by itself: the rest runs beside it."""
-    first = ("test_slurm", "test_sweep", "test_train", "test_command_line")
-    items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
 
 
 def pytest_sessionfinish() -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.functional.test_train import write_config
 from tests.support import cli
 
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(600)]
@@ -74,7 +75,7 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
     job = yaml.safe_load((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     flags = (*cli.MUON, *cli.TINY, *corpus, "--train-iters", "60", "--save", "ck", "--global-batch-size", "4")
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": dict(as_pairs(flags))}))
+    write_config(tmp_path / "tiny.yaml", *flags)
     script = container["args"][0].replace("configs/llama3-8b.yaml", "tiny.yaml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -96,14 +97,6 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
         if process.poll() is None:
             for each in (*psutil.Process(process.pid).children(recursive=True), process):
                 each.kill()
-
-
-def as_pairs(flags: tuple[str, ...]) -> Iterator[tuple[str, str | bool]]:
-    """Flags with their values; True for one that has none."""
-    for at, flag in enumerate(flags):
-        if flag.startswith("--"):
-            value = flags[at + 1] if at + 1 < len(flags) else "--"
-            yield flag, True if value.startswith("--") else value
 
 
 def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: Path) -> None:

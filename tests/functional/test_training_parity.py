@@ -71,12 +71,9 @@ OFTEN = {
         {strategy: SMALL.but(strategy=strategy) for strategy in ("no_shard", "optim_grads")}
         | {f"{strategy}, overlap": SMALL.but(strategy=strategy, overlap=True) for strategy in SHARDED},
         2,
-        STEPS,
     ),
     # Under `optim` Megatron-FSDP reduces in place: a second finish_grad_sync in the same step made gradients wrong.
-    "a reduction finished by the optimizer": Training(
-        "small", 2, under_all_strategies(SMALL.but(own_loop=True)), 1, STEPS
-    ),
+    "a reduction finished by the optimizer": Training("small", 2, under_all_strategies(SMALL.but(own_loop=True)), 1),
     "some layouts": Training(
         "dense",
         4,

@@ -221,8 +221,9 @@ def of_all(cases: Mapping[str, Case], **optimizer: Any) -> dict[str, Case]:
     return {label: but(case, **optimizer) for label, case in cases.items()}
 
 
-def of_layout(number: int, case: Case) -> Group:
+def of_layout(name: str, number: int) -> Group:
     """A layout's cases: plain Muon under every strategy and by both exchanges, every variant under one strategy."""
+    ranks, case = LAYOUTS_OF_TABLE[name]
     cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED}
     cases["allgather"] = but(case, **GATHERED)
     strategies = SHARDED if case.instances == 1 else (*SHARDED, OUTER)
@@ -237,11 +238,9 @@ def of_layout(number: int, case: Case) -> Group:
     for place, (label, variant) in enumerate(variants.items(), number):
         strategy = strategies[place % len(strategies)]
         cases[label] = variant.but(outer="optim") if strategy == OUTER else variant.but(strategy=strategy)
-    name, (ranks, _) = list(LAYOUTS_OF_TABLE.items())[number]
     return Group(
         ranks,
         cases,
-        steps=5,
         same=(("optim_grads_params", "allgather"),),
         often=name == "hsdp tp2",
         again=("delayed", "two_memories") if name in ("tp2 dp2", "hsdp tp2", "ep2 hsdp", "expert tp2") else (),
@@ -262,7 +261,7 @@ def _waves() -> Group:
     cases |= {f"gathered, {label}": but(case, **settings, **GATHERED) for label, settings in iterations.items()}
     cases["tiny"] = but(case, **TINY)
     same = tuple((f"owner, {label}", f"gathered, {label}") for label in iterations)
-    return Group(4, cases, same=(*same, ("tiny", "gathered, auto")), often=True, again=("delayed",))
+    return Group(4, cases, same=(*same, ("tiny", "gathered, auto")), again=("delayed",))
 
 
 def _teams(ranks: int, size: str) -> Group:
@@ -276,7 +275,7 @@ def _teams(ranks: int, size: str) -> Group:
     return Group(
         ranks,
         of_all(cases, muon_team_size=size),
-        steps=10,
+        steps=5,
         same=(("plain", "again"),),
         again=("delayed",) if size == "2" else (),
     )
@@ -300,11 +299,11 @@ def _variants_travel(ranks: int) -> Group:
 REPLICATED = Case(layers=1, strategy="no_shard", optimizer=SHARED)
 
 TABLE: dict[str, Group] = {
-    **{f"strategies on {n}": Group(n, _strategies(), steps=10, often=n == 3, again=("delayed",) if n > 2 else (),
+    **{f"strategies on {n}": Group(n, _strategies(), steps=5, often=n == 3, again=("delayed",) if n > 2 else (),
                                    same=tuple((s, f"{s}, allgather") for s in SHARDED)) for n in (1, 2, 3, 4)},
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
-    **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3) for n in (1, 2, 3, 4)},
+    **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 2) for n in (1, 2, 3, 4)},
     **{f"clip on {n}": Group(n, spread(CLIPPED, n), steps=5,
                              again=("two_memories",) if n == 2 else ()) for n in (1, 2, 3, 4)},
     "waves and iterations": _waves(),
@@ -327,5 +326,5 @@ TABLE: dict[str, Group] = {
         4, {label: LAYOUTS_OF_TABLE[label][1].but(strategy="no_shard", attention=CLIP, excluded=("weight",),
                                          optimizer={"muon_exclude": ["weight"], "muon_tp_mode": "blockwise"})
             for label in ("tp2 dp2", "tp2, swiglu", "tp2 dp2, latent")}),
-    **{name: of_layout(number, case) for number, (name, (_, case)) in enumerate(LAYOUTS_OF_TABLE.items())},
+    **{name: of_layout(name, number) for number, name in enumerate(LAYOUTS_OF_TABLE)},
 }  # fmt: skip

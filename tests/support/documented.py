@@ -110,16 +110,8 @@ def with_stand_ins(text: str) -> str:
 
 def copy_repository(folder: Path) -> None:
     """Copy the files that a reader has, and make what commands expect."""
-    for name in (
-        "README.md",
-        "pretrain_gpt.py",
-        "docs",
-        "configs",
-        "scripts",
-        "examples",
-        "benchmarks",
-        "megatron_muon",
-    ):
+    files = ("README.md", "pretrain_gpt.py")
+    for name in (*files, "docs", "configs", "scripts", "examples", "benchmarks", "megatron_muon"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "local-nvme").mkdir()

@@ -30,14 +30,14 @@ class Seen:
 
 
 def run(
-    rank: int, world_size: int, *, cases: Mapping[str, Case], sabotage: Mapping[str, str] | str = "", steps: int = 3
+    rank: int, world_size: int, *, cases: Mapping[str, Case], sabotage: Mapping[str, str] | None = None, steps: int = 3
 ) -> Any:
-    """In a worker: train every case, with the bug that `sabotage` names for all or for some; a `Seen` of each."""
+    """In a worker: train every case, with the bug that `sabotage` names for it; a `Seen` of each."""
     seen: dict[str, Any] = {}
     for label, case in cases.items():
         trainer = Trainer(case, steps=steps)
         seen[label] = Seen(trainer.shapes, trainer.groups.dp_cp.size(), steps, {})
-        with sabotaged(sabotage if isinstance(sabotage, str) else sabotage[label]):
+        with sabotaged(sabotage[label] if sabotage else ""):
             for step in range(1, steps + 1):
                 assert (step_with_logits if case.clips else Trainer.step)(trainer)[0], f"{label}: a step was skipped"
                 if step in (1, steps):
@@ -119,8 +119,7 @@ def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "")
 
 def largest_logits(case: Case, layer: int, step: int, ranks: int) -> Sequence[float]:
     """Of each head, the largest logit that any rank has seen."""
-    largest: list[float] = torch.stack([logits_of(case, layer, step, rank) for rank in range(ranks)]).amax(0).tolist()
-    return largest
+    return torch.stack([logits_of(case, layer, step, rank) for rank in range(ranks)]).amax(0).tolist()
 
 
 def assert_same_bits(one: Seen, other: Seen, label: str = "") -> None:

@@ -202,7 +202,7 @@ def _work(index: int, address: str) -> None:
         child = os.fork()
         if child == 0:
             connection.send(("started", os.getpid()))
-            connection.send_bytes(pickle.dumps(_answer(index, *task)))
+            connection.send_bytes(_answer(index, *task))
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status:
@@ -211,7 +211,7 @@ def _work(index: int, address: str) -> None:
 
 def _answer(
     rank: int, module: str, name: str, world_size: int, store: str, around: Any, kwargs: dict[str, Any]
-) -> tuple[str, Any]:
+) -> bytes:
     import torch.distributed as dist
 
     try:
@@ -232,11 +232,11 @@ def _answer(
                 of, manager, args = around
                 stack.enter_context(getattr(importlib.import_module(of), manager)(*args))
             result = function(rank, world_size, **kwargs)
-        pickle.dumps(result)
+        answer = pickle.dumps(("done", result))
         dist.barrier()
     except BaseException:
-        return "raised", traceback.format_exc()
-    return "done", result
+        return pickle.dumps(("raised", traceback.format_exc()))
+    return answer
 
 
 if __name__ == "__main__":

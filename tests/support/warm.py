@@ -14,7 +14,6 @@ cold (`cli.run(..., cold=True)`).
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import functools
@@ -117,13 +116,10 @@ def serve(address: str) -> dict[str, Any]:
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    streams = array.array("i")
-    text, ancillary, *_ = connection.recvmsg(1 << 20, socket.CMSG_LEN(3 * streams.itemsize))
-    for _, _, data in ancillary:
-        streams.frombytes(data)
+    text, streams, *_ = socket.recv_fds(connection, 1 << 20, 3)
     while not text.endswith(b"\n"):
         text += connection.recv(1 << 20)
-    return json.loads(text), list(streams)
+    return json.loads(text), streams
 
 
 def _watch(connection: socket.socket, child: int) -> None:
@@ -157,7 +153,7 @@ def become(command: dict[str, Any]) -> tuple[str, str]:
         for number in (1, 2)
     )
     arguments = command["argv"]
-    while arguments[0] in ("-u",):
+    if arguments[0] == "-u":
         arguments = arguments[1:]
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -13,30 +13,14 @@ from benchmarks import step, train
 from megatron_muon import cli
 from megatron_muon.megatron.flags.arguments import add_muon_arguments, build_parser
 from megatron_muon.tools.parser import CommandParser
+from tests.support.documented import ROOT, pages
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "report.md")]
-"""Without the pages that `megatron-muon report` has written."""
+PAGES = [ROOT / page for page in pages()]
 OTHERS = {
-    *(
-        "--nproc-per-node",
-        "--standalone",
-        "--shutdown-timeout",
-        "--nnodes",
-        "--node-rank",
-        "--rdzv-backend",
-        "--rdzv-endpoint",
-    ),  # torchrun
-    *(
-        "--exclusive",
-        "--export",
-        "--wrap",
-        "--signal",
-        "--no-requeue",
-        "--cpu-bind",
-        "--cpus-per-task",
-        "--qos",
-    ),  # SLURM
+    *("--nproc-per-node", "--standalone", "--shutdown-timeout", "--nnodes", "--node-rank"),  # torchrun
+    *("--rdzv-backend", "--rdzv-endpoint"),
+    *("--exclusive", "--export", "--wrap", "--signal", "--no-requeue"),  # SLURM
+    *("--cpu-bind", "--cpus-per-task", "--qos"),
     *("--pid", "--repeats"),  # py-spy, a test by hand
     *("--dion", "--only"),  # benchmarks.any_model
     *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
