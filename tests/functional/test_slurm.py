@@ -25,7 +25,7 @@ import pytest
 from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli, warm
 
 SECONDS = cli.SECONDS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.functional.test_metrics import documented
 from tests.support import cli, offline_run
 

@@ -9,8 +9,8 @@ from megatron.training import global_vars
 
 from megatron_muon.core.metrics import _StepProbe
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.patches import monitoring
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.megatron.patches import progress
+from megatron_muon.tools.train.records import read_events
 
 
 class Writer:
@@ -58,7 +58,7 @@ def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
     monkeypatch.setattr(global_vars, "_set_wandb_writer", set_wandb_writer)
     monkeypatch.setenv("WANDB_RUN_ID", "set here, to be undone")
-    monitoring.log_to_both(patches)
+    progress.log_to_both(patches)
     global_vars._set_wandb_writer(args)
     return wandb
 
@@ -81,7 +81,7 @@ def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp
 @pytest.mark.parametrize("flags", [{"rank": 0}, {"wandb_project": ""}])
 def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, flags):
     writer = Writer()
-    monkeypatch.setattr(monitoring, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
+    monkeypatch.setattr(progress, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
     start(patches, monkeypatch, tmp_path, writer, **flags)
     assert "add_scalar" not in vars(writer)
 
@@ -98,7 +98,7 @@ def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch,
 def settle(folder, *, environ=None, **flags):
     own = str(folder / "saves")
     args, environ = flags_of(folder, **{"load": own, "save": own, **flags}), {} if environ is None else environ
-    monitoring.choose_run(args, environ)
+    progress.choose_run(args, environ)
     return args, environ
 
 

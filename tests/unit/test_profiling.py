@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerAction
 
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
-from megatron_muon.megatron.patches import profiling
+from megatron_muon.megatron.patches import install
 from megatron_muon.tools.train.run_folder import RunFolder, clear
 
 
@@ -33,10 +33,10 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
 def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps, recorded):
     """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it wrote no trace."""
     args = SimpleNamespace(iteration=done, profile_step_start=steps[0])
-    monkeypatch.setattr(profiling, "get_args", lambda: args)
+    monkeypatch.setattr(install, "get_args", lambda: args)
     asked = {"wait": max(steps[0] - 1, 0), "warmup": 1, "active": steps[1] - steps[0], "repeat": 1}
     plain = torch.profiler.schedule(**asked)
-    profiling.count_global_steps(patches)
+    install.count_global_steps(patches)
     mended = torch.profiler.schedule(**asked)
 
     def records(schedule):
@@ -57,7 +57,7 @@ def test_parts_of_an_iteration_are_named(patches, monkeypatch):
         return training.get_forward_backward_func(1, None)()
 
     monkeypatch.setattr(training, "train_step", train_step)
-    profiling.name_parts(patches)
+    install.name_parts(patches)
     with torch.profiler.profile() as profiler:
         assert training.train_step(iteration=4) == "losses"
     assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)

@@ -9,8 +9,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.tools.report.arms import Spread, find_runs, read_arms
 from megatron_muon.tools.report.comparison import best_arms, compare, not_comparable, reach
 from megatron_muon.tools.report.page import Report
-from megatron_muon.tools.train.events import read_events
-from megatron_muon.tools.train.records import read_record
+from megatron_muon.tools.train.records import read_events, read_record
 from tests.support.made_runs import falling, make_run
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_muon import cli, shipped
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.submit import command as command_module
+from megatron_muon.tools import submit as command_module
 from megatron_muon.tools.train.processes import ROOT
 
 CONFIG = """\

@@ -8,8 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
-from megatron_muon.tools.train.events import read_events
-from megatron_muon.tools.train.records import read_record
+from megatron_muon.tools.train.records import read_events, read_record
 from megatron_muon.tools.train.run_summary import rows
 
 SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05

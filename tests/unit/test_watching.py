@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.tools.train import screen, wording
+from megatron_muon.tools import screen
+from megatron_muon.tools.screen import STOPPING, Screen, Status
+from megatron_muon.tools.train.command import Watcher
 from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder
-from megatron_muon.tools.train.screen import STOPPING, Screen, Status
 from megatron_muon.tools.train.train import Experiment, Outcome
-from megatron_muon.tools.train.watching import Watcher
 
 STEP = {
     "event": "step", "step": 130, "steps": 200, "loss": 2.01234, "grad_norm": 0.8123, "lr": 8e-3, "muon_lr": None,
@@ -48,18 +48,18 @@ WARNING = (
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (wording.step_line(STEP | {"mfu": None}),
+        (screen.step_line(STEP | {"mfu": None}),
          "step 130/200  loss 2.0123  grad norm 0.81  lr 8.0e-03  2,351 tokens/s  optimizer 21%  1:02 left"),
-        (wording.step_line(STEP, 80), "step 130/200  loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left"),
-        (wording.step_line(LARGE),
+        (screen.step_line(STEP, 80), "step 130/200  loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left"),
+        (screen.step_line(LARGE),
          "step 123456/500000  loss 12.3457  17 skipped  12.35 M tokens/s  MFU 41%  12 d 00:00 h left"),
-        (wording.step_line({"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}),
+        (screen.step_line({"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}),
          "step   1/200  loss not a number  lr 8.0e-04"),
-        (wording.step_line({"step": 7, "steps": None, "muon_lr": 0.02}), "step 7  Muon's lr 2.0e-02"),
-        (wording.validation_line(VALIDATION | {"what": "final validation loss code"}),
+        (screen.step_line({"step": 7, "steps": None, "muon_lr": 0.02}), "step 7  Muon's lr 2.0e-02"),
+        (screen.validation_line(VALIDATION | {"what": "final validation loss code"}),
          "final validation loss code 1.9190  perplexity 6.81  at step 130"),
-        (wording.validation_line(VALIDATION | {"loss": math.nan}), "validation loss not a number  at step 130"),
-        (" ".join(map(wording.clock, (0.42, 9.96, 62.4, 3599.6, 7265, 2e5))),
+        (screen.validation_line(VALIDATION | {"loss": math.nan}), "validation loss not a number  at step 130"),
+        (" ".join(map(screen.clock, (0.42, 9.96, 62.4, 3599.6, 7265, 2e5))),
          "0:00 0:10 1:02 1:00:00 2:01:05 2 d 07:33 h"),
     ],
 )  # fmt: skip
@@ -70,9 +70,11 @@ def test_lines_say_what_is_known_and_invent_nothing(line: str, expected: str) ->
 @pytest.mark.parametrize("width", [40, 60, 79, 99, 100, 120])
 def test_no_line_is_wider_than_it_may_be(width: int) -> None:
     for event in (STEP, LARGE):
-        assert len(wording.step_line(event, width)) <= width
-        assert f"{event['step']}/{event['steps']}" in wording.step_line(event, width)
-    lines = wording.wrapped("megatron-muon: warning: " + "--some-flag-of-megatron /a/long/path " * 8, width=width)
+        assert len(screen.step_line(event, width)) <= width
+        assert f"{event['step']}/{event['steps']}" in screen.step_line(event, width)
+    lines = screen.wrapped(
+        "megatron-muon: warning: " + "--some-flag-of-megatron /a/long/path " * 8, width=width
+    ).splitlines()
     assert max(map(len, lines)) <= width
     assert all(line.startswith("  ") for line in lines[1:])
     assert sum(line.count("--some-flag-of-megatron") for line in lines) == 8

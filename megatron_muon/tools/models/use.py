@@ -17,7 +17,7 @@ from megatron_muon.errors import RunFailedError, UserError, reason_of
 from megatron_muon.megatron.data.vocabulary import read_head
 from megatron_muon.tools.models.model import Loaded, is_of_bytes, load
 from megatron_muon.tools.parser import write_json
-from megatron_muon.tools.progress import progress
+from megatron_muon.tools.screen import progress
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 """What a terminal may obey: controls but tabs and new lines, and what turns the direction of writing."""

@@ -9,7 +9,7 @@ import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_muon.tools.train.wording import printable
+from megatron_muon.tools.screen import printable
 
 _PAGE = """\
 <!DOCTYPE html>

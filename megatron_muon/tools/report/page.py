@@ -10,8 +10,8 @@ from typing import Any
 from megatron_muon.tools.report import comparison, plots
 from megatron_muon.tools.report.arms import Arm, ranked
 from megatron_muon.tools.report.markdown import code, plain, table
+from megatron_muon.tools.screen import printable
 from megatron_muon.tools.train.records import Record
-from megatron_muon.tools.train.wording import printable
 
 PAGE, HTML = "report.md", "report.html"
 LOSSES, RATES = "loss-steps.png", "final-loss-by-rate.png"

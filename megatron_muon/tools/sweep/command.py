@@ -17,7 +17,7 @@ from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.suggest import plain
 from megatron_muon.tools.parser import CommandParser, positive
-from megatron_muon.tools.progress import progress
+from megatron_muon.tools.screen import progress
 from megatron_muon.tools.sweep.grid import tasks_of
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.command import assignment

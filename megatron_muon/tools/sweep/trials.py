@@ -22,11 +22,11 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.megatron.provenance import cores
+from megatron_muon.tools.screen import Screen, Status, clock
 from megatron_muon.tools.sweep.grid import Task
-from megatron_muon.tools.train import processes, run_folder, wording
+from megatron_muon.tools.train import processes, run_folder
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_summary import in_words
-from megatron_muon.tools.train.screen import Screen, Status
 from megatron_muon.tools.train.train import execute, prepare
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
@@ -153,7 +153,7 @@ class Sweep:
         done = self._total - len(self.to_do) + self._ended
         self.screen.print(
             f"[{done}/{self._total}] {plan.task.name}: {in_words(summary, why=True)}, {summary['seconds']:.0f} s; "
-            f"about {wording.clock(left)} left"
+            f"about {clock(left)} left"
         )
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -90,11 +90,6 @@ def json_text(content: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
 
 
-def strict(content: Any) -> Any:
-    """`content` as it reads back from JSON."""
-    return msgspec.json.decode(msgspec.json.encode(content))
-
-
 def lock_of(root: Path) -> Lock:
     """The lock that whoever launched a run in `root` holds to its end."""
     return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")

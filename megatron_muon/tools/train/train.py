@@ -6,8 +6,6 @@ Neither shows anything: `execute` hands on each event of the run (`Show`). `run_
 from __future__ import annotations
 
 import collections
-import contextlib
-import json
 import os
 import shlex
 import signal
@@ -15,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,17 +25,13 @@ from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 from megatron_muon.megatron.places import locate
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.tools.train import node, processes, run_folder
-from megatron_muon.tools.train.processes import Ended, Lines
+from megatron_muon.tools.train.processes import Ended, Show
 from megatron_muon.tools.train.resolve import Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import failure_of, summary_of
 
 _KEPT_LINES = 100
 """Of the output, to show the last of them that are not torchrun's if no rank left an error."""
-
-type Show = Callable[[Mapping[str, Any]], object]
-"""Gets each event of a run: those of `megatron.TOLD`; `line`, of the ranks' output, with its text; `signal`, once, with
-the number of the signal that this process got."""
 
 
 @dataclass(frozen=True)
@@ -128,17 +122,10 @@ def execute(
         run = _run_record(experiment)
         (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
         run_folder.write_json(folder.root / run_folder.RUN, run)
-        diverged = list[int]()
-
-        def look(event: Mapping[str, Any]) -> None:
-            if event["event"] == "diverged":
-                diverged.append(event["step"])
-            show(event)
-
-        status, error, trace = _launch(experiment, run, lock, look, stop, env or {})
-        at = diverged[0] if diverged else None
-        summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run, diverged_at=at))
+        status, error, trace, at = _launch(experiment, run, lock, show, stop, env or {})
+        summary = summary_of(folder, status=status, error=error, run=run, diverged_at=at)
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
+        summary = run_folder.read_json(folder.root / run_folder.SUMMARY)
         is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
         return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
 
@@ -150,8 +137,8 @@ def _launch(
     show: Show,
     stop: threading.Event | None,
     env: Mapping[str, str],
-) -> tuple[int, str | None, tuple[str, ...]]:
-    """The exit status of this machine's ranks, the line that says why they failed, and those that show it.
+) -> tuple[int, str | None, tuple[str, ...], int | None]:
+    """The exit status of this machine's ranks, why they failed, in one line and in several, and where they diverged.
 
     The ranks' parent keeps the descriptor `lock` where it outlives this process.
     """
@@ -160,36 +147,31 @@ def _launch(
     text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
     (experiment.folder.root / run_folder.CONFIG).write_text(text, "utf-8")
     base = processes.environment(resolved.ranks, settings=resolved.env)
-    output, signals = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
+    output, diverged = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
+
+    def take(event: Mapping[str, Any]) -> None:
+        if event["event"] == "line":
+            output.append(event["line"])
+        elif event["event"] == "diverged":
+            diverged.append(event["step"])
+        show(event)
+
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
         Path(ends, TOLD).touch()  # without this file the ranks report nothing
-        told = Lines(Path(ends, TOLD))
-
-        def show_line(line: str) -> None:
-            output.append(line)
-            show({"event": "line", "line": line})
-
-        def tick(got: int | None) -> None:
-            for line in told.new():
-                with contextlib.suppress(ValueError):  # cut short where the disk was full
-                    show(json.loads(line))
-            if got is not None and not signals:
-                signals.append(got)
-                show({"event": "signal", "signal": got})
-
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *experiment.torchrun],
             experiment.folder.root / run_folder.LOG,
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
-            on_line=show_line,
-            on_tick=tick,
+            show=take,
+            told=Path(ends, TOLD),
             append=experiment.checkpoint is not None,
             keeps=[] if lock is None else [lock],
             grace_s=experiment.request.grace_s,
             stop=stop,
         )
         ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
-    return _exit_status(ended, ranks.get("0", {}).get("status")), *failure_of(ranks.values(), output)
+    status = _exit_status(ended, ranks.get("0", {}).get("status"))
+    return status, *failure_of(ranks.values(), output), next(iter(diverged), None)
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:
