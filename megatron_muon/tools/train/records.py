@@ -25,7 +25,7 @@ WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
 
 _OVER_SAMPLES = " vs samples"
-SAMPLES = f"{LOSS}{_OVER_SAMPLES}"
+_SAMPLES = f"{LOSS}{_OVER_SAMPLES}"
 """Tag of the samples consumed, all starts together. Megatron writes losses with samples as their steps; here they are
 values at iterations."""
 
@@ -51,7 +51,7 @@ class RunEvents:
     """The events of a run.
 
     Attributes:
-        scalars: points by tag, in the order written; of those over samples `SAMPLES` alone.
+        scalars: points by tag, in the order written; of those over samples `_SAMPLES` alone.
         args: Megatron's arguments as strings, by name (`seq_length`).
         starts: when the training loop of each began, and when it logged the last loss that no later start took back.
     """
@@ -100,8 +100,8 @@ def _read_start(file: Path) -> tuple[float, int, RunEvents] | None:
     log = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False).Reload()
     points = {tag: [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
     found = RunEvents({tag: of_tag for tag, of_tag in points.items() if not tag.endswith(_OVER_SAMPLES)})
-    counted = zip(points.get(LOSS, []), points.get(SAMPLES, []), strict=False)
-    found.scalars[SAMPLES] = [Point(loss.step, count.step, loss.wall_time) for loss, count in counted]
+    counted = zip(points.get(LOSS, []), points.get(_SAMPLES, []), strict=False)
+    found.scalars[_SAMPLES] = [Point(loss.step, count.step, loss.wall_time) for loss, count in counted]
     tags = [tag for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)]
     texts = {tag: log.Tensors(tag)[0] for tag in tags if not tag.startswith("facts/")}  # of earlier versions
     for tag, text in texts.items():
@@ -205,7 +205,7 @@ class Record:
         return {point.step: point.value for point in self.events.points(tag)}
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-        samples, length = self._by_step(SAMPLES), self.whole_number("seq_length")
+        samples, length = self._by_step(_SAMPLES), self.whole_number("seq_length")
         last = max(samples, default=0)
 
         def tokens(step: int) -> int | None:

@@ -1,17 +1,6 @@
 """The folder of a run: where it is, what lies in it, when it may be used again. Plain files, no torch.
 
-    RUN/
-      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together
-      run.json        what was started, where, with which software; written before the training starts
-      train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
-      checkpoints/    where the flags ask for them (--save)
-      torch_profile/  traces of --profile --use-pytorch-profiler
-      wandb/          with --wandb-project, what Weights & Biases writes; `wandb.json` has the run's id there
-      summary.json    what came of it; written when the run has ended, whatever its end
-      .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
-
-docs/experiments.md lists the fields of run.json and summary.json.
+docs/experiments.md lists its files, and the fields of run.json and summary.json.
 """
 
 from __future__ import annotations

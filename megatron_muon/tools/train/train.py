@@ -98,11 +98,7 @@ def _refuse_taken(folder: RunFolder, request: Request) -> None:
 
 
 def execute(
-    experiment: Experiment,
-    *,
-    show: Show,
-    stop: threading.Event | None = None,
-    env: Mapping[str, str] | None = None,
+    experiment: Experiment, *, show: Show, stop: threading.Event | None = None, env: Mapping[str, str] | None = None
 ) -> Outcome:
     """Runs what `prepare` returned to its end and writes its folder; `stop` as for `watch`.
 
@@ -111,7 +107,7 @@ def execute(
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
-    folder, request = experiment.folder, experiment.request
+    folder, request, resolved = experiment.folder, experiment.request, experiment.resolved
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
         run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
@@ -122,7 +118,10 @@ def execute(
         run = _run_record(experiment)
         (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
         run_folder.write_json(folder.root / run_folder.RUN, run)
-        status, error, trace, at = _launch(experiment, run, lock, show, stop, env or {})
+        heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
+        text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
+        (folder.root / run_folder.CONFIG).write_text(text, "utf-8")
+        status, error, trace, at = _launch(experiment, lock, show, stop, env or {})
         summary = summary_of(folder, status=status, error=error, run=run, diverged_at=at)
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
         summary = run_folder.read_json(folder.root / run_folder.SUMMARY)
@@ -131,22 +130,13 @@ def execute(
 
 
 def _launch(
-    experiment: Experiment,
-    run: Mapping[str, Any],
-    lock: int | None,
-    show: Show,
-    stop: threading.Event | None,
-    env: Mapping[str, str],
+    experiment: Experiment, lock: int | None, show: Show, stop: threading.Event | None, env: Mapping[str, str]
 ) -> tuple[int, str | None, tuple[str, ...], int | None]:
     """The exit status of this machine's ranks, why they failed, in one line and in several, and where they diverged.
 
     The ranks' parent keeps the descriptor `lock` where it outlives this process.
     """
-    resolved = experiment.resolved
-    heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
-    text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
-    (experiment.folder.root / run_folder.CONFIG).write_text(text, "utf-8")
-    base = processes.environment(resolved.ranks, settings=resolved.env)
+    base = processes.environment(experiment.resolved.ranks, settings=experiment.resolved.env)
     output, diverged = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
 
     def take(event: Mapping[str, Any]) -> None:
