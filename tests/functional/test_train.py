@@ -48,14 +48,13 @@ def train(cwd: Path, *args: str) -> cli.Run:
 class Running:
     """A command that is ended by a signal; it must leave no process behind."""
 
-    def __init__(self, cwd: Path, *args: str, cold: bool = False, main: str = "megatron_muon.cli import main") -> None:
+    def __init__(self, cwd: Path, *args: str) -> None:
         self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
         self.cwd = cwd
         self.process = subprocess.Popen(
-            [sys.executable if cold else str(warm.PYTHON),
-             "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-             f"import sys; from {main}; sys.exit(main())", *args],
-            cwd=cwd, env=cli.environment(cold=cold), start_new_session=True,
+            [str(warm.PYTHON), "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+             "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
+            cwd=cwd, env=cli.environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
             # A shell that runs tests in the background has SIGINT ignored, which children inherit.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -282,17 +281,3 @@ def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "iter_0000004", "iter_0000008", "latest_checkpointed_iteration.txt",
     ]  # fmt: skip
-
-
-def test_ctrl_c_ends_a_bench(tmp_path, corpus):
-    write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4")
-    line = ("--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")
-    with Running(tmp_path, *line, cold=True, main="benchmarks.train import run as main") as running:
-
-        def rank_is_training() -> bool:
-            maps = (Path(f"/proc/{one.pid}/maps") for one in running.family)
-            return sum("libtorch_cpu" in file.read_text() for file in maps if file.exists()) >= 2
-
-        running.wait_for(rank_is_training)
-        assert running.end(signal.SIGINT) == 130, running.output[-4000:]
-    assert "Traceback" not in running.output

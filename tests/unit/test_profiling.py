@@ -1,16 +1,13 @@
-"""Which steps `--profile` records, what a trace names, and what is refused."""
+"""Which steps `--profile` records, and that phases are ranges of a trace."""
 
 from types import SimpleNamespace
 
-import megatron.core.pipeline_parallel.schedules as schedules
-import megatron.training.training as training
 import pytest
 import torch
 from torch.profiler import ProfilerAction
 
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
 from megatron_muon.megatron.patches import install
-from megatron_muon.tools.train.run_folder import RunFolder, clear
 
 
 def names_in(profiler: torch.profiler.profile) -> set[str]:
@@ -46,27 +43,3 @@ def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps
 
     assert records(mended) == recorded
     assert (records(plain) == recorded) is (done == 0)
-
-
-def test_parts_of_an_iteration_are_named(patches, monkeypatch):
-    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", lambda: "losses")
-    monkeypatch.setattr(training, "finalize_model_grads", lambda *_: None)
-
-    def train_step(iteration):
-        training.finalize_model_grads("model")
-        return training.get_forward_backward_func(1, None)()
-
-    monkeypatch.setattr(training, "train_step", train_step)
-    install.name_parts(patches)
-    with torch.profiler.profile() as profiler:
-        assert training.train_step(iteration=4) == "losses"
-    assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
-
-
-def test_starting_over_deletes_traces_and_files_of_weights_and_biases(tmp_path):
-    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
-    for name in ("torch_profile/rank-0.json.gz", "wandb/offline-run", "wandb.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    clear(folder)
-    assert [path.name for path in tmp_path.rglob("*")] == ["torch_profile"]
