@@ -27,11 +27,8 @@ _COLOURS, _MOVES = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-
 
 
 def write_run(folder: Path, corpus: tuple[str, ...], *flags: str, log_interval: int = 1, batch: int = 4) -> None:
-    model = [*cli.TINY]
-    for flag in ("--eval-iters", "--log-interval"):
-        del model[(place := model.index(flag)) : place + 2]
     write_config(
-        folder / "tiny.yaml", *model, *corpus, *cli.MUON, "--global-batch-size", str(batch), "--train-iters", "6",
+        folder / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", str(batch), "--train-iters", "6",
         "--eval-iters", "1", "--eval-interval", "3", "--log-interval", str(log_interval), *flags,
     )  # fmt: skip
 

@@ -24,16 +24,17 @@ SECONDS = cli.SECONDS
 MANY = "100000"
 """Iterations that no test waits for."""
 
+NAMES = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
+"""What lies in a run's folder."""
+
 
 def write_config(path: Path, *flags: str, base: str | None = None) -> None:
-    """Write `flags`, as on a command line, as an experiment file."""
-    lines = [f"BASE: {base}"] if base else []
-    lines.append("MODEL_ARGS:")
-    for token in flags:
+    """Write `flags`, as on a command line, as an experiment file; the last of a repeated flag counts."""
+    values: dict[str, str] = {}
+    for token, following in zip(flags, [*flags[1:], "--"], strict=True):
         if token.startswith("--"):
-            lines.append(f"  {token}: true")
-        else:
-            lines[-1] = lines[-1].removesuffix("true") + token
+            values[token] = "true" if following.startswith("--") else following
+    lines = [*([f"BASE: {base}"] if base else []), "MODEL_ARGS:", *(f"  {flag}: {values[flag]}" for flag in values)]
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -109,15 +110,13 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     run = train(tmp_path, *line, "--", "--eval-iters", "1").checked()
     assert len(run.losses) == 6
     assert (tmp_path / "runs/one/checkpoints/iter_0000006").is_dir()
-    assert re.search(r"--muon-lr +0\.02 +--set$", run.output, re.MULTILINE)
-    assert re.search(r"--train-iters +6 +tiny\.yaml$", run.output, re.MULTILINE)
-    assert re.search(r"--seq-length +32 +base\.yaml$", run.output, re.MULTILINE)
-    assert re.search(r"--eval-iters +1 +command line$", run.output, re.MULTILINE)
-    assert re.search(r"--transformer-impl +local +filled in$", run.output, re.MULTILINE)
+    sources = {"muon-lr +0.02": "--set", "train-iters +6": "tiny.yaml", "seq-length +32": "base.yaml"}
+    sources |= {"eval-iters +1": "command line", "transformer-impl +local": "filled in"}
+    for setting, source in sources.items():
+        assert re.search(f"--{setting} +{source}$", run.output, re.MULTILINE), setting
 
     folder = tmp_path / "runs/one"
-    names = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == NAMES
     summary, record = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
     assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)
     assert (summary["iterations"], summary["train_iters"], summary["tokens"]) == (6, 6, 6 * 4 * 32)
@@ -244,22 +243,14 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     assert re.search(r"--tensorboard-dir +y/tensorboard ", copied)
 
 
-def at_once(cwd: Path, *lines: tuple[str, ...]) -> list[cli.Run]:
-    """Start `train` with each of these arguments at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
-        return list(pool.map(lambda line: train(cwd, *line), lines))
-
-
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 10))])
 def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     """They used to train with the settings of whichever wrote config.yaml last, all three, into the same files."""
-    write_config(
-        tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4", "--train-iters", "8"
-    )
-    save = ("--set", "save=x/checkpoints", "--set", "save_interval=4")
-    runs = at_once(
-        tmp_path, *(("--config", "tiny.yaml", "--set", f"lr=0.0{n}", *save, "--out", "x") for n in (1, 2, 3))
-    )
+    flags = ("--global-batch-size", "4", "--train-iters", "8", "--save", "x/checkpoints", "--save-interval", "4")
+    write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
+    line = ("--config", "tiny.yaml", "--out", "x", "--set")
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        runs = list(pool.map(lambda number: train(tmp_path, *line, f"lr=0.0{number}"), (1, 2, 3)))
     (winner,) = (number for number, run in enumerate(runs) if run.returncode == 0)
     rate = f"0.0{winner + 1}"
     assert {iteration.learning_rate for iteration in runs[winner].iterations} == {float(rate)}
@@ -270,8 +261,7 @@ def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
         assert re.search(r"a run is under way in x \(process \d+ on |x holds a run that finished after 8 of 8", error)
         assert not run.iterations
     folder = tmp_path / "x"
-    names = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
-    assert {path.name for path in folder.iterdir()} == names
+    assert {path.name for path in folder.iterdir()} == NAMES
     assert dict(load_config(folder / "config.yaml").flags)["--lr"] == (rate,)
     record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
     assert f"lr={rate}" in record["command"] == summary["command"]
