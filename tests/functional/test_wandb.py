@@ -28,9 +28,7 @@ def train(cwd: Path, *flags: str) -> None:
     cli.run(command, cwd, seconds=cli.SECONDS).checked()
 
 
-def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines = ["MODEL_ARGS:", *(f"  {flag}: true" for flag in ("--use-megatron-fsdp", "--mock-data"))]
     (tmp_path / "x.yaml").write_text("\n".join([*lines, "  --optimizer: muon"]) + "\n", "utf-8")

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools.train import run_summary
 from megatron_muon.tools.train.processes import Ended
-from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import summary_of
 from megatron_muon.tools.train.train import _exit_status
 from tests.support.made_runs import make_run

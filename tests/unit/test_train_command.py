@@ -15,10 +15,10 @@ from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron.flags.config_file import load_config
-from megatron_muon.megatron.places import beside, locate, settle_places
+from megatron_muon.megatron.places import RunFolder, beside, locate, settle_places
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
-from megatron_muon.tools.train.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
+from megatron_muon.tools.train.run_folder import check_free, clear, config_hash, config_text, name_of
 from megatron_muon.tools.train.train import prepare
 
 # The folder

@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 
+from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools import screen
 from megatron_muon.tools.screen import STOPPING, Screen, Status
 from megatron_muon.tools.train.command import Watcher
 from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Request, Resolved
-from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.train import Experiment, Outcome
 
 STEP = {

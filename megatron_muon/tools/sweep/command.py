@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.suggest import plain
+from megatron_muon.megatron.places import LOG
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.screen import progress
 from megatron_muon.tools.sweep.grid import tasks_of
@@ -128,7 +129,7 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
         return 128 + sweep.signal
     failed = [row for row in results.rows if row["outcome"] != "finished" and not row["diverged"]]
     for row in failed:
-        print(f"{row['outcome']}: see {row['folder']}/{run_folder.LOG}; the same command tries again", file=sys.stderr)
+        print(f"{row['outcome']}: see {row['folder']}/{LOG}; the same command tries again", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_muon.checkpoint import files
+from megatron_muon.megatron.places import RUN, SUMMARY, read_json
 from megatron_muon.tools.report.arms import MEASURE, Arm, at_edges, best_of
 from megatron_muon.tools.sweep.grid import Task
 from megatron_muon.tools.train import run_folder
@@ -32,7 +33,7 @@ _COLUMNS = {"validation_loss": ".4f", "loss_last": ".4f", "step_ms": ",.1f"}
 
 def row_of(task: Task) -> dict[str, Any]:
     """The row of a run, read from its folder."""
-    run, summary = (run_folder.read_json(task.folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+    run, summary = (read_json(task.folder / name) for name in (RUN, SUMMARY))
     validation = (summary.get("validation_loss") or {}).values()
     figures = {name: summary.get(name) for name in FIGURES}
     figures["validation_loss"] = statistics.fmean(validation) if validation and None not in validation else None

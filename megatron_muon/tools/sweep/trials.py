@@ -21,10 +21,11 @@ import psutil
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.megatron.places import RUN, SUMMARY, read_json
 from megatron_muon.megatron.provenance import cores
 from megatron_muon.tools.screen import Screen, Status, clock
 from megatron_muon.tools.sweep.grid import Task
-from megatron_muon.tools.train import processes, run_folder
+from megatron_muon.tools.train import processes
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_summary import in_words
 from megatron_muon.tools.train.train import execute, prepare
@@ -45,7 +46,7 @@ class Plan:
     def state(self) -> str:
         """Its state, from what lies in its folder now."""
         folder = self.resolved.folder
-        run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        run, summary = (read_json(folder.root / name) for name in (RUN, SUMMARY))
         if run.get("config_hash") != self.resolved.config_hash:
             return CHANGED if summary.get("iterations") or folder.has_steps or folder.checkpoint else FRESH
         if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import UserError, settling
 from megatron_muon.megatron.flags.suggest import plain
+from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, read_json
 from megatron_muon.tools import screen
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.screen import STOPPING, Screen, Status
@@ -120,9 +121,9 @@ def request_of(args: argparse.Namespace) -> Request:
         raise UserError(TO_GO_BACK)
     if args.config is None and not (args.resume and args.out):
         raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
-    config, ranks = args.config or args.out / run_folder.CONFIG, args.nproc
+    config, ranks = args.config or args.out / CONFIG, args.nproc
     if ranks is None and args.resume and args.out:
-        ranks = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
+        ranks = read_json(args.out / RUN).get("ranks")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
     return Request(
         config=str(config),
@@ -208,7 +209,7 @@ class Watcher:
     def end(self, outcome: Outcome, experiment: Experiment) -> None:
         """How it ended, and what to type next."""
         summary, show = outcome.summary, self.screen.print
-        file, log = (experiment.folder.root / name for name in (run_folder.SUMMARY, run_folder.LOG))
+        file, log = (experiment.folder.root / name for name in (SUMMARY, LOG))
         if not outcome.started:
             show(f"already finished: {summary['iterations']} iterations; see {file}")
             return

@@ -100,7 +100,7 @@ def watch(
     *,
     env: Mapping[str, str],
     show: Show = lambda _: None,
-    told: Path | None = None,
+    told: Path = Path(os.devnull),
     append: bool = False,
     keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
@@ -117,12 +117,12 @@ def watch(
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
     """
     mark, deadline, got = uuid.uuid4().hex, math.inf, list[int]()
-    reports = Lines(told) if told is not None else None
+    events = Lines(told)
 
     def show_new(*, is_last: bool = False) -> None:
         for line in lines.new(is_last=is_last):
             show({"event": "line", "line": line})
-        for line in reports.new() if reports is not None else ():
+        for line in events.new():
             with contextlib.suppress(ValueError):  # cut short where the disk was full
                 show(json.loads(line))
 

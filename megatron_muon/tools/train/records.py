@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
-from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
+from megatron_muon.megatron.places import CONFIG, EVENT_FILES, RUN, SUMMARY, TENSORBOARD, RunFolder, read_json
 from megatron_muon.tools.train import run_folder
 
 WARMUP_STEPS = 10
@@ -63,11 +63,6 @@ class RunEvents:
     def points(self, tag: str) -> list[Point]:
         """The points of a tag; none where it was never written."""
         return self.scalars.get(tag, [])
-
-    @property
-    def train_seconds(self) -> float:
-        """Wall time from the start of the training loop to the last logged loss, summed over starts."""
-        return sum((end - began for began, end in self.starts), start=0.0)
 
     def seconds_at(self, point: Point) -> float:
         """Seconds that all starts together had trained when a point was written; steps trained again count once."""
@@ -139,10 +134,10 @@ class Record:
         peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
-    def __init__(self, folder: Path, places: run_folder.RunFolder, events: RunEvents) -> None:
+    def __init__(self, folder: Path, places: RunFolder, events: RunEvents) -> None:
         self.folder, self.places, self.events = folder, places, events
-        self.run, self.summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-        self.facts = run_folder.read_json(places.tensorboard / FACTS)
+        self.run, self.summary = (read_json(folder / name) for name in (RUN, SUMMARY))
+        self.facts = read_json(places.tensorboard / FACTS)
         self.args: Mapping[str, str] = events.args
         self.optimizer: str = self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
         self.seed = self.whole_number("seed")
@@ -160,6 +155,7 @@ class Record:
         self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
         self.iterations = self.train[-1].step if self.train else 0
         self.tokens = self.train[-1].tokens if self.train else None
+        self.train_seconds = self.train[-1].seconds if self.train else 0.0
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
         self.diverged_at: int | None = next(logged, (self.summary if self.run else self.facts).get("diverged_at"))
         asked = self.whole_number("train_iters")
@@ -194,7 +190,6 @@ class Record:
         # Of a start's first step Megatron writes timers divided by the log interval.
         every = self.whole_number("log_interval") or 1
         timers = {step: each for step, each in self._by_step("optimizer-time").items() if step % every == 0}
-        self.train_seconds = self.events.train_seconds
         self.step_ms, self.optimizer_ms = _median(seconds, 1e3), _median(timers, 1e3)
         self.tokens_per_second = _median(speeds, length) if length else None
         self.optimizer_share = _median(self._by_step("optimizer-share"))
@@ -242,7 +237,7 @@ class Record:
         """The flags of config.yaml without dashes and with underscores, values joined by blanks."""
         from megatron_muon.megatron.flags.config_file import load_config
 
-        file = self.folder / run_folder.CONFIG
+        file = self.folder / CONFIG
         flags = load_config(file).flags if file.is_file() else ()
         return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
 
@@ -267,10 +262,10 @@ class Record:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
-    return (folder / run_folder.RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
+    return (folder / RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
 
 
-def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
+def read_record(folder: Path, *, places: RunFolder | None = None, needs_steps: bool = False) -> Record:
     """Reads the run in a folder, its files in `places` where these are known.
 
     Raises:
@@ -278,7 +273,7 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
-    places = places or run_folder.places_of(folder, run_folder.read_json(folder / run_folder.RUN))
+    places = places or run_folder.places_of(folder, read_json(folder / RUN))
     events = read_events(places.tensorboard)
     if needs_steps and not events.points(LOSS):
         raise UserError(f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; has the run made a step?")

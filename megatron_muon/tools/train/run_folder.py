@@ -19,23 +19,8 @@ import msgspec
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import FACTS, WANDB_RUN
-from megatron_muon.megatron.places import (
-    CHECKPOINTS,
-    EVENT_FILES,
-    PLACES,
-    TENSORBOARD,
-    TRACE,
-    TRACES,
-    foreign_file,
-    held_by,
-)
-from megatron_muon.megatron.places import CONFIG as CONFIG
-from megatron_muon.megatron.places import LOG as LOG
-from megatron_muon.megatron.places import RUN as RUN
-from megatron_muon.megatron.places import SUMMARY as SUMMARY
-from megatron_muon.megatron.places import RunFolder as RunFolder
-from megatron_muon.megatron.places import read_json as read_json
+from megatron_muon.megatron import FACTS, WANDB_RUN, places
+from megatron_muon.megatron.places import CHECKPOINTS, EVENT_FILES, TENSORBOARD, RunFolder
 
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 """Needs no quotes in an experiment file."""
@@ -86,9 +71,9 @@ def lock_of(root: Path) -> Lock:
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
-    if file := foreign_file(folder.root):
+    if file := places.foreign_file(folder.root):
         raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
-    if not (resume or overwrite) and (what := held_by(folder)):
+    if not (resume or overwrite) and (what := places.held_by(folder)):
         raise UserError(
             f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
             "--overwrite, which deletes it"
@@ -110,7 +95,7 @@ def clear(folder: RunFolder) -> None:
             raise UserError(
                 f"--overwrite deletes nothing outside of {root}; remove {place} yourself, or give --out DIR"
             )
-    own = (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, f"{TRACES}/{TRACE}")
+    own = (places.CONFIG, places.RUN, places.LOG, places.SUMMARY, WANDB_RUN, f"{places.TRACES}/{places.TRACE}")
     for file in (*(file for name in own for file in root.glob(name)), *folder.tensorboard.glob(EVENT_FILES)):
         file.unlink()
     (folder.tensorboard / FACTS).unlink(missing_ok=True)
@@ -143,5 +128,5 @@ def _quoted(text: str) -> str:
 
 def config_hash(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str]) -> str:
     """sha256 of the settings, in hexadecimal, whatever their order; where things lie is left out."""
-    settings = sorted((flag, list(values)) for flag, values in flags if flag not in PLACES)
+    settings = sorted((flag, list(values)) for flag, values in flags if flag not in places.PLACES)
     return hashlib.sha256(json.dumps([settings, sorted(env.items())]).encode()).hexdigest()

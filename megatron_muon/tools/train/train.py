@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER, TOLD
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.places import locate
+from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, RunFolder, locate, read_json
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.tools.train import node, processes, run_folder
 from megatron_muon.tools.train.processes import Ended, Show
 from megatron_muon.tools.train.resolve import Request, Resolved, resolve_each
-from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import failure_of, summary_of
 
 _KEPT_LINES = 100
@@ -50,7 +49,7 @@ class Experiment:
     @property
     def torchrun(self) -> list[str]:
         """The arguments of torchrun."""
-        program = [*processes.pretrain_program(), "--config", str(self.folder.root / run_folder.CONFIG)]
+        program = [*processes.pretrain_program(), "--config", str(self.folder.root / CONFIG)]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(node.FIRST_START_ONLY)
             program += ["--load", str(self.folder.checkpoints)]
@@ -116,15 +115,15 @@ def execute(
         if request.overwrite:
             run_folder.clear(folder)
         run = _run_record(experiment)
-        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
-        run_folder.write_json(folder.root / run_folder.RUN, run)
+        (folder.root / SUMMARY).unlink(missing_ok=True)
+        run_folder.write_json(folder.root / RUN, run)
         heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
         text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
-        (folder.root / run_folder.CONFIG).write_text(text, "utf-8")
+        (folder.root / CONFIG).write_text(text, "utf-8")
         status, error, trace, at = _launch(experiment, lock, show, stop, env or {})
         summary = summary_of(folder, status=status, error=error, run=run, diverged_at=at)
-        run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-        summary = run_folder.read_json(folder.root / run_folder.SUMMARY)
+        run_folder.write_json(folder.root / SUMMARY, summary)
+        summary = read_json(folder.root / SUMMARY)
         is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
         return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
 
@@ -150,7 +149,7 @@ def _launch(
         Path(ends, TOLD).touch()  # without this file the ranks report nothing
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *experiment.torchrun],
-            experiment.folder.root / run_folder.LOG,
+            experiment.folder.root / LOG,
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
             show=take,
             told=Path(ends, TOLD),
@@ -159,7 +158,7 @@ def _launch(
             grace_s=experiment.request.grace_s,
             stop=stop,
         )
-        ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
+        ranks = {file.stem: read_json(file) for file in Path(ends).glob("*.json")}
     status = _exit_status(ended, ranks.get("0", {}).get("status"))
     return status, *failure_of(ranks.values(), output), next(iter(diverged), None)
 
@@ -175,7 +174,7 @@ def _exit_status(ended: Ended, rank: int | None) -> int:
 
 def _finished(experiment: Experiment) -> dict[str, Any] | None:
     """The summary of a run that has done all that is asked for."""
-    summary = run_folder.read_json(experiment.folder.root / run_folder.SUMMARY)
+    summary = read_json(experiment.folder.root / SUMMARY)
     done, asked = summary.get("iterations"), experiment.resolved.settings.get("train_iters")
     is_done = summary.get("outcome") == "finished" and asked is not None and done is not None and done >= asked
     return summary if is_done else None
@@ -184,7 +183,7 @@ def _finished(experiment: Experiment) -> dict[str, Any] | None:
 def _run_record(experiment: Experiment) -> dict[str, Any]:
     """The contents of run.json."""
     resolved, folder, request = experiment.resolved, experiment.folder, experiment.request
-    before = run_folder.read_json(folder.root / run_folder.RUN) if request.resume else {}
+    before = read_json(folder.root / RUN) if request.resume else {}
     return {
         "name": folder.root.resolve().name,
         "folder": str(folder.root),
