@@ -120,22 +120,19 @@ def execute(
         heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
         text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
         (folder.root / CONFIG).write_text(text, "utf-8")
-        status, error, trace, at = _launch(experiment, lock, show, stop, env or {})
-        summary = summary_of(folder, status=status, error=error, run=run, diverged_at=at)
-        run_folder.write_json(folder.root / SUMMARY, summary)
-        summary = read_json(folder.root / SUMMARY)
-        is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
-        return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
+        return _launch(experiment, run, lock, show, stop, env or {})
 
 
 def _launch(
-    experiment: Experiment, lock: int | None, show: Show, stop: threading.Event | None, env: Mapping[str, str]
-) -> tuple[int, str | None, tuple[str, ...], int | None]:
-    """The exit status of this machine's ranks, why they failed, in one line and in several, and where they diverged.
-
-    The ranks' parent keeps the descriptor `lock` where it outlives this process.
-    """
-    base = processes.environment(experiment.resolved.ranks, settings=experiment.resolved.env)
+    experiment: Experiment,
+    run: Mapping[str, Any],
+    lock: int | None,
+    show: Show,
+    stop: threading.Event | None,
+    env: Mapping[str, str],
+) -> Outcome:
+    """Runs this machine's ranks, whose parent keeps the descriptor `lock` where it outlives this process; sums up."""
+    folder, base = experiment.folder, processes.environment(run["ranks"], settings=experiment.resolved.env)
     output, diverged = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
 
     def take(event: Mapping[str, Any]) -> None:
@@ -149,7 +146,7 @@ def _launch(
         Path(ends, TOLD).touch()  # without this file the ranks report nothing
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *experiment.torchrun],
-            experiment.folder.root / LOG,
+            folder.root / LOG,
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
             show=take,
             told=Path(ends, TOLD),
@@ -160,7 +157,12 @@ def _launch(
         )
         ranks = {file.stem: read_json(file) for file in Path(ends).glob("*.json")}
     status = _exit_status(ended, ranks.get("0", {}).get("status"))
-    return status, *failure_of(ranks.values(), output), next(iter(diverged), None)
+    error, trace = failure_of(ranks.values(), output)
+    summary = summary_of(folder, status=status, error=error, run=run, diverged_at=next(iter(diverged), None))
+    run_folder.write_json(folder.root / SUMMARY, summary)
+    summary = read_json(folder.root / SUMMARY)
+    is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
+    return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:
