@@ -67,8 +67,7 @@ def configure(parser: CommandParser) -> None:
     folder.add_argument("--out", type=Path, metavar="DIR",
         help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
         "else runs/NAME-TIME; where the file's own place holds a run, the next free one beside it")  # fmt: skip
-    folder.add_argument("--resume", action="store_true",
-        help="go on from the run's own checkpoint, where there is one")  # fmt: skip
+    folder.add_argument("--resume", action="store_true", help="go on from the run's own checkpoint, where there is one")
     folder.add_argument("--no-save", action="store_true",
         help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM "
         "ends it")  # fmt: skip
