@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.command import main, run_logged, table, torchrun
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS
+from megatron_muon.megatron.places import read_json
 from megatron_muon.tools.parser import CommandParser, positive
-from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.processes import environment, pretrain_program
-from megatron_muon.tools.train.run_folder import read_json
+from megatron_muon.tools.train.records import read_events
 
 if TYPE_CHECKING:
     from rich.table import Table

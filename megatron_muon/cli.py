@@ -33,7 +33,7 @@ GROUPS = {
         "train": Command("train.command", "train what an experiment file says"),
         "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
         "report": Command("report.command", "write a page with plots on one run or many"),
-        "submit": Command("submit.command", "put a training into SLURM's queue"),
+        "submit": Command("submit", "put a training into SLURM's queue"),
         "summary": Command("train.run_summary", "sum up a finished run"),
     },
     "use what was trained": {

@@ -75,11 +75,9 @@ class CommandParser(argparse.ArgumentParser):
                 return  # a subcommand has a parser of its own
             if not flag.startswith("--") or flag in options or " " in flag:
                 continue
-            known: frozenset[str] = frozenset()
-            if self._passes_on:
-                if nearest(flag, options) is None:
-                    continue
-                known = _megatrons()
+            if self._passes_on and nearest(flag, options) is None:
+                continue
+            known = _megatrons() if self._passes_on else frozenset()
             if flag not in known:
                 self.error(f"unknown flag {flag}{did_you_mean(flag, [*options, *known])}")
 

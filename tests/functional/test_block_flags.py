@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 
 ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp", "--muon-extra-scale-factor", "0.02")

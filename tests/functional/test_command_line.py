@@ -12,7 +12,7 @@ import pytest
 
 from megatron_muon import cli as command
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 
 SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 from tests.support.case import STRATEGIES, Case
 from tests.support.cases import ADAMUON, GATHERED, MOE, REPLICATED, TP, but, of_all

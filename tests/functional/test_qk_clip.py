@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 from tests.support.case import STRATEGIES, Case, batches
 from tests.support.cases import CLIP

@@ -25,7 +25,8 @@ import pytest
 from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
+from tests.functional.test_train import write_config
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings
@@ -63,13 +64,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted in a folder.
+    """A job that was submitted in a folder, by its number: 7, or 7_2 for task 2 of an array.
 
-    Attributes:
-        cluster: knows it.
-        number: 7, or 7_2 for task 2 of an array. (A task is a job with a number of its own, but that of one of them is
-            the array's too, and then stands for all.)
-        folder: where it runs.
+    A task is a job with a number of its own, but that of one of them is the array's too, and then stands for all.
     """
 
     cluster: Cluster
@@ -118,38 +115,22 @@ def cluster() -> Iterator[Cluster]:
         if re.search("needs root|cannot be|could not install", started.stderr) and not env.get("MUON_REQUIRE_SLURM"):
             pytest.skip(f"no SLURM here: {started.stderr.splitlines()[-1]}")
         pytest.fail(started.stderr)
-    for_jobs = {
-        "SLURM_CONF": str(folder / "cluster/slurm.conf"),
-        "MUON_ROOT": str(cli.ROOT),
-        "VENV": sys.prefix,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    for_jobs = {"SLURM_CONF": str(folder / "cluster/slurm.conf"), "MUON_ROOT": str(cli.ROOT), "VENV": sys.prefix}
+    for_jobs |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     yield Cluster({**cli.environment(), **env, **for_jobs})
     subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=120)
-    left = [
-        p.info for p in psutil.process_iter(["name", "cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())
-    ]
-    assert left == []
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    assert [line for line in lines if str(folder) in line] == []
     assert list(folder.iterdir()) == []
     folder.rmdir()
 
 
-@dataclass(frozen=True)
-class Jobs:
-    """The jobs of this module; see `jobs`."""
-
-    preempted: Job
-    limited: Job
-    failing: Job
-
-
 @pytest.fixture(scope="module")
-def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """Submits all of them, and has the first preempted as soon as it is set up."""
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Submits all of this module, and has the first preempted as soon as it is set up."""
     here = tmp_path_factory.mktemp("jobs")
     config = here / "tiny.yaml"
-    config.write_text("MODEL_ARGS:\n" + as_yaml([*cli.TINY, *FLAGS, *cli.make_corpus(here)]))
+    write_config(config, *cli.TINY, *FLAGS, *cli.make_corpus(here))
     preempted = cluster.submit(here / "preempted", "--nodes=2", "--cpus-per-task=2", str(SCRIPT), str(config))
 
     # In the partition whose jobs are never preempted. SLURM looks at time limits twice a minute, and signals a job that
@@ -177,21 +158,12 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
                 process.nice(19)
                 if (session := Path(f"/proc/{process.pid}/autogroup")).exists():  # where cores are shared by sessions
                     session.write_text("19")
-    return Jobs(preempted, limited, failing)
+    return {"preempted": preempted, "limited": limited, "failing": failing}
 
 
-def as_yaml(flags: list[str]) -> str:
-    """Flags as lines of a configuration; the last of a repeated flag counts."""
-    lines: dict[str, str] = {}
-    for token, following in zip(flags, [*flags[1:], "--"], strict=True):
-        if token.startswith("--"):
-            lines[token] = "true" if following.startswith("--") else following
-    return "".join(f"  {flag}: {value}\n" for flag, value in lines.items())
-
-
-def test_preempted_requeued_resumed_and_no_step_lost(jobs: Jobs, ranks: Pool, tmp_path: Path) -> None:
+def test_preempted_requeued_resumed_and_no_step_lost(jobs: dict[str, Job], ranks: Pool, tmp_path: Path) -> None:
     """Two nodes; every iteration once, and the losses of a run that nobody interrupted."""
-    job = jobs.preempted
+    job = jobs["preempted"]
     corpus = cli.make_corpus(tmp_path)
     whole = Trainings(ranks, tmp_path, (*cli.TINY, *FLAGS, *corpus))().checked()
     assert len(whole.iterations) == STEPS
@@ -212,18 +184,18 @@ def test_preempted_requeued_resumed_and_no_step_lost(jobs: Jobs, ranks: Pool, tm
     assert found == expected
 
 
-def test_a_failure_is_not_requeued(jobs: Jobs) -> None:
+def test_a_failure_is_not_requeued(jobs: dict[str, Job]) -> None:
     """The second task of the array, whose line of flags names data that is not there."""
-    job = jobs.failing
+    job = jobs["failing"]
     assert job.ended() == "FAILED"
     assert (job.shown["ArrayTaskId"], job.shown["ExitCode"]) == ("2", "2:0")
     assert job.log().endswith("failed with status 2: not requeued\n")
     assert "no such text.bin does not exist" in job.log(0)
 
 
-def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: Jobs) -> None:
+def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[str, Job]) -> None:
     """The first task of the array, and that task alone. In the end its user cancels it, which is final."""
-    job = jobs.limited
+    job = jobs["limited"]
     job.until(lambda job: "going on from a, iteration" in job.log(0))
     saved = files.latest(job.folder / "a")
     assert isinstance(saved, int)

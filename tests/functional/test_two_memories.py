@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.functional.test_any_model import (
     FRAMEWORKS,
     ON_FOUR,

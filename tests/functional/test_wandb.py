@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_events
 from tests.functional.test_metrics import documented
 from tests.support import cli, offline_run
 
@@ -28,9 +28,7 @@ def train(cwd: Path, *flags: str) -> None:
     cli.run(command, cwd, seconds=cli.SECONDS).checked()
 
 
-def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     lines = ["MODEL_ARGS:", *(f"  {flag}: true" for flag in ("--use-megatron-fsdp", "--mock-data"))]
     (tmp_path / "x.yaml").write_text("\n".join([*lines, "  --optimizer: muon"]) + "\n", "utf-8")
@@ -62,27 +60,3 @@ def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(
     assert first == {"id": second["id"], "name": "run", "group": ""} == second
     assert config["muon_lr"] == 0.02
     assert config["config"] == str(Path("run", "config.yaml"))
-
-
-def test_a_run_without_tensorboard_and_runs_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first logged no loss at all; the others have one name each and a group."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    flags = (*cli.TINY, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", *cli.MUON)
-    flags = (*flags, "--train-iters", "2", "--wandb-project", "mine", "--global-batch-size", "2")
-    alone = [sys.executable, str(cli.ROOT / "pretrain_gpt.py"), *flags, "--wandb-save-dir", str(tmp_path / "alone")]
-    cli.run(alone, tmp_path, seconds=cli.SECONDS).checked()
-    (folder,) = (tmp_path / "alone" / "wandb").glob("offline-run-*")
-    _, metrics, _ = offline_run.read(folder)
-    assert sorted(metrics["lm loss"]) == [1, 2]
-    assert {"tokens-per-second", "mem-max-allocated-bytes"} <= set(metrics)
-
-    (tmp_path / "x.yaml").write_text("MODEL_ARGS:\n  --use-megatron-fsdp: true\n", "utf-8")
-    swept = ("--config", "x.yaml", "--nproc", "1", "--grid", "lr=0.01", "--seeds", "1", "--out", "compare")
-    given = list(flags)
-    for flag in ("--lr", "--seed"):  # the sweep's own
-        del given[(at := given.index(flag)) : at + 2]
-    command = [sys.executable, "-m", "megatron_muon.cli", "sweep", *swept, *given]
-    cli.run(command, tmp_path, seconds=cli.SECONDS).checked()
-    (folder,) = (tmp_path / "compare").glob("*/seed=1/wandb/offline-run-*")
-    _, _, about = offline_run.read(folder)
-    assert (about["name"], about["group"]) == ("lr=0.01/seed=1", "compare")

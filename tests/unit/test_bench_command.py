@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -279,6 +280,13 @@ def test_environment_finds_the_modules_that_an_experiment_names(monkeypatch):
     assert processes.environment(1, settings=asked)["PYTHONPATH"] == f"{processes.ROOT}:of-the-file"
     monkeypatch.setenv("PYTHONPATH", "of-the-user")
     assert processes.environment(1, settings=asked)["PYTHONPATH"] == f"{processes.ROOT}:of-the-user"
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_a_bench(tmp_path, monkeypatch, number, end):
+    monkeypatch.setattr(processes, "watch", lambda *_, **__: processes.Ended(1, number))
+    with pytest.raises(end):
+        run_logged(["true"], tmp_path / "log", env={}, what="the run")
 
 
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):

@@ -21,6 +21,7 @@ MISTAKES = [
     ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
     (("sweep", "--config", "a.yaml", "--grid", "num_layres=2,3"), "there is no flag --num-layres"),
+    (("train", "--config", "a.yaml", "--out", "taken"), "taken holds a run that stopped after 7 of 20 iterations"),
 ]
 
 
@@ -29,6 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, flag in (("a.yaml", "--num-layers"), ("wrong.yaml", "--num-layres")):
         (tmp_path / name).write_text(f"MODEL_ARGS:\n  {flag}: 2\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/run.json").write_text('{"config_hash": "0"}')
+    (tmp_path / "taken/summary.json").write_text('{"outcome": "stopped", "iterations": 7, "train_iters": 20}')
     return tmp_path
 
 

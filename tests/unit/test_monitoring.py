@@ -2,6 +2,7 @@
 
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,31 +10,7 @@ from megatron.training import global_vars
 
 from megatron_muon.core.metrics import _StepProbe
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.patches import monitoring
-from megatron_muon.tools.train.events import read_events
-
-
-class Writer:
-    """TensorBoard's."""
-
-    def __init__(self):
-        self.scalars = []
-
-    def add_scalar(self, name, value, step=None):
-        self.scalars.append((name, float(value), step))
-
-    def add_text(self, name, text):
-        """Weights & Biases has no texts."""
-
-
-class Wandb:
-    """Stands for the package."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values, step):
-        self.logged += [(name, value, step) for name, value in values.items()]
+from megatron_muon.megatron.patches import progress
 
 
 def flags_of(folder, **flags):
@@ -43,10 +20,9 @@ def flags_of(folder, **flags):
     return SimpleNamespace(**{**given, **places, "finetune": False, "ckpt_step": None, **flags})
 
 
-def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags):
-    """What Megatron does as a run starts; the stand-in."""
-    args = flags_of(tmp_path / "run", rank=rank, **flags)
-    wandb = Wandb()
+def start(patches, monkeypatch, tmp_path, writer, *, error=None, **flags):
+    """What Megatron does as a run starts; what stands for the package of Weights & Biases."""
+    wandb = mock.Mock(["log"])
 
     def set_wandb_writer(args):
         if error is not None:
@@ -58,38 +34,40 @@ def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags
     monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
     monkeypatch.setattr(global_vars, "_set_wandb_writer", set_wandb_writer)
     monkeypatch.setenv("WANDB_RUN_ID", "set here, to be undone")
-    monitoring.log_to_both(patches)
-    global_vars._set_wandb_writer(args)
+    progress.log_to_both(patches)
+    global_vars._set_wandb_writer(flags_of(tmp_path / "run", **flags))
     return wandb
 
 
-@pytest.mark.parametrize("writer", [Writer(), None])
-def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp_path, writer):
+@pytest.mark.parametrize("writes", [True, False])
+def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp_path, writes):
     """Memory and validation perplexity were TensorBoard's alone; without it Megatron logged no losses at all."""
+    writer = mock.Mock(["add_scalar", "add_text"]) if writes else None
+    tensorboards = writer and writer.add_scalar
     wandb = start(patches, monkeypatch, tmp_path, writer)
     written = global_vars.get_tensorboard_writer()
     written.add_text("lr", "0.1")
-    written.add_scalar("lm loss", torch.tensor(2.5), 7)
-    written.add_scalar("lm loss vs samples", torch.tensor(2.5), 56)
-    assert wandb.logged == [("lm loss", 2.5, 7)]
-    if writer is not None:
-        assert writer.scalars == [("lm loss", 2.5, 7), ("lm loss vs samples", 2.5, 56)]
+    calls = [("lm loss", torch.tensor(2.5), 7), ("lm loss vs samples", torch.tensor(2.5), 56)]
+    for call in calls:
+        written.add_scalar(*call)
+    assert wandb.log.mock_calls == [mock.call({"lm loss": 2.5}, 7)]
+    assert writer is None or tensorboards.mock_calls == [mock.call(*call) for call in calls]
     patches.undo()
     assert global_vars.get_tensorboard_writer() is writer
 
 
 @pytest.mark.parametrize("flags", [{"rank": 0}, {"wandb_project": ""}])
 def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, flags):
-    writer = Writer()
-    monkeypatch.setattr(monitoring, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
+    writer = SimpleNamespace(add_scalar=None)
+    monkeypatch.setattr(progress, "choose_run", lambda *_: pytest.fail("it is not this rank's run"))
     start(patches, monkeypatch, tmp_path, writer, **flags)
-    assert "add_scalar" not in vars(writer)
+    assert writer.add_scalar is None
 
 
 def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch, tmp_path):
     no_key = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured")
     with pytest.raises(UserError, match=r"--wandb-project mine: No API key configured; type wandb login, or"):
-        start(patches, monkeypatch, tmp_path, Writer(), error=no_key)
+        start(patches, monkeypatch, tmp_path, None, error=no_key)
 
 
 # Which run it is
@@ -98,7 +76,7 @@ def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch,
 def settle(folder, *, environ=None, **flags):
     own = str(folder / "saves")
     args, environ = flags_of(folder, **{"load": own, "save": own, **flags}), {} if environ is None else environ
-    monitoring.choose_run(args, environ)
+    progress.choose_run(args, environ)
     return args, environ
 
 
@@ -141,22 +119,6 @@ def test_a_run_of_a_sweep_has_its_points_name(tmp_path):
     assert args.wandb_exp_name == "lr=8e-3/seed=1"
     args, _ = settle(tmp_path / "a", load=None, tensorboard_dir=None, save=str(tmp_path / "a" / "checkpoints"))
     assert args.wandb_exp_name == "a"
-
-
-def test_texts_that_earlier_versions_wrote_take_nothing_from_a_resumed_run(tmp_path):
-    """Readers take the step of a start from texts that Megatron writes then; these came before it was known."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    for start, (begins, steps) in enumerate([(0, (1, 2, 3)), (3, (4, 5))]):
-        with SummaryWriter(log_dir=str(tmp_path), filename_suffix=str(start)) as writer:
-            writer.add_text("facts/plan", "abc", walltime=10.0 * start)
-            writer.add_text("lr", "0.1", begins, walltime=10.0 * start + 1)
-            for step in steps:
-                writer.add_scalar("lm loss", 1.0, step, walltime=10.0 * start + step)
-    events = read_events(tmp_path)
-    assert [point.step for point in events.points("lm loss")] == [1, 2, 3, 4, 5]
-    assert events.args == {"lr": "0.1"}
-    assert [began for began, _ in events.starts] == [1.0, 11.0]
 
 
 def test_the_error_of_a_teams_block_is_the_blocks():

@@ -25,6 +25,15 @@ GO_ON = ["--load", "ck", "--exit-signal-handler"]  # the last --load counts
 CONFIG = ["--config", "run.yaml", "--seed", "3"]
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Where the run of run.yaml has saved iteration 40 in ck."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck" / files.TRACKER).write_text("40")
+    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "found", "said"),
     [
@@ -36,21 +45,14 @@ CONFIG = ["--config", "run.yaml", "--seed", "3"]
         ([*CONFIG, "--save", "new"], [*CONFIG, "--save", "new", "--exit-signal-handler"], "a first start"),
     ],
 )  # fmt: skip
-def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys, flags, found, said):
+def test_a_requeued_run_goes_on_from_its_own_checkpoint(capsys, flags, found, said):
     """With --finetune or --ckpt-step once more it would begin again, and lose what it had trained."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ck").mkdir()
-    (tmp_path / "ck" / files.TRACKER).write_text("40")
-    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n")
     assert node.requeueable(flags) == found
     assert said in capsys.readouterr().out
 
 
 def test_a_step_of_its_own_is_refused_and_not_dropped_but_at_a_requeue(tmp_path, monkeypatch):
     """With checkpoints 500 and 1000 `--ckpt-step 500` went on from 1000 without a word."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ck").mkdir()
-    (tmp_path / "ck" / files.TRACKER).write_text("40")
     typed = ["--save", "ck", "--ckpt-step", "30"]
     with pytest.raises(UserError, match="to go back, start another run"):
         node.requeueable(typed)
@@ -61,9 +63,7 @@ def test_a_step_of_its_own_is_refused_and_not_dropped_but_at_a_requeue(tmp_path,
 
 
 @pytest.mark.parametrize("flags", [["--seed", "3"], [*CONFIG, "--unset", "save"]])
-def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch, flags):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n")
+def test_a_run_that_could_not_be_resumed_is_refused(flags):
     with pytest.raises(UserError, match="no --save, so the run could not be resumed; add --save DIR"):
         node.requeueable(flags)
 
@@ -108,14 +108,13 @@ def test_the_status_is_the_workers(codes, requeued, expected):
 
 
 @pytest.mark.parametrize(("of_rank", "expected"), [(75, 75), (1, 1)])
-def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypatch, of_rank, expected):
+def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(monkeypatch, of_rank, expected):
     """A pod whose rank had saved failed the job, because the pod with the rendezvous was gone before it."""
 
     def run(args):
         Path(os.environ[STATUS_FOLDER], "0.json").write_text(json.dumps({"status": of_rank}))
         raise RendezvousConnectionError("gone")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setattr(node.signal, "signal", lambda *_: None)
     with mock.patch.dict(os.environ):
@@ -127,8 +126,8 @@ def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(tmp_path, monkeypa
 def test_sigterm_ends_a_node_that_is_still_importing(tmp_path):
     """An import passed over the exception that was to end it, and the run went on training."""
     (tmp_path / "made").mkdir()
-    code = f"from megatron_muon.tools.train import node\nnode._made = {str(tmp_path / 'made')!r}\n"
+    code = "from megatron_muon.tools.train import node\nnode._made = 'made'\n"
     code += "try: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, [*tmp_path.iterdir()]) == (75, "", [])
+    assert (done.returncode, done.stdout, (tmp_path / "made").exists()) == (75, "", False)
     assert "node: start 1 ended by SIGTERM" in done.stderr

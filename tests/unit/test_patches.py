@@ -149,7 +149,7 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
 
     optimizer = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
     monkeypatch.setattr("megatron_muon.megatron.factory.get_megatron_muon_optimizer", factory)
-    monkeypatch.setattr("megatron.training.get_args", lambda: options)
+    monkeypatch.setattr(mcore_patches, "get_args", lambda: options)
     options = argparse.Namespace(tensorboard_dir=None, wandb_project="")
     mcore_patches.use_factory(patches)
     assert training.OptimizerConfig is MuonOptimizerConfig

@@ -143,9 +143,9 @@ def test_all_output_is_shown_and_logged(tmp_path):
     )
     lines: list[str] = []
     log = tmp_path / "log"
-    watch(python(code), log, env=dict(os.environ), on_line=lines.append)
+    watch(python(code), log, env=dict(os.environ), show=lambda event: lines.append(event["line"]))
     assert log.read_text("utf-8") == "zwölf\nüber"
     assert lines == ["zwölf", "über"]
-    watch(python("print('on')"), log, env=dict(os.environ), on_line=lines.append, append=True)
+    watch(python("print('on')"), log, env=dict(os.environ), show=lambda event: lines.append(event["line"]), append=True)
     assert log.read_text("utf-8") == "zwölf\nüberon\n"
     assert lines[2:] == ["on"]

@@ -1,16 +1,13 @@
-"""Which steps `--profile` records, what a trace names, and what is refused."""
+"""Which steps `--profile` records, and that phases are ranges of a trace."""
 
 from types import SimpleNamespace
 
-import megatron.core.pipeline_parallel.schedules as schedules
-import megatron.training.training as training
 import pytest
 import torch
 from torch.profiler import ProfilerAction
 
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
-from megatron_muon.megatron.patches import profiling
-from megatron_muon.tools.train.run_folder import RunFolder, clear
+from megatron_muon.megatron.patches import install
 
 
 def names_in(profiler: torch.profiler.profile) -> set[str]:
@@ -33,10 +30,10 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
 def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps, recorded):
     """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it wrote no trace."""
     args = SimpleNamespace(iteration=done, profile_step_start=steps[0])
-    monkeypatch.setattr(profiling, "get_args", lambda: args)
+    monkeypatch.setattr(install, "get_args", lambda: args)
     asked = {"wait": max(steps[0] - 1, 0), "warmup": 1, "active": steps[1] - steps[0], "repeat": 1}
     plain = torch.profiler.schedule(**asked)
-    profiling.count_global_steps(patches)
+    install.count_global_steps(patches)
     mended = torch.profiler.schedule(**asked)
 
     def records(schedule):
@@ -46,27 +43,3 @@ def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps
 
     assert records(mended) == recorded
     assert (records(plain) == recorded) is (done == 0)
-
-
-def test_parts_of_an_iteration_are_named(patches, monkeypatch):
-    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", lambda: "losses")
-    monkeypatch.setattr(training, "finalize_model_grads", lambda *_: None)
-
-    def train_step(iteration):
-        training.finalize_model_grads("model")
-        return training.get_forward_backward_func(1, None)()
-
-    monkeypatch.setattr(training, "train_step", train_step)
-    profiling.name_parts(patches)
-    with torch.profiler.profile() as profiler:
-        assert training.train_step(iteration=4) == "losses"
-    assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
-
-
-def test_starting_over_deletes_traces_and_files_of_weights_and_biases(tmp_path):
-    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
-    for name in ("torch_profile/rank-0.json.gz", "wandb/offline-run", "wandb.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    clear(folder)
-    assert [path.name for path in tmp_path.rglob("*")] == ["torch_profile"]

@@ -54,12 +54,8 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
 def test_the_mean_loss_is_that_of_megatrons_line():
     """Skipped steps count for nothing; the sums are Megatron's, before it adds this step."""
     totals = {"lm loss": torch.tensor([5.0]), "advanced iterations": 2, "skipped iterations": 1}
-    for before, loss, skipped, mean in (
-        (totals, 1.0, False, 2.0),
-        (totals, 9.0, True, 2.5),
-        ({}, 4.0, False, 4.0),
-        ({}, 4.0, True, None),
-    ):
+    cases = ((totals, 1.0, False, 2.0), (totals, 9.0, True, 2.5), ({}, 4.0, False, 4.0), ({}, 4.0, True, None))
+    for before, loss, skipped, mean in cases:
         assert mean_loss(totals=before, losses={"lm loss": torch.tensor(loss)}, skipped=skipped) == mean
     assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None  # another pipeline stage
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools.train import run_summary
 from megatron_muon.tools.train.processes import Ended
-from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import summary_of
 from megatron_muon.tools.train.train import _exit_status
 from tests.support.made_runs import make_run
@@ -39,12 +39,8 @@ def summary_for(root, *, status, error=None, diverged_at=None):
 
 
 @pytest.mark.parametrize(
-    ("at", "error"),
-    # With --rerun-mode disabled; losses that were not yet flushed to the events are lost.
-    [
-        (5, "TypeError"),
-        (None, "RuntimeError: Rank 1, node a, device 0, iteration 5: Unexpected result nan (message='x')"),
-    ],
+    ("at", "error"),  # the second with --rerun-mode disabled, where losses that were not yet flushed are lost
+    [(5, "TypeError"), (None, "RuntimeError: Rank 1, node a, iteration 5: Unexpected result nan (message='x')")],
 )
 def test_a_non_finite_loss_is_a_divergence(tmp_path, at, error):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""

@@ -1,17 +1,14 @@
 """The lines that say why a run failed: of its ranks, of what a signal ended, of what no check foresaw."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_muon.errors import UserError, settling
+from megatron_muon.megatron.places import read_json
 from megatron_muon.tools.train import node
-from megatron_muon.tools.train.run_folder import read_json
 from megatron_muon.tools.train.run_summary import failure_of
 
 WRONG = {"status": 2, "error": "--lr x is wrong; type y", "time": 1.0}
@@ -32,14 +29,12 @@ OF_TORCHRUN = "E1123 10:28:54.0 12 torch/distributed/elastic/multiprocessing/api
         ([{}], [OF_TORCHRUN], None, ()),
     ],
 )
-def test_why_a_run_failed(
-    ranks: list[dict[str, Any]], output: list[str], error: str | None, trace: tuple[str, ...]
-) -> None:
+def test_why_a_run_failed(ranks, output, error, trace):
     """Of the rank that failed first; of one that could not be imported, the end of the output without torchrun's."""
     assert failure_of(ranks, output) == (error, trace)
 
 
-def child_failed(*failures: tuple[int, int, int]) -> ChildFailedError:
+def child_failed(*failures):
     """Of (rank, exit code, second), in the order in which torchrun took notice."""
     found = {rank: ProcessFailure(rank - 4, pid=1, exitcode=code, error_file="") for rank, code, _ in failures}
     for rank, _, at in failures:
@@ -62,24 +57,20 @@ KILLED = "rank 5 was ended by SIGKILL; if nobody sent it, the host ran out of me
         ([(4, 1, 10), (5, -15, 10)], LOST["error"]),
     ],
 )
-def test_a_rank_that_a_signal_ended_is_the_cause(
-    tmp_path: Path, failures: list[tuple[int, int, int]], error: str
-) -> None:
+def test_a_rank_that_a_signal_ended_is_the_cause(tmp_path, failures, error):
     """Such a rank leaves nothing, and what the others say follows from its end."""
     node.report_killed(child_failed(*failures), tmp_path)
     found = [read_json(file) for file in tmp_path.iterdir()]
     assert failure_of([LOST, *found], [])[0] == error
 
 
-def test_a_rank_that_was_asked_to_end_is_no_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_was_asked_to_end_is_no_cause(tmp_path, monkeypatch):
     monkeypatch.setattr(node, "_asked_to_end", True)
     node.report_killed(child_failed((5, -15, 10)), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_no_check_foresaw_is_one_line_while_settings_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_no_check_foresaw_is_one_line_while_settings_are_checked(tmp_path, monkeypatch):
     """A user's error ended in a traceback; it is in the file that the line names."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     foreseen = r"checking x failed: ZeroDivisionError: division by zero; the traceback is in"

@@ -9,11 +9,12 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.megatron.places import RunFolder
+from megatron_muon.tools import screen
 from megatron_muon.tools.sweep import trials as sweep
 from megatron_muon.tools.sweep.trials import Results, Task, folder_of, tasks_of
-from megatron_muon.tools.train import run_folder, screen
+from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
-from megatron_muon.tools.train.run_folder import RunFolder
 from tests.support.made_runs import falling, make_run
 
 # The grid

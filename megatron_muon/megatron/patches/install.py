@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
+import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.core.tensor_parallel.layers as layers
 import megatron.training.arguments as arguments
 import megatron.training.training as training
 import torch
+from megatron.training import get_args
 
+from megatron_muon.core.probe import span
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
-from megatron_muon.megatron.patches import monitoring, profiling
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
-from megatron_muon.megatron.patches.progress import show_progress
+from megatron_muon.megatron.patches.progress import log_to_both, show_progress
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patching import Patches
 
@@ -33,9 +36,10 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         stop_after_offload_failure(patches)
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
-    monitoring.log_to_both(patches)
+    log_to_both(patches)
     if profile:
-        profiling.profile(patches)
+        count_global_steps(patches)
+        name_parts(patches)
     if muon_under_fsdp or megatron_fsdp:
         let_experts_have_biases(patches)
         saving.install(patches, adam=not muon_under_fsdp)
@@ -108,8 +112,6 @@ def use_factory(patches: Patches) -> None:
     `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the next step installs anew
     from its main weights; here it returns the logit that the step has measured, still on the device.
     """
-    from megatron.training import get_args
-
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
 
     made: list[Any] = []
@@ -136,7 +138,6 @@ def use_factory(patches: Patches) -> None:
 
 def stop_after_offload_failure(patches: Patches) -> None:
     """Save a checkpoint, which is whole, and stop once momentum could not be read or written, in a step or a save."""
-    from megatron.training import get_args
 
     @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
     def save_checkpoint(
@@ -163,3 +164,42 @@ def stop_after_offload_failure(patches: Patches) -> None:
             except SaveError as error:
                 raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
         return decide(*args)
+
+
+def count_global_steps(patches: Patches) -> None:
+    """Let `--profile-step-start` count from the run's first step in a run that goes on from a checkpoint, too.
+
+    0.19 calls the two flags global steps and stops the profiler at that of --profile-step-end, but has torch's schedule
+    count from the step that the run goes on with. So it would record other steps, or none. Steps that were done before
+    are not recorded: their trace, if there is one, stays.
+    """
+
+    @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
+    def schedule(make: Callable[..., Any], *, wait: int, **more: int) -> Any:
+        args = get_args()
+        if args.profile_step_start <= args.iteration > 0:
+            return lambda _: torch.profiler.ProfilerAction.NONE
+        return make(wait=wait - args.iteration, **more)
+
+
+def name_parts(patches: Patches) -> None:
+    """Name iterations, forward and backward passes, and the end of the gradients' reduction, in a trace.
+
+    0.19 names none of them; the steps that torch names are counted from where the run goes on.
+    """
+
+    @patches.around(training, "train_step", takes=["iteration"])
+    def train_step(step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        with span(f"iteration {iteration + 1}"):
+            return step(*args, iteration=iteration, **kwargs)
+
+    for owner, name, label in (
+        (schedules, "forward_backward_no_pipelining", "forward_backward"),
+        (training, "finalize_model_grads", "finish_grad_sync"),
+    ):
+        patches.around(owner, name)(functools.partial(_within, label))
+
+
+def _within(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with span(label):
+        return call(*args, **kwargs)

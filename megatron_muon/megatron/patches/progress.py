@@ -1,32 +1,38 @@
-"""What a run reports: metrics, and the events of `megatron.TOLD`.
+"""What a run reports: metrics, to TensorBoard and Weights & Biases, and the events of `megatron.TOLD`.
 
-Metrics go to TensorBoard, and from there (`monitoring`) to Weights & Biases; what tools want to know of the run goes
-into `facts.json`, beside TensorBoard's files.
+Both show the same metrics under the same names, written by the last rank: whatever goes to the first goes to the
+second. What tools want to know of the run goes into `facts.json`, beside TensorBoard's files.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import itertools
 import json
+import os
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import megatron.training.global_vars as global_vars
 import megatron.training.training as training
 import torch
 import torch.distributed as dist
 from megatron.training import get_args, get_timers, print_rank_last
-from megatron.training.global_vars import get_tensorboard_writer
 
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
-from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
+from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, WANDB_RUN, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.gpu import bf16_tflops
+from megatron_muon.megatron.places import read_json
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
 from megatron_muon.patching import Patches
@@ -139,7 +145,7 @@ class Progress:
         if metrics is not None and metrics.step != self._last_measured:
             self._last_measured = metrics.step
             values |= {f"muon/{name}": value for name, value in metrics.values.items()}
-        if (writer := get_tensorboard_writer()) is not None:
+        if (writer := global_vars.get_tensorboard_writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
 
@@ -245,3 +251,65 @@ def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """
     own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
     return next((group["lr"] for group in own), None)
+
+
+def log_to_both(patches: Patches) -> None:
+    """Give Weights & Biases what TensorBoard gets, in every run of `--wandb-project`.
+
+    0.19 keeps memory (--log-memory-to-tensorboard) and validation perplexity for TensorBoard, and without
+    --tensorboard-dir logs neither losses nor validation anywhere. Metrics over samples stay TensorBoard's: their steps
+    are not iterations.
+    """
+
+    @patches.around(global_vars, "_set_wandb_writer", takes=["args"])
+    def set_wandb_writer(make: Callable[..., None], args: argparse.Namespace) -> None:
+        if not args.wandb_project or args.rank != args.world_size - 1:
+            return make(args)
+        choose_run(args, os.environ)
+        try:
+            make(args)
+        except Exception as error:
+            if not type(error).__module__.startswith("wandb"):
+                raise
+            remedy = "type wandb login, or set WANDB_MODE=offline and upload later with wandb sync"
+            raise UserError(f"--wandb-project {args.wandb_project}: {error}; {remedy}") from error
+        wandb, writer = global_vars.get_wandb_writer(), global_vars.get_tensorboard_writer()
+        if writer is None:
+            writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None))
+            patches.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
+
+        @patches.around(writer, "add_scalar")
+        def add_scalar(
+            add: Callable[..., None], name: str, value: Any, step: int | None = None, *rest: Any, **kwargs: Any
+        ) -> None:
+            add(name, value, step, *rest, **kwargs)
+            if not name.endswith(" vs samples"):
+                wandb.log({name: float(value)}, step)
+
+
+def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
+    """Choose the run of Weights & Biases and where its files go, unless flags or the environment do.
+
+    A run that goes on from a checkpoint of its own is the same run, by the id in `WANDB_RUN`; one that starts anew, or
+    goes back with --ckpt-step, is another, so that nothing of the first is overwritten.
+    """
+    folder = Path()  # beside a folder `tensorboard` or `checkpoints`, else in it
+    for place, name in ((args.save, "checkpoints"), (args.tensorboard_dir, "tensorboard")):
+        if place:
+            folder = Path(place).parent if Path(place).name == name else Path(place)
+    *_, sweep, point, run = ("", "", *folder.resolve().parts)
+    is_of_sweep = sweep == environ.get("WANDB_RUN_GROUP")
+    args.wandb_save_dir = args.wandb_save_dir or str(folder)
+    args.wandb_exp_name = args.wandb_exp_name or (f"{point}/{run}" if is_of_sweep else run)
+    if "WANDB_RUN_ID" in environ:
+        return
+    own = args.load and args.save and Path(args.load).resolve() == Path(args.save).resolve()
+    goes_on = own and not args.finetune and args.ckpt_step is None and isinstance(files.latest(Path(args.load)), int)
+    before = read_json(folder / WANDB_RUN).get("id") if goes_on else None
+    environ["WANDB_RUN_ID"] = before or secrets.token_hex(4)
+    if before:
+        environ.setdefault("WANDB_RESUME", "allow")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with files.written_at_once(folder / WANDB_RUN) as stream:
+        stream.write(json.dumps({"id": environ["WANDB_RUN_ID"]}) + "\n")

@@ -28,7 +28,7 @@ from megatron_muon.tools.models import mapping
 from megatron_muon.tools.models.architecture import to_config
 from megatron_muon.tools.models.checkpoint import Weights
 from megatron_muon.tools.parser import write_json
-from megatron_muon.tools.progress import progress
+from megatron_muon.tools.screen import progress
 
 _END_OF_DOCUMENT = "<eod>"
 

@@ -14,7 +14,7 @@ from megatron_muon.tools.parser import CommandParser, write_json
 from megatron_muon.tools.plan.command import add_run, hardware_of, read_config, settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_kinds
 from megatron_muon.tools.plan.page import print_line, print_table, size
-from megatron_muon.tools.progress import progress
+from megatron_muon.tools.screen import progress
 
 if TYPE_CHECKING:
     from megatron_muon.tools.rehearse.checks import Finding, Recorded

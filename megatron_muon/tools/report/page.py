@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_muon.tools.report import plots
 from megatron_muon.tools.report.arms import Arm, Comparison, at_edges, best_arms, compare, not_comparable, ranked, reach
+from megatron_muon.tools.screen import printable
 from megatron_muon.tools.train.records import Record
-from megatron_muon.tools.train.wording import printable
 
 PAGE, HTML = "report.md", "report.html"
 LOSSES, RATES = "loss-steps.png", "final-loss-by-rate.png"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.names import plain
+from megatron_muon.megatron.places import LOG
 from megatron_muon.tools.parser import CommandParser, positive
-from megatron_muon.tools.progress import progress
+from megatron_muon.tools.screen import progress
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.command import assignment
 from megatron_muon.tools.train.processes import sigterm_unwinds
@@ -123,7 +124,7 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
         return 128 + sweep.signal
     failed = [row for row in results.rows if row["outcome"] != "finished" and not row["diverged"]]
     for row in failed:
-        print(f"{row['outcome']}: see {row['folder']}/{run_folder.LOG}; the same command tries again", file=sys.stderr)
+        print(f"{row['outcome']}: see {row['folder']}/{LOG}; the same command tries again", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -32,12 +32,13 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.megatron.places import RUN, SUMMARY, read_json
 from megatron_muon.megatron.provenance import cores
 from megatron_muon.tools.report.arms import MEASURE, Arm, at_edges, best_of
-from megatron_muon.tools.train import processes, run_folder, wording
+from megatron_muon.tools.screen import Screen, Status, clock
+from megatron_muon.tools.train import processes, run_folder
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_summary import in_words
-from megatron_muon.tools.train.screen import Screen, Status
 from megatron_muon.tools.train.train import execute, prepare
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
@@ -117,7 +118,7 @@ class Plan:
     def state(self) -> str:
         """Its state, from what lies in its folder now."""
         folder = self.resolved.folder
-        run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        run, summary = (read_json(folder.root / name) for name in (RUN, SUMMARY))
         if run.get("config_hash") != self.resolved.config_hash:
             return CHANGED if summary.get("iterations") or folder.has_steps or folder.checkpoint else FRESH
         if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
@@ -225,7 +226,7 @@ class Sweep:
         done = self._total - len(self.to_do) + self._ended
         self.screen.print(
             f"[{done}/{self._total}] {plan.task.name}: {in_words(summary, why=True)}, {summary['seconds']:.0f} s; "
-            f"about {wording.clock(left)} left"
+            f"about {clock(left)} left"
         )
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -255,7 +256,7 @@ def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
 
 def row_of(task: Task) -> dict[str, Any]:
     """The row of a run, read from its folder."""
-    run, summary = (run_folder.read_json(task.folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+    run, summary = (read_json(task.folder / name) for name in (RUN, SUMMARY))
     validation = (summary.get("validation_loss") or {}).values()
     figures = {name: summary.get(name) for name in FIGURES}
     figures["validation_loss"] = statistics.fmean(validation) if validation and None not in validation else None

@@ -7,6 +7,7 @@ which hands it on to the ranks; what has not ended in time is killed, as is all 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -18,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -26,6 +27,10 @@ from megatron_muon.megatron.provenance import cores
 
 ROOT = Path(__file__).resolve().parents[3]
 """Holds the package, and pretrain_gpt.py in a checkout."""
+
+type Show = Callable[[Mapping[str, Any]], object]
+"""Gets each event of a run: those of `megatron.TOLD`; `line`, of the ranks' output, with its text; `signal`, once, with
+the number of the signal that this process got."""
 
 _SECONDS_TO_END = 15.0  # where there is nothing to save
 _MARK = "MEGATRON_MUON_LAUNCH"
@@ -94,29 +99,32 @@ def watch(
     log: Path,
     *,
     env: Mapping[str, str],
-    on_line: Callable[[str], object] = lambda _: None,
+    show: Show = lambda _: None,
+    told: Path = Path(os.devnull),
     append: bool = False,
     keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
     stop: threading.Event | None = None,
-    on_tick: Callable[[int | None], object] = lambda _: None,
 ) -> Ended:
     """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and none of its processes outlives the call.
 
     Args:
         log: where stdout and stderr go; `append` keeps what it holds.
-        on_line: gets every line without its end.
+        show: gets every event, at most a twentieth of a second late.
+        told: where processes of the command write events, a line of JSON for each.
         keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
-        on_tick: is called twenty times a second, and once after the end, with the signal that this process got or None.
     """
     mark, deadline, got = uuid.uuid4().hex, math.inf, list[int]()
+    events = Lines(told)
 
-    def show(*, is_last: bool = False) -> None:
+    def show_new(*, is_last: bool = False) -> None:
         for line in lines.new(is_last=is_last):
-            on_line(line)
-        on_tick(got[0] if got else None)
+            show({"event": "line", "line": line})
+        for line in events.new():
+            with contextlib.suppress(ValueError):  # cut short where the disk was full
+                show(json.loads(line))
 
     with signals_handled(lambda number, _: got.append(number)), log.open("ab" if append else "wb") as output:
         lines = Lines(log, output.tell())
@@ -131,14 +139,15 @@ def watch(
                 if got and deadline == math.inf:
                     process.terminate()
                     deadline = time.monotonic() + grace_s
+                    show({"event": "signal", "signal": got[0]})
                 if len(got) > 1 or time.monotonic() > deadline:
                     _kill(process, mark)
-                show()
+                show_new()
                 time.sleep(0.05)
         finally:
             _kill(process, mark)  # what it left behind
             process.wait()
-            show(is_last=True)
+            show_new(is_last=True)
     status = process.returncode
     return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
 

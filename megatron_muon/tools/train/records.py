@@ -1,6 +1,8 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-summary.json, `summary`, sweeps and reports are made of it. Needs neither torch nor megatron-core.
+summary.json, `summary`, sweeps and reports are made of it. Megatron's training loop writes most of it to TensorBoard: a
+file for each start, which takes over from its first iteration on; what an earlier one wrote beyond that is dropped.
+Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -9,22 +11,99 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
-from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
+from megatron_muon.megatron.places import CONFIG, EVENT_FILES, RUN, SUMMARY, TENSORBOARD, RunFolder, read_json
 from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.events import SAMPLES, WARMUP_STEPS, Point, RunEvents, read_events
+
+WARMUP_STEPS = 10
+"""Speed is measured after these: the first steps pay for caches and allocations."""
+
+_OVER_SAMPLES = " vs samples"
+_SAMPLES = f"{LOSS}{_OVER_SAMPLES}"
+"""Tag of the samples consumed, all starts together. Megatron writes losses with samples as their steps; here they are
+values at iterations."""
+
+_TEXT_SUFFIX = "/text_summary"  # torch's SummaryWriter.add_text appends it to the tag
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
 
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
+
+
+class Point(NamedTuple):
+    """One scalar; the wall time is in seconds since the epoch."""
+
+    step: int
+    value: float
+    wall_time: float
+
+
+@dataclass(frozen=True)
+class RunEvents:
+    """The events of a run.
+
+    Attributes:
+        scalars: points by tag, in the order written; of those over samples `_SAMPLES` alone.
+        args: Megatron's arguments as strings, by name (`seq_length`).
+        starts: when the training loop of each began, and when it logged the last loss that no later start took back.
+    """
+
+    scalars: dict[str, list[Point]] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    starts: list[tuple[float, float]] = field(default_factory=list)
+
+    def points(self, tag: str) -> list[Point]:
+        """The points of a tag; none where it was never written."""
+        return self.scalars.get(tag, [])
+
+    def seconds_at(self, point: Point) -> float:
+        """Seconds that all starts together had trained when a point was written; steps trained again count once."""
+        begun = [start for start in self.starts if start[0] <= point.wall_time]
+        ends = [*(end for _, end in begun[:-1]), point.wall_time]
+        return sum((end - began for (began, _), end in zip(begun, ends, strict=False)), start=0.0)
+
+
+def read_events(directory: Path) -> RunEvents:
+    """Reads all event files of a TensorBoard directory; empty where there are none."""
+    events, begins = RunEvents(), list[float]()
+    starts = filter(None, map(_read_start, sorted(directory.glob(EVENT_FILES))))
+    for began, step, found in sorted(starts, key=lambda start: start[0]):
+        begins.append(began)
+        for tag, points in events.scalars.items():
+            events.scalars[tag] = [point for point in points if point.step <= step]
+        for tag, points in found.scalars.items():
+            events.scalars.setdefault(tag, []).extend(points)
+        events.args.update(found.args)
+    times = [point.wall_time for point in events.points(LOSS)]
+    for began, following in itertools.pairwise([*begins, math.inf]):
+        events.starts.append((began, max((time for time in times if began <= time < following), default=began)))
+    return events
+
+
+def _read_start(file: Path) -> tuple[float, int, RunEvents] | None:
+    """An event file, when Megatron wrote its arguments, just before the loop, and the iteration it went on from."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False).Reload()
+    points = {tag: [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+    found = RunEvents({tag: of_tag for tag, of_tag in points.items() if not tag.endswith(_OVER_SAMPLES)})
+    counted = zip(points.get(LOSS, []), points.get(_SAMPLES, []), strict=False)
+    found.scalars[_SAMPLES] = [Point(loss.step, count.step, loss.wall_time) for loss, count in counted]
+    tags = [tag for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)]
+    texts = {tag: log.Tensors(tag)[0] for tag in tags if not tag.startswith("facts/")}  # of earlier versions
+    for tag, text in texts.items():
+        found.args[tag.removesuffix(_TEXT_SUFFIX)] = text.tensor_proto.string_val[0].decode("utf-8", "replace")
+    began = [(text.wall_time, text.step) for text in texts.values()]
+    began = began or [(first.wall_time, first.step - 1) for first, *_ in filter(None, found.scalars.values())]
+    return (min(time for time, _ in began), min(step for _, step in began), found) if began else None
 
 
 @dataclass(frozen=True)
@@ -55,10 +134,10 @@ class Record:
         peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
-    def __init__(self, folder: Path, places: run_folder.RunFolder, events: RunEvents) -> None:
+    def __init__(self, folder: Path, places: RunFolder, events: RunEvents) -> None:
         self.folder, self.places, self.events = folder, places, events
-        self.run, self.summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-        self.facts = run_folder.read_json(places.tensorboard / FACTS)
+        self.run, self.summary = (read_json(folder / name) for name in (RUN, SUMMARY))
+        self.facts = read_json(places.tensorboard / FACTS)
         self.args: Mapping[str, str] = events.args
         self.optimizer: str = self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
         self.seed = self.whole_number("seed")
@@ -76,6 +155,7 @@ class Record:
         self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
         self.iterations = self.train[-1].step if self.train else 0
         self.tokens = self.train[-1].tokens if self.train else None
+        self.train_seconds = self.train[-1].seconds if self.train else 0.0
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
         self.diverged_at: int | None = next(logged, (self.summary if self.run else self.facts).get("diverged_at"))
         asked = self.whole_number("train_iters")
@@ -110,7 +190,6 @@ class Record:
         # Of a start's first step Megatron writes timers divided by the log interval.
         every = self.whole_number("log_interval") or 1
         timers = {step: each for step, each in self._by_step("optimizer-time").items() if step % every == 0}
-        self.train_seconds = self.events.train_seconds
         self.step_ms, self.optimizer_ms = _median(seconds, 1e3), _median(timers, 1e3)
         self.tokens_per_second = _median(speeds, length) if length else None
         self.optimizer_share = _median(self._by_step("optimizer-share"))
@@ -121,7 +200,7 @@ class Record:
         return {point.step: point.value for point in self.events.points(tag)}
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-        samples, length = self._by_step(SAMPLES), self.whole_number("seq_length")
+        samples, length = self._by_step(_SAMPLES), self.whole_number("seq_length")
         last = max(samples, default=0)
 
         def tokens(step: int) -> int | None:
@@ -158,7 +237,7 @@ class Record:
         """The flags of config.yaml without dashes and with underscores, values joined by blanks."""
         from megatron_muon.megatron.flags.config_file import load_config
 
-        file = self.folder / run_folder.CONFIG
+        file = self.folder / CONFIG
         flags = load_config(file).flags if file.is_file() else ()
         return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
 
@@ -183,10 +262,10 @@ class Record:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
-    return (folder / run_folder.RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
+    return (folder / RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
 
 
-def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
+def read_record(folder: Path, *, places: RunFolder | None = None, needs_steps: bool = False) -> Record:
     """Reads the run in a folder, its files in `places` where these are known.
 
     Raises:
@@ -194,7 +273,7 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
-    places = places or run_folder.places_of(folder, run_folder.read_json(folder / run_folder.RUN))
+    places = places or run_folder.places_of(folder, read_json(folder / RUN))
     events = read_events(places.tensorboard)
     if needs_steps and not events.points(LOSS):
         raise UserError(f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; has the run made a step?")

@@ -1,17 +1,6 @@
 """The folder of a run: where it is, what lies in it, when it may be used again. Plain files, no torch.
 
-    RUN/
-      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together
-      run.json        what was started, where, with which software; written before the training starts
-      train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
-      checkpoints/    where the flags ask for them (--save)
-      torch_profile/  traces of --profile --use-pytorch-profiler
-      wandb/          with --wandb-project, what Weights & Biases writes; `wandb.json` has the run's id there
-      summary.json    what came of it; written when the run has ended, whatever its end
-      .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
-
-docs/experiments.md lists the fields of run.json and summary.json.
+docs/experiments.md lists its files, and the fields of run.json and summary.json.
 """
 
 from __future__ import annotations
@@ -30,23 +19,8 @@ import msgspec
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import FACTS, WANDB_RUN
-from megatron_muon.megatron.places import (
-    CHECKPOINTS,
-    EVENT_FILES,
-    PLACES,
-    TENSORBOARD,
-    TRACE,
-    TRACES,
-    foreign_file,
-    held_by,
-)
-from megatron_muon.megatron.places import CONFIG as CONFIG
-from megatron_muon.megatron.places import LOG as LOG
-from megatron_muon.megatron.places import RUN as RUN
-from megatron_muon.megatron.places import SUMMARY as SUMMARY
-from megatron_muon.megatron.places import RunFolder as RunFolder
-from megatron_muon.megatron.places import read_json as read_json
+from megatron_muon.megatron import FACTS, WANDB_RUN, places
+from megatron_muon.megatron.places import CHECKPOINTS, EVENT_FILES, TENSORBOARD, RunFolder
 
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 """Needs no quotes in an experiment file."""
@@ -90,11 +64,6 @@ def json_text(content: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
 
 
-def strict(content: Any) -> Any:
-    """`content` as it reads back from JSON."""
-    return msgspec.json.decode(msgspec.json.encode(content))
-
-
 def lock_of(root: Path) -> Lock:
     """The lock that whoever launched a run in `root` holds to its end."""
     return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
@@ -102,9 +71,9 @@ def lock_of(root: Path) -> Lock:
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
-    if file := foreign_file(folder.root):
+    if file := places.foreign_file(folder.root):
         raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
-    if not (resume or overwrite) and (what := held_by(folder)):
+    if not (resume or overwrite) and (what := places.held_by(folder)):
         raise UserError(
             f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
             "--overwrite, which deletes it"
@@ -126,7 +95,7 @@ def clear(folder: RunFolder) -> None:
             raise UserError(
                 f"--overwrite deletes nothing outside of {root}; remove {place} yourself, or give --out DIR"
             )
-    own = (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, f"{TRACES}/{TRACE}")
+    own = (places.CONFIG, places.RUN, places.LOG, places.SUMMARY, WANDB_RUN, f"{places.TRACES}/{places.TRACE}")
     for file in (*(file for name in own for file in root.glob(name)), *folder.tensorboard.glob(EVENT_FILES)):
         file.unlink()
     (folder.tensorboard / FACTS).unlink(missing_ok=True)
@@ -159,5 +128,5 @@ def _quoted(text: str) -> str:
 
 def config_hash(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str]) -> str:
     """sha256 of the settings, in hexadecimal, whatever their order; where things lie is left out."""
-    settings = sorted((flag, list(values)) for flag, values in flags if flag not in PLACES)
+    settings = sorted((flag, list(values)) for flag, values in flags if flag not in places.PLACES)
     return hashlib.sha256(json.dumps([settings, sorted(env.items())]).encode()).hexdigest()

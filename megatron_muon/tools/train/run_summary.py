@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import ExitStatus
+from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools.parser import write_json
-from megatron_muon.tools.train.events import WARMUP_STEPS
-from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, Record, read_record
-from megatron_muon.tools.train.run_folder import RunFolder
-from megatron_muon.tools.train.wording import clock
+from megatron_muon.tools.screen import clock
+from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, WARMUP_STEPS, Record, read_record
 
 EXAMPLES = """\
 examples:

@@ -6,8 +6,6 @@ Neither shows anything: `execute` hands on each event of the run (`Show`). `run_
 from __future__ import annotations
 
 import collections
-import contextlib
-import json
 import os
 import shlex
 import signal
@@ -15,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,20 +22,15 @@ from typing import Any, NamedTuple
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER, TOLD
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.places import locate
+from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, RunFolder, locate, read_json
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.tools.train import node, processes, run_folder
-from megatron_muon.tools.train.processes import Ended, Lines
+from megatron_muon.tools.train.processes import Ended, Show
 from megatron_muon.tools.train.resolve import Request, Resolved, resolve_each
-from megatron_muon.tools.train.run_folder import RunFolder
 from megatron_muon.tools.train.run_summary import failure_of, summary_of
 
 _KEPT_LINES = 100
 """Of the output, to show the last of them that are not torchrun's if no rank left an error."""
-
-type Show = Callable[[Mapping[str, Any]], object]
-"""Gets each event of a run: those of `megatron.TOLD`; `line`, of the ranks' output, with its text; `signal`, once, with
-the number of the signal that this process got."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Experiment:
     @property
     def torchrun(self) -> list[str]:
         """The arguments of torchrun."""
-        program = [*processes.pretrain_program(), "--config", str(self.folder.root / run_folder.CONFIG)]
+        program = [*processes.pretrain_program(), "--config", str(self.folder.root / CONFIG)]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(node.FIRST_START_ONLY)
             program += ["--load", str(self.folder.checkpoints)]
@@ -104,11 +97,7 @@ def _refuse_taken(folder: RunFolder, request: Request) -> None:
 
 
 def execute(
-    experiment: Experiment,
-    *,
-    show: Show,
-    stop: threading.Event | None = None,
-    env: Mapping[str, str] | None = None,
+    experiment: Experiment, *, show: Show, stop: threading.Event | None = None, env: Mapping[str, str] | None = None
 ) -> Outcome:
     """Runs what `prepare` returned to its end and writes its folder; `stop` as for `watch`.
 
@@ -117,7 +106,7 @@ def execute(
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
-    folder, request = experiment.folder, experiment.request
+    folder, request, resolved = experiment.folder, experiment.request, experiment.resolved
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
         run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
@@ -126,21 +115,12 @@ def execute(
         if request.overwrite:
             run_folder.clear(folder)
         run = _run_record(experiment)
-        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
-        run_folder.write_json(folder.root / run_folder.RUN, run)
-        diverged = list[int]()
-
-        def look(event: Mapping[str, Any]) -> None:
-            if event["event"] == "diverged":
-                diverged.append(event["step"])
-            show(event)
-
-        status, error, trace = _launch(experiment, run, lock, look, stop, env or {})
-        at = diverged[0] if diverged else None
-        summary = run_folder.strict(summary_of(folder, status=status, error=error, run=run, diverged_at=at))
-        run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-        is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
-        return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
+        (folder.root / SUMMARY).unlink(missing_ok=True)
+        run_folder.write_json(folder.root / RUN, run)
+        heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
+        text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
+        (folder.root / CONFIG).write_text(text, "utf-8")
+        return _launch(experiment, run, lock, show, stop, env or {})
 
 
 def _launch(
@@ -150,46 +130,39 @@ def _launch(
     show: Show,
     stop: threading.Event | None,
     env: Mapping[str, str],
-) -> tuple[int, str | None, tuple[str, ...]]:
-    """The exit status of this machine's ranks, the line that says why they failed, and those that show it.
+) -> Outcome:
+    """Runs this machine's ranks, whose parent keeps the descriptor `lock` where it outlives this process; sums up."""
+    folder, base = experiment.folder, processes.environment(run["ranks"], settings=experiment.resolved.env)
+    output, diverged = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
 
-    The ranks' parent keeps the descriptor `lock` where it outlives this process.
-    """
-    resolved = experiment.resolved
-    heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
-    text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
-    (experiment.folder.root / run_folder.CONFIG).write_text(text, "utf-8")
-    base = processes.environment(resolved.ranks, settings=resolved.env)
-    output, signals = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
+    def take(event: Mapping[str, Any]) -> None:
+        if event["event"] == "line":
+            output.append(event["line"])
+        elif event["event"] == "diverged":
+            diverged.append(event["step"])
+        show(event)
+
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
         Path(ends, TOLD).touch()  # without this file the ranks report nothing
-        told = Lines(Path(ends, TOLD))
-
-        def show_line(line: str) -> None:
-            output.append(line)
-            show({"event": "line", "line": line})
-
-        def tick(got: int | None) -> None:
-            for line in told.new():
-                with contextlib.suppress(ValueError):  # cut short where the disk was full
-                    show(json.loads(line))
-            if got is not None and not signals:
-                signals.append(got)
-                show({"event": "signal", "signal": got})
-
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *experiment.torchrun],
-            experiment.folder.root / run_folder.LOG,
+            folder.root / LOG,
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
-            on_line=show_line,
-            on_tick=tick,
+            show=take,
+            told=Path(ends, TOLD),
             append=experiment.checkpoint is not None,
             keeps=[] if lock is None else [lock],
             grace_s=experiment.request.grace_s,
             stop=stop,
         )
-        ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
-    return _exit_status(ended, ranks.get("0", {}).get("status")), *failure_of(ranks.values(), output)
+        ranks = {file.stem: read_json(file) for file in Path(ends).glob("*.json")}
+    status = _exit_status(ended, ranks.get("0", {}).get("status"))
+    error, trace = failure_of(ranks.values(), output)
+    summary = summary_of(folder, status=status, error=error, run=run, diverged_at=next(iter(diverged), None))
+    run_folder.write_json(folder.root / SUMMARY, summary)
+    summary = read_json(folder.root / SUMMARY)
+    is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
+    return Outcome(status, summary, trace=trace if is_failure and not summary["diverged"] else ())
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:
@@ -203,7 +176,7 @@ def _exit_status(ended: Ended, rank: int | None) -> int:
 
 def _finished(experiment: Experiment) -> dict[str, Any] | None:
     """The summary of a run that has done all that is asked for."""
-    summary = run_folder.read_json(experiment.folder.root / run_folder.SUMMARY)
+    summary = read_json(experiment.folder.root / SUMMARY)
     done, asked = summary.get("iterations"), experiment.resolved.settings.get("train_iters")
     is_done = summary.get("outcome") == "finished" and asked is not None and done is not None and done >= asked
     return summary if is_done else None
@@ -212,7 +185,7 @@ def _finished(experiment: Experiment) -> dict[str, Any] | None:
 def _run_record(experiment: Experiment) -> dict[str, Any]:
     """The contents of run.json."""
     resolved, folder, request = experiment.resolved, experiment.folder, experiment.request
-    before = run_folder.read_json(folder.root / run_folder.RUN) if request.resume else {}
+    before = read_json(folder.root / RUN) if request.resume else {}
     return {
         "name": folder.root.resolve().name,
         "folder": str(folder.root),

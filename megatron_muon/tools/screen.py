@@ -1,4 +1,4 @@
-"""What a command shows while trainings run: printed lines and, on a terminal, a live line for each run below them.
+"""What commands show while they or their trainings run: lines, live lines below them on a terminal, and their wording.
 
 In a pipe or a log, on a dumb terminal and with NO_COLOR, only plain lines are printed.
 """
@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import sys
-from collections.abc import Mapping
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-
-from megatron_muon.tools.train import wording
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+WIDTH = 100
+"""Columns that a printed line may take; commands and errors, which are copied, may take more."""
 
 STOPPING = "stopping"
 """The stage of a run that was asked to end; it stays to the end."""
@@ -23,8 +27,27 @@ STOPPING = "stopping"
 _LIVE_EXTRA = 22
 """Columns of a live line beside its text: a bar, the time that has passed."""
 
+_LINE_EVERY_S = 10.0
+
 _UNREAD = contextlib.suppress(OSError)
 """Whoever read has read enough (`| head`), or the terminal was closed: the run continues, or saves and ends."""
+
+_FIGURES: dict[str, Callable[[Any], str]] = {
+    "loss": lambda loss: f"loss {_loss(loss)}",
+    "grad_norm": lambda norm: f"grad norm {norm:.2f}" if norm < 1000 else f"grad norm {norm:.2e}",
+    "lr": lambda rate: f"lr {rate:.1e}",
+    "muon_lr": lambda rate: f"Muon's lr {rate:.1e}",
+    "skipped": lambda steps: f"{steps} skipped",
+    "tokens_per_s": lambda speed: f"{speed:,.0f} tokens/s" if speed < 999_500 else f"{speed / 1e6:,.2f} M tokens/s",
+    "mfu": lambda mfu: f"MFU {mfu:.0%}",
+    "optimizer_share": lambda share: f"optimizer {share:.0%}",
+    "peak_bytes": lambda peak: f"{peak / 1e9:,.1f} GB",
+    "seconds_left": lambda left: f"{clock(left)} left",
+}
+"""How the figures of the event `step` are written, in the order of a line."""
+
+_SPARE = ("peak_bytes", "lr", "muon_lr", "grad_norm", "optimizer_share", "mfu", "tokens_per_s")
+"""Figures that a line leaves out where it is too narrow, the first of these first."""
 
 
 def is_terminal() -> bool:
@@ -43,7 +66,7 @@ class Screen:
     @property
     def width(self) -> int:
         """Columns that a line may take."""
-        return min(wording.WIDTH, self.progress.console.width) if self.progress is not None else wording.WIDTH
+        return min(WIDTH, self.progress.console.width) if self.progress is not None else WIDTH
 
     def __enter__(self) -> Screen:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a character that cannot be shown must not end a training
@@ -102,7 +125,7 @@ class Status:
         if (progress := self._screen.progress) is None:
             return
         figures, width = self.figures, self._screen.width - _LIVE_EXTRA - len(self._name)
-        words = wording.step_line(figures, max(width, 0)) if figures and self.stage is None else self.stage or ""
+        words = step_line(figures, max(width, 0)) if figures and self.stage is None else self.stage or ""
         description = "  ".join(filter(None, (self._name, words)))
         step, steps = figures.get("step", 0), figures.get("steps")
         with _UNREAD:
@@ -115,3 +138,67 @@ class Status:
         if self._screen.progress is not None and self._task is not None:
             with _UNREAD:
                 self._screen.progress.remove_task(self._task)
+
+
+@contextlib.contextmanager
+def progress(doing: str, unit: str) -> Iterator[Callable[[float, float], None]]:
+    """Shows on standard error how much is done, of how much: a bar on a terminal, else a line every few seconds."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console, printed = Console(stderr=True, highlight=False), time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        if bar.disable:
+            console.print(f"{doing} ...")
+
+        def show(done: float, total: float) -> None:
+            nonlocal printed
+            bar.update(task, completed=done, total=total)
+            if bar.disable and time.monotonic() - printed >= _LINE_EVERY_S:
+                printed = time.monotonic()
+                console.print(f"{doing}: {done:,.0f} of {total:,.0f} {unit}")
+
+        yield show
+
+
+def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
+    """A log interval: the event `step` of `megatron.TOLD`."""
+    step, steps = event["step"], event.get("steps")
+    shown = {"step": f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"}
+    shown |= {name: write(event[name]) for name, write in _FIGURES.items() if event.get(name) is not None}
+    for spare in _SPARE:
+        if len("  ".join(shown.values())) > width:
+            shown.pop(spare, None)
+    return "  ".join(shown.values())[:width]
+
+
+def validation_line(event: Mapping[str, Any]) -> str:
+    """An evaluation: the event `validation`."""
+    loss = event["loss"]
+    perplexity = f"  perplexity {math.exp(loss):,.2f}" if loss < 20 else ""
+    return f"{event['what']} {_loss(loss)}{perplexity}  at step {event['step']:,}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not a number"
+
+
+def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> str:
+    """A note in lines; words, paths and flags stay whole."""
+    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and bytes that are no text, as Python writes them."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds, 2:41, with hours and days where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02} h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,1 +1,0 @@
-"""`megatron-muon submit`: runs as jobs of SLURM."""
