@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.training import global_vars
 
-from megatron_muon.core.metrics import _StepProbe
+from megatron_muon.core.probe import _StepProbe
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.patches import monitoring
 from megatron_muon.tools.train.events import read_events
