@@ -1,4 +1,4 @@
-"""`megatron-muon plan`: the shipped models at every size, a captured layout, and what users get wrong."""
+"""`megatron-muon plan` and `rehearse`: the shipped models at every size, what agrees, and what users get wrong."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.core import newton_schulz
+from megatron_muon.core import plan as core_plan
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
+from megatron_muon.core.exchange import Exchange
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
@@ -21,12 +23,12 @@ from megatron_muon.tools.plan import command as plan_command
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_group
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-QUICKSTART = CONFIGS / "quickstart.yaml"
+OF_QUICKSTART = ("--config", CONFIGS / "quickstart.yaml", "--world-size")
 
 
-def planned(tmp_path: Path, *argv: object) -> dict[str, Any]:
-    target = tmp_path / "plan.json"
-    assert cli.main(["plan", *map(str, argv), "--json", str(target)]) == 0
+def planned(tmp_path: Path, *argv: object, command: str = "plan", status: int = 0) -> dict[str, Any]:
+    target = tmp_path / "figures.json"
+    assert cli.main([command, *map(str, argv), "--json", str(target)]) == status
     read: dict[str, Any] = json.loads(target.read_text("utf-8"))
     return read
 
@@ -206,22 +208,25 @@ def test_configs_that_cannot_be_planned(
 
 
 @pytest.mark.parametrize(
-    ("argv", "text"),
+    ("command", "argv", "text"),
     [
-        (("--world-size", 2), "one of the arguments --config --hf is required"),
-        (("--config", QUICKSTART), "the following arguments are required: --world-size"),
-        (("--config", QUICKSTART, "--world-size", 2**21), "--world-size must be at most 1,048,576"),
-        (("--config", QUICKSTART, "--world-size", 2, "--muon-team-sise", 2), "did you mean --muon-team-size?"),
-        (("--config", QUICKSTART, "--world-size", 2, "--muon-exchange-buffer-mb", 0), "-buffer-mb 0 is out of range"),
-        (("--config", QUICKSTART, "--world-size", 2, "--mfu", 1.5), "--mfu must be above 0 and at most 1, got 1.5"),
-        (("--config", QUICKSTART, "--world-size", 2, "--json", "no/plan.json"), "cannot write"),
-        (("--hf", "model", "--world-size", 2, "--muon-ns", "gram"), "leave --muon-ns gram out"),
+        ("plan", ("--world-size", 2), "one of the arguments --config --hf is required"),
+        ("plan", OF_QUICKSTART[:2], "the following arguments are required: --world-size"),
+        ("plan", (*OF_QUICKSTART, 2**21), "--world-size must be at most 1,048,576"),
+        ("plan", (*OF_QUICKSTART, 2, "--muon-team-sise", 2), "did you mean --muon-team-size?"),
+        ("plan", (*OF_QUICKSTART, 2, "--muon-exchange-buffer-mb", 0), "-buffer-mb 0 is out of range"),
+        ("plan", (*OF_QUICKSTART, 2, "--mfu", 1.5), "--mfu must be above 0 and at most 1, got 1.5"),
+        ("plan", (*OF_QUICKSTART, 2, "--json", "no/plan.json"), "cannot write"),
+        ("plan", ("--hf", "model", "--world-size", 2, "--muon-ns", "gram"), "leave --muon-ns gram out"),
+        ("rehearse", (*OF_QUICKSTART, 4, "--ranks", 0, 4), "--ranks 4 is not a rank of 4"),
+        ("rehearse", (*OF_QUICKSTART, 0), "must be a whole number of at least 1"),
+        ("rehearse", (*OF_QUICKSTART, 2, "--muon-exchange", "allgather"), "allgather is not rehearsed"),
     ],
 )
 def test_arguments_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], argv: tuple[object, ...], text: str
+    capsys: pytest.CaptureFixture[str], command: str, argv: tuple[object, ...], text: str
 ) -> None:
-    assert cli.main(["plan", *map(str, argv)]) == 2
+    assert cli.main([command, *map(str, argv)]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -249,3 +254,57 @@ def test_a_plan_names_the_owners_that_training_would(
         if name == "llama3-8b" and products is DENSE:
             wrong = [sum(other.flops(*block) for block in matrix.blocks) for matrix in layout.matrices]
             assert make_plan(layout, wrong, memory=memory, rules=rules).owners != trained.owners
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("quickstart", 4),
+        pytest.param("quickstart", 2, marks=pytest.mark.wide),
+        pytest.param("llama3-8b", 8, marks=pytest.mark.wide),
+        pytest.param("llama3-8b", 64, marks=pytest.mark.wide),
+    ],
+)
+def test_plan_and_rehearsal_agree(tmp_path: Path, name: str, world_size: int) -> None:
+    """Bytes and products to the last one; memory within 10 %. Plans counted 1.4 to 3 times what a step takes."""
+    figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size, command="rehearse")
+    expected, found = figures["planned"], figures["rehearsed"]
+    assert found["received_bytes"] == expected["received_bytes"] > 0
+    assert found["extra_bytes"] == pytest.approx(expected["extra_bytes"], rel=0.1)
+    assert found["flops"] == pytest.approx(expected["flops"], rel=1e-6)
+    assert [rank["rank"] for rank in figures["by_rank"]] == list(range(world_size))
+
+
+def test_ranks_that_do_not_agree_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = Exchange.__init__
+
+    def swapped(exchange: Exchange, *args: Any, **kwargs: Any) -> None:
+        make(exchange, *args, **kwargs)
+        if exchange._rank == 2:
+            exchange._waves[:2] = exchange._waves[1::-1]
+
+    monkeypatch.setattr(Exchange, "__init__", swapped)
+    monkeypatch.setattr(core_plan, "SMALL_BYTES", 0)  # several waves
+    argv = (*OF_QUICKSTART, 4)
+    figures = planned(tmp_path, *argv, command="rehearse", status=1)
+    assert figures["findings"]
+    assert all(finding["check"] == "bytes" and 2 in finding["ranks"] for finding in figures["findings"])
+    out = capsys.readouterr().out
+    assert "bytes, ranks 0, 2: step 0" in out or "bytes, ranks 2, 0: step 0" in out
+    assert "agree" not in out.splitlines()[-1]
+
+
+def test_a_file_that_cannot_be_written_loses_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    argv = (*OF_QUICKSTART, 4, "--ranks", 3, 1, "--node-ranks", 2)
+    assert cli.main(["rehearse", *map(str, argv), "--json", str(tmp_path / "missing" / "step.json")]) == 2
+    out, error = capsys.readouterr()
+    assert "ranks, layout and plan agree" in out
+    assert "2 of 4 ranks" in out
+    assert "what the other ranks send" in out
+    assert "rehearsing ...\n" in error
+    assert "cannot write" in error.splitlines()[-1]
+    assert not [one for one in recwarn if issubclass(one.category, FutureWarning)]
