@@ -37,32 +37,6 @@ def buffers():
     return module
 
 
-@pytest.fixture
-def owner():
-    return SimpleNamespace(__name__="owner", value=1, function=lambda group, device: (group, device))
-
-
-def test_patches_restore_the_very_objects(owner):
-    before = dict(vars(owner))
-    patches = Patches()
-    patches.replace(owner, "value", 2)
-    patches.wrap(owner, "function", lambda original: lambda *args: original(*args)[::-1], takes=("group",))
-    patches.replace(owner, "value", 3)
-    assert (owner.value, owner.function("a", "b")) == (3, ("b", "a"))
-    patches.undo()
-    assert vars(owner) == before
-    assert owner.function is before["function"]
-
-
-def test_a_changed_signature_is_refused_and_nothing_changes(owner):
-    function = owner.function
-    with pytest.raises(RuntimeError, match=r"owner\.function: it accepts group, device, without async_ops"):
-        Patches().replace(owner, "function", print, takes=("group", "async_ops"))
-    assert owner.function is function
-    with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
-        Patches().wrap(owner, "gone", lambda original: original)
-
-
 def surroundings(buffers):
     import torch._dynamo.config as dynamo_config
     from megatron.core.datasets import utils as dataset_utils
