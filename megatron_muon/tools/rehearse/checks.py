@@ -185,6 +185,6 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
             if taken > allowed + SLACK_BYTES:
                 text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
                 yield Finding("memory", own, text)
-        if last.extra_bytes > TOLERANCE * (allowed := planned["extra_bytes"]) + SLACK_BYTES:
+        if last.extra_bytes > TOLERANCE * planned["extra_bytes"] + SLACK_BYTES:
             text = f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state"
-            yield Finding("memory", own, f"{text}; the plan says at most {allowed:,}")
+            yield Finding("memory", own, f"{text}; the plan says at most {planned['extra_bytes']:,}")

@@ -94,7 +94,7 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
 
 
 def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
-    """The same, in a world and on a machine that are there."""
+    """Build the optimizers of the recorder's rank and take two steps, in a world and on a machine that are there."""
     config, device, trace = rehearsal.settings, machine.DEVICE, recorder.trace
     chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))  # of a model, as far as a chain asks
     chunk.module, chunk.install_optimized_model_weights, chunk.start_param_sync = chunk, lambda: None, lambda: None
