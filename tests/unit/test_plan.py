@@ -119,7 +119,7 @@ def test_without_a_number_a_step_takes_what_it_needs(layout: Layout) -> None:
 @given(layouts())
 def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
     iteration = Iteration(method="standard", precision="highest")
-    figures = plan_group(Group("layout", layout), Settings(None, "fp32", iteration), HARDWARE["cpu-2core"])
+    figures = plan_group(Group("layout", layout), Settings(None, Memory(4, iteration)), HARDWARE["cpu-2core"])
     assert figures.plan == make_plan(layout, costs(layout), memory=Memory(4, iteration))
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
     whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3

@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks import plans
 from megatron_muon import cpu
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.memory import Memory
 from megatron_muon.settings import MuonSettings
 from megatron_muon.tools.plan import training_step
 from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, Settings
 from megatron_muon.tools.plan.training_step import Model, Parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SETTINGS = Settings(256, "bf16", Iteration())
+SETTINGS = Settings(256, Memory(2))
 TINY = Model(
     parameters=(Parameters(1_600_000, 1_200_000, 1, 16),),
     copies=1,

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_muon import shipped
 from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix
-from megatron_muon.core.memory import moment_bytes
+from megatron_muon.core.memory import Memory, moment_bytes
 from megatron_muon.core.plan import all_gather_bytes
 from megatron_muon.errors import UserError, install, quiet_imports
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
@@ -130,16 +130,12 @@ def read_config(
 
 def settings_of(config: Any, hardware: Hardware) -> Settings:
     """The settings of a `MuonOptimizerConfig` that `check_supported` has let pass, on a machine."""
-    iteration = iteration_of(config)
+    iteration = hardware.iterate(iteration_of(config))
     adaptive, cautious = config.optimizer == "adaptive_muon", config.muon_cautious_weight_decay
-    exchanged = {"auto": "bf16" if iteration.half else "fp32"}
-    return Settings(
-        buffer_mb=config.muon_exchange_buffer_mb,
-        exchange_dtype=exchanged.get(config.muon_exchange_dtype, config.muon_exchange_dtype),
-        iteration=hardware.iterate(iteration),
-        team_size="1" if needs_whole_updates(config) else config.muon_team_size,
-        moment=moment_bytes(config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious),
-    )
+    exchanged = {"auto": iteration.half, "bf16": True, "fp32": False}[config.muon_exchange_dtype]
+    moment = moment_bytes(config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious)
+    team_size = "1" if needs_whole_updates(config) else config.muon_team_size
+    return Settings(config.muon_exchange_buffer_mb, Memory(2 if exchanged else 4, iteration, moment), team_size)
 
 
 def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[Settings, list[Group]]:
@@ -179,7 +175,7 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[
     shapes = {p: (p.shape[0], p.shape[1]) for group in selection.muon for p in group["params"]}
     cut = {shape: placed_shards(shape, np.arange(world_size), [Shard(0)]) for shape in set(shapes.values())}
     layout = Layout(world_size, tuple(Matrix(selection.names[p], shape, cut[shape]) for p, shape in shapes.items()))
-    return Settings(None, "bf16", hardware.iterate(arguments.iteration_of())), [Group("fully_shard", layout)]
+    return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
 
 
 def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, hardware: Hardware) -> Figures:
@@ -196,11 +192,11 @@ def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, h
         "node_ranks": hardware.node_ranks,
         "settings": {
             "buffer_mb": settings.buffer_mb,
-            "exchange_dtype": settings.exchange_dtype,
+            "exchange_dtype": "bf16" if settings.memory.element_bytes == 2 else "fp32",
             "team_size": settings.team_size,
-            "ns": settings.iteration.method,
-            "ns_dtype": "bf16" if settings.iteration.half else "fp32",
-            "ns_steps": settings.iteration.steps,
+            "ns": settings.memory.iteration.method,
+            "ns_dtype": "bf16" if settings.memory.iteration.half else "fp32",
+            "ns_steps": settings.memory.iteration.steps,
         },
         **{name: sum(group[name] for group in groups) for name in sums},
         **{name: max(group[name] for group in groups) for name in ("extra_bytes", "buffer_bytes", "peers")},

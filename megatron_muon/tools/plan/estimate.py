@@ -20,7 +20,7 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules, Unmet, refuse_unmet
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Ints, Layout, Matrix
-from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER, Memory, MomentBytes
+from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER, Memory
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
 from megatron_muon.core.slices import BlockSlice
@@ -99,15 +99,8 @@ class Settings:
     """What decides costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
-    exchange_dtype: str  # what travels, "fp32" or "bf16"
-    iteration: Iteration
+    memory: Memory  # what matrices take: by what travels, the iteration and what applies updates
     team_size: str = AUTO
-    moment: MomentBytes = field(default_factory=MomentBytes)  # of second moments and cautious decay
-
-    @property
-    def memory(self) -> Memory:
-        """What matrices take."""
-        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration, self.moment)
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int = 0) -> GroupPlan:
     """Make the plan of a rank's group as training would, and estimate it."""
-    layout, iteration, members = group.layout, settings.iteration, group.members(rank)
+    layout, iteration, members = group.layout, settings.memory.iteration, group.members(rank)
     cost = functools.cache(iteration.flops)
     costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)

@@ -105,7 +105,7 @@ def owner_bytes(settings: Settings) -> int:
     It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
     its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
-    return 9 * settings.memory.element_bytes + 3 * (2 if settings.iteration.half else 4)
+    return 9 * settings.memory.element_bytes + 3 * (2 if settings.memory.iteration.half else 4)
 
 
 def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
