@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, SUM_BYTES, Iteration, ProductCounts
 from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.tools.plan.estimate import HARDWARE, LINK_SHARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.tools.plan.training_step import holder_bytes, owner_bytes
 
@@ -105,7 +106,7 @@ EXPERT_MATRICES: Shapes = 40 * 512 // EXPERT // COPIES * [(2688, 1024), (1024, 2
 def megatron() -> Iterator[Line]:
     """Optimizer steps on 32 GB300 in the three modes of `--muon-tp-mode`."""
     iteration = Iteration("quintic", 5, "medium", STANDARD, DENSE)
-    settings = Settings(1e9, "fp32", iteration, team_size="1")
+    settings = Settings(1e9, Memory(4, iteration), team_size="1")
     domains = (DENSE_MATRICES, TENSOR * REMAT, REMAT), (EXPERT_MATRICES, EXPERT_REMAT, EXPERT_REMAT)
     held = sum(numel(shapes) / ranks for shapes, ranks, _ in domains)
     elementwise_ms = held * (holder_bytes(settings) + owner_bytes(settings)) / GB300.memory_gb_per_s / 1e6
@@ -172,7 +173,7 @@ ACTION = Transformer(18, 1024, 4096, 2048, 256, 0)
 def dmuon_optimizer_ms(shapes: Shapes, parameters: float, ranks: int) -> tuple[float, float]:
     """Milliseconds of the optimizer with AdamW for all, and with DMuon, whose owners have whole gradients already."""
     iteration = OneRestart("polar_express", 5, "medium", GRAM, SYMMETRIC)
-    settings = Settings(1e9, "bf16", iteration, team_size="1")
+    settings = Settings(1e9, Memory(2, iteration), team_size="1")
     owned = planned(shapes, ranks, settings, A800)
     plan = owned.plan
     elements = [0] * ranks

@@ -26,7 +26,7 @@ from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, node_pattern, plan_group
 from megatron_muon.tools.plan.matrices import read_model
-from megatron_muon.tools.rehearse import machine, process_groups
+from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse import rank as of_rank
 from megatron_muon.tools.rehearse.recorder import Recorder
 
@@ -68,12 +68,12 @@ def host_ms(config: Path, ranks: int) -> float:
     narrowed: list[Group] = [replace(group, layout=narrow(group.layout)) for group in groups]
     rehearsal = of_rank.Rehearsal(settings, narrowed, ranks, hardware)
     for group, narrow_one in zip(groups, narrowed, strict=True):
-        key = group.name, node_pattern(group.members(0, ranks), hardware)
+        key = group.name, node_pattern(group.members(0), hardware)
         plan = plan_group(group, settings_of(settings, hardware), hardware).plan
         rehearsal.plans[key] = replace(plan, layout=narrow_one.layout)
     recorder = _Timed()
     with (
-        process_groups.world(ranks, recorder),
+        machine.world(ranks, recorder),
         mock.patch.object(machine, "DEVICE", torch.device("cpu")),
         mock.patch.object(of_rank, "STEPS", STEPS),
         contextlib.redirect_stdout(io.StringIO()),

@@ -10,8 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.layout import Holders, Ints, Layout, RowSplit
+from megatron_muon.core.layout import Ints, Layout, RowSplit
 from megatron_muon.core.slices import Cuts, Team
+
+MESSAGE_US = 2.0
+"""Of a rank for each peer of an all-to-all, whatever the message's size. Assumed, for NCCL's proxy, which posts a send
+and a receive; not in it are the connections and buffers that NCCL makes once for each pair."""
 
 _MAX_CACHED = 2**18
 """Transfers of a wave that are kept, as plans and estimates ask for the same waves again."""
@@ -43,32 +47,22 @@ class Transfers(NamedTuple):
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
 
-class Links(NamedTuple):
-    """How fast ranks exchange: in a node, between nodes, and for each peer, whatever the size of its message."""
-
-    near_gb_per_s: float
-    far_gb_per_s: float
-    message_us: float
-
-    def seconds(self, transfers: Transfers, nodes: Ints, element_bytes: int) -> float:
-        """Of an all-to-all: bytes of the busiest rank over both links at the same time, and its messages."""
-        sources, targets, elements = transfers.between_ranks()
-        ranks, far = len(nodes), nodes[sources] != nodes[targets]
-        pairs = np.unique(sources * ranks + targets)
-        slowest = 0.0
-        for ends, messages in ((sources, pairs // ranks), (targets, pairs % ranks)):
-            near_s, far_s = (
-                np.bincount(ends[part], weights=elements[part], minlength=ranks) * element_bytes / (gb_per_s * 1e9)
-                for part, gb_per_s in ((~far, self.near_gb_per_s), (far, self.far_gb_per_s))
-            )
-            posted_s = self.message_us * 1e-6 * np.bincount(messages, minlength=ranks)
-            slowest = max(slowest, float((posted_s + np.maximum(near_s, far_s)).max(initial=0.0)))
-        return slowest
-
-
-MESSAGE_US = 2.0
-"""Of a rank for each peer of an all-to-all. Assumed, for NCCL's proxy, which posts a send and a receive; not in it are
-the connections and buffers that NCCL makes once for each pair."""
+def all_to_all_s(
+    transfers: Transfers, *, nodes: Ints, element_bytes: int, near_gb_per_s: float, far_gb_per_s: float
+) -> float:
+    """Seconds of an all-to-all: the busiest rank's bytes over both links at once, and its messages."""
+    sources, targets, elements = transfers.between_ranks()
+    ranks, far = len(nodes), nodes[sources] != nodes[targets]
+    pairs = np.unique(sources * ranks + targets)
+    slowest = 0.0
+    for ends, messages in ((sources, pairs // ranks), (targets, pairs % ranks)):
+        near_s, far_s = (
+            np.bincount(ends[part], weights=elements[part], minlength=ranks) * element_bytes / (gb_per_s * 1e9)
+            for part, gb_per_s in ((~far, near_gb_per_s), (far, far_gb_per_s))
+        )
+        posted_s = MESSAGE_US * 1e-6 * np.bincount(messages, minlength=ranks)
+        slowest = max(slowest, float((posted_s + np.maximum(near_s, far_s)).max(initial=0.0)))
+    return slowest
 
 
 class Traffic:
@@ -78,10 +72,6 @@ class Traffic:
         self._layout, self._teams = layout, teams
         self._of_slices: dict[tuple[int, tuple[int, int], RowSplit, Cuts], list[tuple[int, Ints]]] = {}
         self._cached: dict[tuple[bool, tuple[int, ...]], Transfers] = {}
-
-    def holders(self, index: int) -> Holders:
-        """Who holds a matrix."""
-        return self._layout.holders[index]
 
     def gathered(self, indices: Iterable[int]) -> Transfers:
         """Rows of these matrices, from a holder to those that orthogonalise them."""
@@ -96,7 +86,7 @@ class Traffic:
             return self._cached[is_return, indices]
         columns = [(np.empty(0, dtype=np.int64),) * 3]
         for index in indices:
-            held = self.holders(index)
+            held = self._layout.holders[index]
             for owner, elements in self._by_owner(index):
                 others = held.ranks if is_return else held.sources(owner, self._layout.world_size)
                 count = elements[held.numbers] if is_return else elements
@@ -111,7 +101,7 @@ class Traffic:
 
     def _by_owner(self, index: int) -> list[tuple[int, Ints]]:
         """For each slice of a matrix its rank, and how many elements each shard has of it."""
-        matrix, team, held = self._layout.matrices[index], self._teams[index], self.holders(index)
+        matrix, team, held = self._layout.matrices[index], self._teams[index], self._layout.holders[index]
         if team.cuts is None:
             return [(team.ranks[0], held.elements)]
         key = id(matrix.shards), matrix.shape, matrix.split, team.cuts

@@ -41,7 +41,7 @@ def install(*, force: bool = False) -> None:
             "megatron_muon.cpu.install()"
         )
 
-    from megatron_muon.cpu import cuda_api, devices, megatron
+    from megatron_muon.cpu import devices, megatron
     from megatron_muon.errors import quiet_imports
     from megatron_muon.patching import Patches
 
@@ -49,7 +49,7 @@ def install(*, force: bool = False) -> None:
     try:
         # The one that imports megatron-core comes first, so that it picks up no patched functions by name.
         with quiet_imports():
-            for part in (megatron, cuda_api, devices):
+            for part in (megatron, devices):
                 part.install(patches)
     except BaseException:
         patches.undo()

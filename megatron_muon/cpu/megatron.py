@@ -100,7 +100,7 @@ MEGATRON_FSDP = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_f
 def install(patches: Patches) -> None:
     """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker.
 
-    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here anyway (`cuda_api`), so
+    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here anyway (`devices`), so
     it is not decorated at all: torch's compiler takes more than a second to load.
     """
     patches.replace(torch, "compile", _leave_uncompiled)

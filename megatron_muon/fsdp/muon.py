@@ -17,8 +17,8 @@ from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import Matrix, whole
-from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp import shards

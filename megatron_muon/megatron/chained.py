@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
-from megatron_muon.core.probe import span
+from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.builder import ReplicatedMuon

@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
     r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": "unit/test_plan_command.py",
-    r"megatron-muon rehearse --config": "unit/test_rehearse_command.py",
+    r"megatron-muon rehearse --config": "unit/test_plan_command.py",
     r"\./examples/": "functional/test_sweep.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
     r".*--wandb-project": "functional/test_wandb.py",
@@ -64,7 +64,7 @@ LEFT_OUT = {
     r"pip install": "installs packages",
     r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
     r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
-    r".*--peers deepspeed": "needs DeepSpeed; see test_bench_peers.py",
+    r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
 }
 """Commands that are not typed, by a pattern of their beginning, with the reason."""
 

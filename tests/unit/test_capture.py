@@ -26,7 +26,7 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.tools.plan.estimate import HARDWARE
-from megatron_muon.tools.rehearse import machine, process_groups
+from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse.recorder import Recorder
 
 RANKS = 4
@@ -67,7 +67,7 @@ class Enqueued(TorchDispatchMode):
 def on_fake_gpu(**variant: Any) -> Iterator[ShardedMuon]:
     """The Muon of rank 1 of four on fake tensors."""
     recorder = Recorder(1, machine.DEVICE)
-    with process_groups.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
+    with machine.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
         group = dist.new_group(range(RANKS))
         layout = Layout(RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)))
         orthogonalizer = Orthogonalizer(

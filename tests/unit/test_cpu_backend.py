@@ -1,10 +1,11 @@
-"""The CPU backend: it maps devices, refuses where a GPU is, and can be taken back without a trace."""
+"""The CPU backend: it maps devices, refuses where a GPU is, leaves no trace, and keeps freed memory."""
 
+import ctypes
 import itertools
 import logging
 import subprocess
 import sys
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,42 +35,6 @@ def buffers():
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as module
 
     return module
-
-
-# ------------------------------------------------------------------------------------------------ patching
-
-
-def make_owner() -> types.ModuleType:
-    owner = types.ModuleType("owner")
-    owner.value = 1
-    owner.function = lambda group, device: (group, device)
-    return owner
-
-
-def test_patches_restore_the_very_objects():
-    owner = make_owner()
-    before = dict(vars(owner))
-    patches = Patches()
-    patches.replace(owner, "value", 2)
-    patches.wrap(owner, "function", lambda original: lambda *args: original(*args)[::-1], takes=("group",))
-    patches.replace(owner, "value", 3)
-    assert (owner.value, owner.function("a", "b")) == (3, ("b", "a"))
-    patches.undo()
-    assert vars(owner) == before
-    assert owner.function is before["function"]
-
-
-def test_a_changed_signature_is_refused_and_nothing_changes():
-    owner = make_owner()
-    function = owner.function
-    with pytest.raises(RuntimeError, match=r"owner\.function: it accepts group, device, without async_ops"):
-        Patches().replace(owner, "function", print, takes=("group", "async_ops"))
-    assert owner.function is function
-    with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
-        Patches().wrap(owner, "gone", lambda original: original)
-
-
-# ------------------------------------------------------------------------------------------------ install
 
 
 def surroundings(buffers):
@@ -134,12 +99,7 @@ def test_a_failed_install_is_rolled_back(monkeypatch):
     assert torch.cuda.is_available() == REALLY_HAS_CUDA
 
 
-# ------------------------------------------------------------------------------------------------ devices
-
-CUDA_NAMES = ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0]
-
-
-@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0], ids=str)
 def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
     source = torch.arange(6.0)
     made = [
@@ -205,9 +165,6 @@ def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
         dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------------------------------------ torch.cuda
-
-
 def test_one_device_one_stream(backend):
     assert torch.cuda.is_available()
     assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
@@ -237,16 +194,6 @@ def test_memory_is_this_process_rather_than_zero(backend):
     assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
 
 
-def test_the_cuda_generator_is_the_cpu_generator(backend):
-    torch.cuda.manual_seed(5)
-    state = torch.cuda.get_rng_state()
-    first = torch.rand(3)
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(3), first)
-    torch.manual_seed(5)
-    assert torch.equal(torch.rand(3), first)
-
-
 def test_tensor_parallel_ranks_draw_different_numbers(backend):
     """A manual_seed that does nothing gives every tensor-parallel rank the same weights."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -263,7 +210,7 @@ def test_tensor_parallel_ranks_draw_different_numbers(backend):
     (first, outer), (again, _), (other, outer_of_other) = draw(10), draw(10), draw(11)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    torch.manual_seed(1)
+    torch.cuda.manual_seed(1)  # of the one generator there is
     assert torch.equal(outer, torch.rand(4))  # a fork leaves it alone
     assert torch.equal(outer, outer_of_other)
 
@@ -286,9 +233,6 @@ def test_training_does_not_load_the_compiler():
     script = "import sys; from megatron_muon import cpu; cpu.install(); import megatron.training; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {"megatron.training"}
-
-
-# ------------------------------------------------------------------------------------------------ collectives
 
 
 @pytest.fixture
@@ -346,9 +290,6 @@ def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op
     assert [call[:2] for call in recorded] == [(called, dist.ReduceOp.SUM)]
 
 
-# ------------------------------------------------------------------------------------------------ megatron
-
-
 def test_the_persistent_checkpoint_worker_is_refused(backend):
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
@@ -376,3 +317,36 @@ def test_one_generator_for_two_is_nothing_to_warn_of(caplog):
         logger.warning("something else")
     logger.warning("CPU RNG state changed within GPU RNG context")
     assert [record.getMessage()[:14] for record in caplog.records] == ["something else", "CPU RNG state "]
+
+
+FAULTS = """
+import resource, sys
+import torch
+from megatron_muon.cpu import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**22)  # 16 MiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+before = faults()
+kept = keep_freed_memory()
+torch.ones(2**22)
+print(kept, before, faults())
+"""
+
+
+def test_large_tensors_come_from_memory_that_was_kept():
+    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
+    kept, before, after = run.stdout.split()
+    assert kept == "True"
+    assert int(before) > 10 * int(after)
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_the_users_own_setting_stands(name, monkeypatch):
+    monkeypatch.setenv(name, "glibc.malloc.tcache_count=7" if name == "GLIBC_TUNABLES" else "131072")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: pytest.fail("it was changed")))
+    assert not cpu.keep_freed_memory()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.training import global_vars
 
-from megatron_muon.core.metrics import _StepProbe
+from megatron_muon.core.probe import _StepProbe
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.patches import progress
 

@@ -1,23 +1,27 @@
-"""Plans: one owner for each matrix, even loads, waves that carry everything once and fit their buffer."""
+"""Plans: one owner for each matrix, even loads, waves that carry everything once, and the memory that a step takes."""
 
 from __future__ import annotations
 
 import functools
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_muon import cpu
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, plan_group
-from megatron_muon.tools.plan.memory import extra_bytes
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.tools.plan.command import settings_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, extra_bytes, plan_group
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
 from tests.support.buffers import smallest_bytes
 
 STANDARD = Iteration(method="standard")
@@ -115,7 +119,7 @@ def test_without_a_number_a_step_takes_what_it_needs(layout: Layout) -> None:
 @given(layouts())
 def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
     iteration = Iteration(method="standard", precision="highest")
-    figures = plan_group(Group("layout", layout), Settings(None, "fp32", iteration), HARDWARE["cpu-2core"])
+    figures = plan_group(Group("layout", layout), Settings(None, Memory(4, iteration)), HARDWARE["cpu-2core"])
     assert figures.plan == make_plan(layout, costs(layout), memory=Memory(4, iteration))
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
     whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3
@@ -217,3 +221,74 @@ def test_whole_matrices_go_in_parts_of_equal_shapes(shapes: list[tuple[int, int]
     )
     assert len(ample) == min(at_least, len(alike))
     assert max(map(len, ample), default=0) <= min(map(len, ample), default=0) + 1
+
+
+HOLDERS = 3
+MODEL = Layout(
+    HOLDERS,
+    tuple(
+        row_sharded(f"layer{k}.{name}", shape, rows, split)
+        for k in range(4)
+        for name, shape, rows, split in (
+            ("qkv", (1536, 1024), [512, 1000, 24], RowSplit(4, (256, 64, 64))),
+            ("proj", (1024, 1024), [0, 24, 1000], None),
+            ("fc1", (4096, 1024), [1500, 1500, 1096], RowSplit(1, (2048, 2048))),
+            ("fc2", (1024, 4096), [0, 1024, 0], None),
+        )
+    ),
+)
+
+
+CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 0.1}
+ADAMUON, NORMUON = (
+    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method} for method in ("adamuon", "normuon")
+)
+FP32, LARGE = {"muon_exchange_dtype": "fp32"}, {"muon_exchange_buffer_mb": 256.0}
+OFTEN = [
+    {},
+    {"muon_team_size": "2"},
+    {**NORMUON, "muon_exchange_buffer_mb": 144.0},
+]
+SELDOM = [
+    {**FP32, "muon_nesterov": False},
+    ADAMUON,
+    CAUTIOUS,
+    {"muon_hyperball": True, "weight_decay": 0.0},
+    {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
+    {"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0},
+    {"muon_num_ns_steps": 1},
+    {**ADAMUON, "muon_team_size": "2"},
+    {**ADAMUON, **CAUTIOUS},
+    {**NORMUON, **CAUTIOUS, "muon_exchange_buffer_mb": 144.0},
+    {**CAUTIOUS, "muon_team_size": "2"},
+    {**CAUTIOUS, **FP32},
+    {**ADAMUON, **FP32, **LARGE},
+    {**NORMUON, **FP32, **LARGE},
+]
+OLDER = [
+    {"muon_exchange_buffer_mb": 72.0},
+    {"muon_team_size": "2", "muon_ns": "standard"},
+    {"muon_ns": "gram", "muon_num_ns_steps": 2},
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware"),
+    [
+        *((settings, "h100-sxm") for settings in OFTEN),
+        *(pytest.param(settings, "h100-sxm", marks=pytest.mark.wide) for settings in SELDOM),
+        *(pytest.param(settings, "a100-sxm", marks=pytest.mark.wide) for settings in OLDER),
+    ],
+)
+def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str) -> None:
+    cpu.uninstall()
+    config = MuonOptimizerConfig(
+        **{"optimizer": "muon", "lr": 0.01, "muon_exchange_buffer_mb": 112.0, "muon_nesterov": True} | settings
+    )
+    group = Group("dense", MODEL)
+    planned = plan_group(group, settings_of(config, HARDWARE[hardware]), HARDWARE[hardware])
+    rehearsal = Rehearsal(config, [group], HOLDERS, HARDWARE[hardware])
+    for rank in range(HOLDERS):
+        taken = rehearse_rank(rank, rehearsal).steps[-1].extra_bytes
+        assert taken <= planned.plan.buffer_bytes
+        assert planned.extra[rank] == pytest.approx(taken, rel=0.1)

@@ -175,12 +175,7 @@ def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
     of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.matrices}
     assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)
     assert of_dense["decoder.layers.1.mlp.router.weight"] == (0, 1, 8, 9)
-    assert {shard.holders for matrix in experts.matrices for shard in matrix.shards} == {
-        (0, 4),
-        (1, 5),
-        (2, 6),
-        (3, 7),
-    }
+    assert {shard.holders for matrix in experts.matrices for shard in matrix.shards} == {(0, 4), (1, 5), (2, 6), (3, 7)}
 
 
 def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:

@@ -1,9 +1,10 @@
-"""What `megatron-muon rehearse` compares: each check finds the fault that it is for, and nothing where all is well."""
+"""What `megatron-muon rehearse` records and compares: each check finds the fault that it is for, and no other."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, node_pattern
-from megatron_muon.tools.rehearse.checks import Finding, Recorded, check, received_bytes
-from megatron_muon.tools.rehearse.process_groups import RecordingGroup
+from megatron_muon.tools.rehearse import machine
+from megatron_muon.tools.rehearse.checks import Finding, Recorded, check
+from megatron_muon.tools.rehearse.machine import RecordingGroup
 from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
-from megatron_muon.tools.rehearse.recorder import RankTrace
+from megatron_muon.tools.rehearse.recorder import Members, RankTrace, Recorder
 
 H100 = HARDWARE["h100-sxm"]
 RANKS = 4
@@ -54,11 +56,6 @@ def rehearsal(*groups: Group, **settings: Any) -> Rehearsal:
     return Rehearsal(config, groups or (Group("dense", DENSE),), RANKS, H100)
 
 
-def planned(of: Rehearsal) -> list[KindPlan]:
-    settings = settings_of(of.settings, of.hardware)
-    return [KindPlan(group, settings, of.hardware, of.world_size) for group in of.groups]
-
-
 def recorded(
     of: Rehearsal, ranks: Sequence[int] = range(RANKS), odd: tuple[int, Callable[[], RankTrace]] | None = None
 ) -> Recorded:
@@ -66,22 +63,12 @@ def recorded(
     traces = {rank: rehearse_rank(rank, of) for rank in ranks if odd is None or rank != odd[0]}
     if odd is not None:
         traces[odd[0]] = odd[1]()
-    return Recorded(traces, planned(of))
+    settings = settings_of(of.settings, of.hardware)
+    return Recorded(traces, [KindPlan(group, settings, of.hardware) for group in of.groups])
 
 
 def found(findings: Sequence[Finding], name: str) -> list[Finding]:
     return [finding for finding in findings if finding.check == name]
-
-
-def in_first_wave(monkeypatch: pytest.MonkeyPatch, act: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-    """Every rank that is rehearsed from now on acts in `apply`."""
-    apply = ShardedMuon.apply
-
-    def changed(muon: ShardedMuon, chunk: Any) -> None:
-        act([chunk.updates])
-        apply(muon, chunk)
-
-    monkeypatch.setattr(ShardedMuon, "apply", changed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +112,7 @@ def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     """Operations exactly as noted: a change that makes a step launch more has to be seen."""
     for rank, trace in sound.traces.items():
         expected = sound.planned(rank)
-        assert (received_bytes(trace, 1), trace.steps[1].flops) == (expected["received_bytes"], expected["flops"])
+        assert (trace.received_bytes, trace.steps[1].flops) == (expected["received_bytes"], expected["flops"])
         assert (len(trace.steps[1].calls), trace.steps[1].operations) == (4, OPERATIONS[rank])
 
 
@@ -174,9 +161,7 @@ def fail(*_: Any) -> None:
         ("_orthogonalize", fail, "step", "ValueError: no such size (megatron_muon/"),
     ],
 )
-def test_a_rank_that_does_something_else_is_found(
-    monkeypatch: pytest.MonkeyPatch, method: str, instead: Any, name: str, text: str
-) -> None:
+def test_a_rank_that_does_something_else_is_found(method: str, instead: Any, name: str, text: str) -> None:
     def odd() -> RankTrace:
         with Patches() as patches:
             patches.around(Exchange, method)(instead)
@@ -203,21 +188,20 @@ KEPT: list[torch.Tensor] = []
 @pytest.mark.parametrize(
     ("act", "name", "text"),
     [
-        (lambda updates: updates[0].sum().item(), "host", "_local_scalar_dense"),
-        (lambda updates: updates[0].cpu(), "host", "a copy to host memory"),
+        (lambda updates: updates.sum().item(), "host", "_local_scalar_dense"),
+        (lambda updates: updates.cpu(), "host", "a copy to host memory"),
         (lambda updates: torch.cuda.synchronize(), "host", "torch.cuda.synchronize"),
         (lambda updates: torch.cuda.current_stream().synchronize(), "host", "synchronize of a stream"),
         (lambda updates: torch.cuda.Event().synchronize(), "host", "synchronize of a stream or an event"),
-        (lambda updates: updates[0].add_(torch.ones(1).to("cuda")), "host", "a copy from host memory"),
+        (lambda updates: updates.add_(torch.ones(1).to("cuda")), "host", "a copy from host memory"),
         (lambda updates: KEPT.append(torch.zeros(1000, device="cuda")), "leak", "bytes more in use"),
         (lambda updates: torch.zeros(2**22, device="cuda").mul_(2), "memory", "bytes, and may take 419,430"),
     ],
 )
-def test_waits_of_the_host_and_memory_are_found(
-    monkeypatch: pytest.MonkeyPatch, act: Any, name: str, text: str
-) -> None:
-    in_first_wave(monkeypatch, act)
-    finding, *_ = check(recorded(rehearsal(), [2]))
+def test_waits_of_the_host_and_memory_are_found(act: Any, name: str, text: str) -> None:
+    with Patches() as patches:
+        patches.around(ShardedMuon, "apply")(lambda apply, muon, chunk: (act(chunk.updates), apply(muon, chunk)))
+        finding, *_ = check(recorded(rehearsal(), [2]))
     assert (finding.check, finding.ranks) == (name, (2,))
     assert text in finding.text
     KEPT.clear()
@@ -262,21 +246,17 @@ def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_o
     assert set(first.values()) == {"all_reduce"}
 
 
-def in_teams(group: Group, world_size: int, hardware: Hardware, ranks: Sequence[int]) -> tuple[Rehearsal, Recorded]:
-    """The record of ranks that own matrices in teams of two."""
+def in_teams(world_size: int, hardware: Hardware, *, matrices: int, **lie: int) -> Rehearsal:
+    """Of groups of four ranks, which own experts' matrices in teams of two."""
     config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
-    of = Rehearsal(config, [group], world_size, hardware)
-    return of, recorded(of, ranks)
-
-
-def experts(matrices: int, *, stride: int, together: int = 1) -> Group:
     layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(matrices)))
-    return Group("experts", layout, stride=stride, together=together)
+    return Rehearsal(config, [Group("experts", layout, **lie)], world_size, hardware)
 
 
 def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
     """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was handed to all."""
-    of, record = in_teams(experts(2, stride=3), 12, dataclasses.replace(H100, node_ranks=4), range(12))
+    of = in_teams(12, dataclasses.replace(H100, node_ranks=4), matrices=2, stride=3)
+    record = recorded(of, range(12))
     (kind,) = record.plans
     assert [kind.of(rank).plan.teams[0].ranks for rank in range(3)] == [(0, 1), (1, 2), (2, 3)]
     assert check(record) == []
@@ -287,8 +267,82 @@ def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
 
 def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> None:
     """Ranks 0, 1, 16 and 17 are in two nodes; the plan took each of them for a node of its own."""
-    group = experts(6, stride=8, together=2)
-    assert group.members(0, 32) == [0, 1, 16, 17]
-    _, record = in_teams(group, 32, H100, [0, 1, 16, 17])
+    of = in_teams(32, H100, matrices=6, stride=8, together=2)
+    assert of.groups[0].members(0) == [0, 1, 16, 17]
+    record = recorded(of, [0, 1, 16, 17])
     assert {team.ranks for team in record.plans[0].of(0).plan.teams} == {(0, 1), (2, 3)}
     assert check(record) == []
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """Rank 2 of 8, on a GPU that is not there."""
+    recorder = Recorder(2, machine.DEVICE)
+    with machine.world(8, recorder), machine.on(H100, recorder):
+        yield recorder
+
+
+def test_collectives_are_recorded_with_their_group(recorder: Recorder) -> None:
+    group, again = dist.new_group([0, 2, 5]), dist.new_group([0, 2, 5])
+    assert (group.rank(), group.size()) == (1, 3)
+    values = torch.zeros(6, device="cuda")
+    with recorder.step():
+        dist.all_reduce(values, group=group)
+        work = dist.all_reduce(values, group=again, async_op=True)
+        dist.all_gather_into_tensor(torch.zeros(18, device="cuda"), values, group=group)
+        dist.all_to_all_single(values, values.clone(), [1, 2, 3], [6, 0, 0], group=group)
+        assert work is not None
+        work.wait()
+    (step,) = recorder.trace.steps
+    assert recorder.trace.groups == [Members(tuple(range(8)), 0), Members((0, 2, 5), 0), Members((0, 2, 5), 1)]
+    assert [(call.group, *call.signature) for call in step.calls] == [
+        (1, "all_reduce", "float32", 24),
+        (2, "all_reduce", "float32", 24),
+        (1, "all_gather", "float32", 24),
+        (1, "all_to_all", "float32", 0),
+    ]
+    sent, received = step.calls[-1].sent, step.calls[-1].received
+    assert sent is not None
+    assert received is not None
+    assert (sent.peers.tolist(), sent.sizes.tolist()) == ([0], [24])
+    assert (received.peers.tolist(), received.sizes.tolist()) == ([0, 1, 2], [4, 8, 12])
+    assert step.waits == [0, 2, 3, 1]
+
+
+def test_what_the_host_tells_is_answered_as_if_all_had_said_it(recorder: Recorder) -> None:
+    """Optimizers compare plans this way while they are made."""
+    mine = torch.tensor([5, 7])
+    everyone = mine.new_empty(16)
+    dist.all_gather_into_tensor(everyone, mine)
+    assert everyone.tolist() == [5, 7] * 8
+    objects = [None] * 8
+    dist.all_gather_object(objects, {"a": 1})
+    assert objects == [{"a": 1}] * 8
+
+
+def test_memory_is_counted_while_something_refers_to_it(recorder: Recorder) -> None:
+    held = torch.zeros(1000, device="cuda")
+    with recorder.step():
+        with recorder.group("dense", kept_bytes=100):
+            more = torch.zeros(500, device="cuda")
+            view = more[10:].view(-1, 7)
+        del more
+        other = torch.ones(100, device="cuda")
+        del view, other
+        kept = held + 1
+    (step,) = recorder.trace.steps
+    assert (step.begin_bytes, step.end_bytes) == (4000, 4000 + 4 * kept.numel())
+    assert step.extra_bytes == step.taken["dense"] == 100 + 2000
+    torch.zeros(10**6)  # of the host
+    assert recorder._live_bytes == step.end_bytes
+
+
+def test_a_world_leaves_nothing_behind() -> None:
+    before = torch.cuda.synchronize, sys.excepthook, dist.all_gather_object
+    recorder = Recorder(0, machine.DEVICE)
+    with machine.world(2, recorder), machine.on(HARDWARE["a100-sxm"], recorder):
+        assert torch.cuda.get_device_capability() == (8, 0)
+        assert dist.get_world_size() == 2
+    assert before == (torch.cuda.synchronize, sys.excepthook, dist.all_gather_object)
+    assert not dist.is_initialized()
+    assert torch.zeros(2).sum().item() == 0.0

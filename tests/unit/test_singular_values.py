@@ -159,15 +159,12 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"coefficient_type": "cans"},
-            "--muon-coefficient-type cans is not stable with --muon-fp32-matmul-prec medium; use highest",
-        ),
+        ({"coefficient_type": "cans"}, "cans is not stable with --muon-fp32-matmul-prec medium; use highest"),
         ({"coefficient_type": "cans", "precision": "high"}, "cans is not stable with .* high; use highest"),
         ({"coefficient_type": "aol"}, "--muon-coefficient-type aol turns updates round .* such as quintic"),
         (
             {"coefficient_type": "polar_express", "steps": 4},
-            "--muon-num-ns-steps 4 is not proven with .* polar_express; choose one of 5, 6, 7, 8, 9, 10, 11, 12;",
+            "steps 4 is not proven .*; choose one of 5, 6, 7, 8,",
         ),
         ({"steps": 6}, "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5, 8, 9, 10;"),
         ({"steps": 0}, "--muon-num-ns-steps 0 is out of range"),

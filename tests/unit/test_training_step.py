@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks import plans
 from megatron_muon import cpu
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.memory import Memory
 from megatron_muon.settings import MuonSettings
 from megatron_muon.tools.plan import training_step
 from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, Settings
 from megatron_muon.tools.plan.training_step import Model, Parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SETTINGS = Settings(256, "bf16", Iteration())
+SETTINGS = Settings(256, Memory(2))
 TINY = Model(
     parameters=(Parameters(1_600_000, 1_200_000, 1, 16),),
     copies=1,
@@ -28,7 +28,7 @@ TINY = Model(
     micro_batch=1,
     replicas=16,
     strategy="optim_grads_params",
-    half=True,
+    weight_bytes=2,
     reduced_bytes=4,
 )
 
@@ -47,7 +47,7 @@ def read_model(path: Path, world_size: int) -> Model:
     cpu.install(force=True)
     from megatron_muon.tools.plan.matrices import read_model
 
-    return read_model(path, world_size).model
+    return read_model(path, world_size)[2]
 
 
 def simulate(model: Model = TINY, mfu: float = 0.5, **changes: Any) -> tuple[dict[str, Any], list[str]]:
@@ -70,7 +70,7 @@ def test_a_dense_model_computes_and_holds_what_its_sizes_say() -> None:
     assert dense.count == 8_030_261_248
     causal_attention = layers * 2 * length * hidden  # scores and values, half of each
     assert model.sequence_flops == 3 * length * (2 * (layers * layer + vocabulary * hidden) + causal_attention)
-    assert (model.global_batch, model.replicas, model.half, model.reduced_bytes) == (512, 1024, True, 4)
+    assert (model.global_batch, model.replicas, model.weight_bytes, model.reduced_bytes) == (512, 1024, 2, 4)
 
 
 def test_a_mixture_computes_with_the_experts_of_a_token_and_holds_all(tmp_path: Path) -> None:

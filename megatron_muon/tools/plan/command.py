@@ -1,25 +1,28 @@
-"""`megatron-muon plan`: makes the plan of a run on paper, and says whether it fits, and how long a step may take."""
+"""`megatron-muon plan`: makes the plan of a run on paper, and says whether it fits, and how long a step may take.
+
+Its figures have the form of the JSON file; the page shows memory, time and Muon's step first.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_muon import shipped
 from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix
-from megatron_muon.core.memory import moment_bytes
+from megatron_muon.core.memory import Memory, moment_bytes
+from megatron_muon.core.plan import all_gather_bytes
 from megatron_muon.errors import UserError, install, quiet_imports
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
-from megatron_muon.tools.plan import page, training_step
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, Settings, plan_kinds
-from megatron_muon.tools.plan.training_step import Planned
+from megatron_muon.tools.plan import training_step
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, GroupPlan, Hardware, KindPlan, Settings, plan_kinds
 
 EXAMPLES = """\
 examples:
@@ -28,6 +31,16 @@ examples:
   megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --details --json plan.json
   megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64   (FSDP2, for megatron_muon.Muon)
 """
+
+Figures = dict[str, Any]
+_MEMORY = {
+    "weights": "weights and fp32 main weights",
+    "gradients": "gradients",
+    "state": "optimizer state",
+    "activations": "activations",
+    "step": "Muon's step",
+    "total": "in all",
+}
 
 DESCRIPTION = """\
 Plan a run with Muon on paper: whether it fits a GPU, how long a step may take, who orthogonalises what.
@@ -54,7 +67,7 @@ def configure(parser: CommandParser) -> None:
 
 
 def add_run(parser: CommandParser, machines: Sequence[str]) -> None:
-    """Adds the arguments that say what run is meant: its ranks, its machine, other flags than the file's."""
+    """Adds the arguments that name the run: its ranks, its machine, other flags than the file's."""
     add = parser.add_argument
     add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
     add("--hardware", choices=machines, default=machines[0], metavar="NAME",
@@ -65,7 +78,7 @@ def add_run(parser: CommandParser, machines: Sequence[str]) -> None:
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
-    """The machine that is asked for, with nodes as the run has them."""
+    """The machine that `args` name, with nodes as the run has them."""
     if args.world_size > MAX_RANKS:
         raise UserError(f"--world-size must be at most {MAX_RANKS:,}, got {args.world_size}")
     hardware = HARDWARE[args.hardware]
@@ -84,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--hf plans with the defaults of megatron_muon.Muon; leave {' '.join(args.flags)} out")
     else:
         settings, groups = read_transformers(args.hf, args.world_size, hardware)
-    kinds, unmet = plan_kinds(groups, settings, hardware, args.world_size)
-    figures = {**page.figures_of(kinds, args.world_size, settings, hardware), "notes": unmet}
+    kinds, unmet = plan_kinds(groups, settings, hardware)
+    figures = {**figures_of(kinds, args.world_size, settings, hardware), "notes": unmet}
     if model is not None and not hardware.processor:
         figures["memory"] = training_step.memory(model, config, figures["extra_bytes"], hardware)
         if model.global_batch is not None:
@@ -94,12 +107,14 @@ def run(args: argparse.Namespace) -> int:
             )
             figures["notes"] += warnings
     write_json(args.json, figures)
-    page.show(figures, str(args.config or args.hf), details=args.details)
+    show(figures, str(args.config or args.hf), details=args.details)
     return 0
 
 
-def read_config(config: Path, world_size: int, hardware: Hardware, flags: Sequence[str] = ()) -> Planned:
-    """What is planned of an experiment file with other flags; leaves the CPU standing in for a GPU."""
+def read_config(
+    config: Path, world_size: int, hardware: Hardware, flags: Sequence[str] = ()
+) -> tuple[Any, list[Group], training_step.Model]:
+    """`matrices.read_model` of an experiment file with other flags; leaves the CPU standing in for a GPU."""
     shipped.require(config)
     gc.disable()  # to look again and again through what imports make takes it half a second
     try:
@@ -114,17 +129,13 @@ def read_config(config: Path, world_size: int, hardware: Hardware, flags: Sequen
 
 
 def settings_of(config: Any, hardware: Hardware) -> Settings:
-    """The settings of a `MuonOptimizerConfig`, which `check_supported` has let pass, on a machine."""
-    iteration = iteration_of(config)
+    """The settings of a `MuonOptimizerConfig` that `check_supported` has let pass, on a machine."""
+    iteration = hardware.iterate(iteration_of(config))
     adaptive, cautious = config.optimizer == "adaptive_muon", config.muon_cautious_weight_decay
-    exchanged = {"auto": "bf16" if iteration.half else "fp32"}
-    return Settings(
-        buffer_mb=config.muon_exchange_buffer_mb,
-        exchange_dtype=exchanged.get(config.muon_exchange_dtype, config.muon_exchange_dtype),
-        iteration=replace(iteration, products=hardware.products(half=iteration.half)),
-        team_size="1" if needs_whole_updates(config) else config.muon_team_size,
-        moment=moment_bytes(config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious),
-    )
+    exchanged = {"auto": iteration.half, "bf16": True, "fp32": False}[config.muon_exchange_dtype]
+    moment = moment_bytes(config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious)
+    team_size = "1" if needs_whole_updates(config) else config.muon_team_size
+    return Settings(config.muon_exchange_buffer_mb, Memory(2 if exchanged else 4, iteration, moment), team_size)
 
 
 def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[Settings, list[Group]]:
@@ -164,6 +175,141 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[
     shapes = {p: (p.shape[0], p.shape[1]) for group in selection.muon for p in group["params"]}
     cut = {shape: placed_shards(shape, np.arange(world_size), [Shard(0)]) for shape in set(shapes.values())}
     layout = Layout(world_size, tuple(Matrix(selection.names[p], shape, cut[shape]) for p, shape in shapes.items()))
-    iteration = arguments.iteration_of()
-    products = hardware.products(half=iteration.half)
-    return Settings(None, "bf16", replace(iteration, products=products)), [Group("fully_shard", layout)]
+    return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
+
+
+def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, hardware: Hardware) -> Figures:
+    """The figures of rank 0's groups, and of all of them together, which step one by one."""
+    plans = [kind.of(0) for kind in kinds]
+    groups = [_of_group(kind.group.name, item) for kind, item in zip(kinds, plans, strict=True)]
+    loads = [item.plan.loads for item in plans]
+    mean = sum(sum(each) / len(each) for each in loads)
+    sums = ("matrices", "parameters", "waves", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
+    return {
+        "digest": "-".join(item.digest for item in plans),
+        "world_size": world_size,
+        "hardware": hardware.name,
+        "node_ranks": hardware.node_ranks,
+        "settings": {
+            "buffer_mb": settings.buffer_mb,
+            "exchange_dtype": "bf16" if settings.memory.element_bytes == 2 else "fp32",
+            "team_size": settings.team_size,
+            "ns": settings.memory.iteration.method,
+            "ns_dtype": "bf16" if settings.memory.iteration.half else "fp32",
+            "ns_steps": settings.memory.iteration.steps,
+        },
+        **{name: sum(group[name] for group in groups) for name in sums},
+        **{name: max(group[name] for group in groups) for name in ("extra_bytes", "buffer_bytes", "peers")},
+        "exchange_bytes": _received(kinds, world_size),
+        "max_over_mean": sum(map(max, loads)) / mean if mean else 1.0,
+        "groups": groups,
+    }
+
+
+def _received(kinds: Sequence[KindPlan], world_size: int) -> int:
+    """The most bytes that a rank receives in a step of all of its groups."""
+    received = [0] * world_size
+    for kind in kinds:
+        left = set(range(world_size))
+        while left:
+            members = kind.group.members(min(left))
+            left -= set(members)
+            for rank, count in zip(members, kind.of(members[0]).received, strict=True):
+                received[rank] += count
+    return max(received, default=0)
+
+
+def _of_group(name: str, item: GroupPlan) -> Figures:
+    plan, layout = item.plan, item.plan.layout
+    return {
+        "name": name,
+        "ranks": layout.world_size,
+        **plan.figures(),
+        "parameters": sum(matrix.numel for matrix in layout.matrices),
+        "allgather_bytes": max(all_gather_bytes(layout, plan.memory.element_bytes)),
+        "extra_bytes": int(item.extra.max(initial=0)),
+        "ns_ms": item.ns_ms,
+        "exchange_ms": item.exchange_ms,
+        "step_ms": item.step_ms,
+    }
+
+
+def show(figures: Figures, source: str, *, details: bool) -> None:
+    """Print the page; with `details` every figure."""
+    memory, step, settings = figures.get("memory"), figures.get("training_step"), figures["settings"]
+    print_line(f"Plan of {source} at {figures['world_size']:,} ranks, {figures['hardware']}", "bold")
+    if memory is not None:
+        rows = [(label, *(size(memory[of][part]) for of in ("adam", "muon"))) for part, label in _MEMORY.items()]
+        print_table(("memory of a GPU", "with Adam", "with Muon"), rows)
+        has = "fits" if memory["fits"] else "DOES NOT FIT"
+        print_line(f"with Muon it {has}: a GPU has {size(memory['capacity'])}\n", "green" if memory["fits"] else "red")
+    if step is not None:
+        both = [step["adam_ms"], step["muon_ms"]]
+        rows = [
+            ("training step", *(duration(each["total"]) for each in both)),
+            ("share waiting for communication", *(f"{each['communication'] / each['total']:.0%}" for each in both)),
+            ("Muon / Adam", "1", f"{step['muon_over_adam']:.4f}"),
+        ]
+        print_table((f"a step of {step['tokens']:,} tokens", "with Adam", "with Muon"), rows)
+        print_line("")
+    rows = [
+        ("step, overlapped", duration(figures["step_ms"])),
+        ("Newton-Schulz", duration(figures["ns_ms"])),
+        ("exchange", duration(figures["exchange_ms"])),
+        ("extra memory, at most", size(figures["extra_bytes"])),
+        ("most received by a rank", size(figures["exchange_bytes"])),
+        ("owners' load, max / mean", f"{figures['max_over_mean']:.3f}"),
+    ]
+    print_table(("Muon's step", "a rank"), rows)
+    print_line(
+        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
+        f"{settings['exchange_dtype']}; nodes of {figures['node_ranks']} ranks; digest {figures['digest']}"
+    )
+    for note in figures["notes"]:
+        print_line(f"warning: {note}", "yellow")
+    if details:
+        print_table(("all figures", ""), _flat(figures))
+
+
+def _flat(figures: Figures, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every figure by its path."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif name == "groups":
+            for group in value:
+                yield from _flat(group, f"{group['name']}.")
+        elif isinstance(value, (int, float)):
+            yield prefix + name, f"{value:,.7g}" if isinstance(value, float) else f"{value:,}"
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table whose first column has labels, the others figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def print_line(text: str, style: str = "dim") -> None:
+    """Print a line, which is not folded."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(highlight=False).print(Text(text, style=style), soft_wrap=True)
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    power = min((max(int(count), 1).bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def duration(ms: float) -> str:
+    """Milliseconds for people."""
+    return f"{ms / 1e3:,.2f} s" if ms >= 1e4 else f"{ms:,.1f} ms"

@@ -2,26 +2,29 @@
 
 The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's products beside
 them. Elementwise work, launches and other traffic are left out. An estimate ranks configurations; `python -m
-benchmarks.step` measures.
+benchmarks.step` measures. Memory adds up the buffers of all ranks' waves that are in use at the same time;
+`megatron-muon rehearse` has the places that buffers get, and a test holds the two within 10 %.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, Unmet, refuse_unmet
-from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
-from megatron_muon.core.layout import Ints, Layout
-from megatron_muon.core.memory import Memory, MomentBytes
-from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.traffic import MESSAGE_US, Links
+from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
+from megatron_muon.core.layout import Ints, Layout, Matrix
+from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER, Memory
+from megatron_muon.core.plan import LIFETIMES, MOMENTS, Plan, make_plan, moments_of, schedule
+from megatron_muon.core.slices import BlockSlice
+from megatron_muon.core.traffic import all_to_all_s
 from megatron_muon.megatron.gpu import BF16_TFLOPS
-from megatron_muon.tools.plan.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -51,18 +54,17 @@ class Hardware:
         return max(self.node_ranks, self.rack_ranks)
 
     def tflops(self, *, half: bool) -> float:
-        """Of products in bf16 where `half`, else in fp32."""
+        """The rate of products in bf16 where `half`, else in fp32."""
         return self.bf16_tflops if half else self.fp32_tflops
 
-    def products(self, *, half: bool) -> Products:
-        """How it forms symmetric products."""
-        if self.processor:
-            return HALVES
-        return KERNEL if self.symmetric_kernel and half else DENSE
+    def iterate(self, iteration: Iteration) -> Iteration:
+        """The iteration with symmetric products as the machine forms them."""
+        of_gpu = KERNEL if self.symmetric_kernel and iteration.half else DENSE
+        return replace(iteration, products=HALVES if self.processor else of_gpu)
 
 
 def _gpu(
-    chip: str, fp32: float, link: float, network: float, memory: float, memory_gb: float, *, rack: int = 0
+    chip: str, fp32: float, link: float, network: float, memory: float, memory_gb: float, rack: int = 0
 ) -> Hardware:
     """A GPU by NVIDIA's data sheet (dense TFLOP/s, GB/s of each link in one direction and of memory, GB of memory)."""
     return Hardware(
@@ -85,7 +87,7 @@ HARDWARE = {
         _gpu("H100", 67, 450, 50, 3350, 80),
         _gpu("H200", 67, 450, 50, 4800, 141),
         _gpu("A100", 19.5, 300, 25, 2039, 80),
-        _gpu("GB300", 80, 900, 100, 8000, 279, rack=72),
+        _gpu("GB300", 80, 900, 100, 8000, 279, 72),
         Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),  # round figures: a core a rank, gloo
     )
 }
@@ -96,15 +98,8 @@ class Settings:
     """What decides costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
-    exchange_dtype: str  # what travels, "fp32" or "bf16"
-    iteration: Iteration
+    memory: Memory  # what matrices take: by what travels, the iteration and what applies updates
     team_size: str = AUTO
-    moment: MomentBytes = field(default_factory=MomentBytes)  # of second moments and cautious decay
-
-    @property
-    def memory(self) -> Memory:
-        """What matrices take."""
-        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration, self.moment)
 
 
 @dataclass(frozen=True)
@@ -116,11 +111,11 @@ class Group:
     stride: int = 1  # groups of this kind that lie side by side in the world
     together: int = 1  # consecutive global ranks in one group
 
-    def members(self, rank: int, world_size: int) -> list[int]:
+    def members(self, rank: int) -> list[int]:
         """The global ranks of the group that `rank` is in, in the order of the group; Megatron orders tp-cp-ep-dp."""
-        ranks = np.arange(world_size).reshape(-1, self.layout.world_size // self.together, self.stride, self.together)
-        block, _, beside, _ = np.unravel_index(rank, ranks.shape)
-        found: list[int] = ranks[block, :, beside].ravel().tolist()
+        size = self.layout.world_size * self.stride  # of ranks whose groups interleave
+        ranks = np.arange(size).reshape(-1, self.stride, self.together) + rank // size * size
+        found: list[int] = ranks[:, rank // self.together % self.stride].ravel().tolist()
         return found
 
 
@@ -128,54 +123,40 @@ class Group:
 class GroupPlan:
     """A group's plan and its figures."""
 
-    group: Group
     plan: Plan
     extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with all overlapped
     unmet: Unmet | None  # a setting that its ranks cannot have
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """The plan's."""
-        return self.plan.digest()
-
-    @functools.cached_property
-    def received(self) -> tuple[int, ...]:
-        """Bytes that each rank receives in a step."""
-        return self.plan.exchanged_bytes()
+    digest: str
+    received: tuple[int, ...]  # bytes that each rank receives in a step
 
 
+@dataclass
 class KindPlan:
     """The plans of all groups of a kind, made when they are asked for: one for each way to lie in nodes."""
 
-    def __init__(self, group: Group, settings: Settings, hardware: Hardware, world_size: int) -> None:
-        self.group, self._settings, self._hardware, self._world_size = group, settings, hardware, world_size
-        self._plans: dict[tuple[int, ...], GroupPlan] = {}
-
-    def members(self, rank: int) -> list[int]:
-        """The global ranks of a rank's group."""
-        return self.group.members(rank, self._world_size)
+    group: Group
+    settings: Settings
+    hardware: Hardware
+    _plans: dict[tuple[int, ...], GroupPlan] = field(default_factory=dict)
 
     def of(self, rank: int) -> GroupPlan:
         """The plan of a rank's group."""
-        members = self.members(rank)
-        pattern = node_pattern(members, self._hardware)
+        pattern = node_pattern(self.group.members(rank), self.hardware)
         if pattern not in self._plans:
-            self._plans[pattern] = plan_group(self.group, self._settings, self._hardware, members)
+            self._plans[pattern] = plan_group(self.group, self.settings, self.hardware, rank)
         return self._plans[pattern]
 
 
-def plan_kinds(
-    groups: Sequence[Group], settings: Settings, hardware: Hardware, world_size: int
-) -> tuple[list[KindPlan], list[str]]:
+def plan_kinds(groups: Sequence[Group], settings: Settings, hardware: Hardware) -> tuple[list[KindPlan], list[str]]:
     """Plan rank 0's group of each kind; the second result names the settings that some of them cannot have.
 
     Raises:
         UserError: no group can have a setting. One of a single rank, which has nothing to share, does not count.
     """
-    kinds = [KindPlan(group, settings, hardware, world_size) for group in groups]
+    kinds = [KindPlan(group, settings, hardware) for group in groups]
     shared = [kind for kind in kinds if kind.group.layout.world_size > 1]
     return kinds, refuse_unmet({kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared})
 
@@ -186,10 +167,9 @@ def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
     return tuple(nodes.tolist())
 
 
-def plan_group(group: Group, settings: Settings, hardware: Hardware, members: Sequence[int] | None = None) -> GroupPlan:
-    """Make a group's plan as training would, and estimate it; `members` are its global ranks, or the first group's."""
-    layout, iteration = group.layout, settings.iteration
-    members = group.members(0, layout.world_size * group.stride) if members is None else members
+def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int = 0) -> GroupPlan:
+    """Make the plan of a rank's group as training would, and estimate it."""
+    layout, iteration, members = group.layout, settings.memory.iteration, group.members(rank)
     cost = functools.cache(iteration.flops)
     costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
@@ -201,22 +181,27 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware, members: Se
     def products_s(indices: Sequence[int]) -> Floats:
         """Seconds that each rank multiplies for the matrices with these indices."""
         of = [plan.teams[index] for index in indices]
-        members = np.array([rank for team in of for rank in team.ranks], dtype=np.int64)
+        owners = np.array([owner for team in of for owner in team.ranks], dtype=np.int64)
         loads = np.array([load for team in of for load in team.loads])
-        return np.bincount(members, weights=loads, minlength=layout.world_size) / rate
+        return np.bincount(owners, weights=loads, minlength=layout.world_size) / rate
 
-    joined = np.asarray(members) // hardware.joined_ranks
-    links = Links(hardware.node_gb_per_s, hardware.network_gb_per_s, MESSAGE_US)
-    seconds_of = functools.partial(links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
+    seconds_of = functools.partial(
+        all_to_all_s,
+        nodes=np.asarray(members) // hardware.joined_ranks,
+        element_bytes=plan.memory.element_bytes,
+        near_gb_per_s=hardware.node_gb_per_s,
+        far_gb_per_s=hardware.network_gb_per_s,
+    )
     each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     return GroupPlan(
-        group=group,
         plan=plan,
         extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(map(sum, each)) * 1e3,
         step_ms=_play(plan, products_s, each) * 1e3,
         unmet=rules.unmet(),
+        digest=plan.digest(),
+        received=plan.exchanged_bytes(),
     )
 
 
@@ -244,3 +229,53 @@ def _play(
         clock[busy] = np.maximum(np.maximum(clock[busy], here) + work[busy], left)
         left = link = max(link, float(clock[busy].max(initial=here))) + exchanges_s[k][1]
     return max(left, float(clock.max()))
+
+
+def extra_bytes(plan: Plan) -> Ints:
+    """The most that each rank's step takes beyond weights, gradients and state, by the lifetimes of buffers."""
+    fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
+    waves = [_buffers(plan, indices) for indices in (*plan.waves, *map(itertools.chain.from_iterable, fillers))]
+    order = schedule(len(plan.waves), len(waves) - len(plan.waves))
+    nothing = np.zeros(plan.layout.world_size, dtype=np.int64)
+    taken = np.zeros((MOMENTS * len(order) + 1, len(nothing)), dtype=np.int64)
+    for when, (buffers, _) in zip(moments_of(order), waves, strict=True):
+        for name, size in buffers.items():
+            (first, after), (last, until) = LIFETIMES[name]
+            taken[when[first] + after : when[last] + until + 1] += size
+    found: Ints = taken.max(axis=0) + np.max([nothing, *(made for _, made in waves)], axis=0)
+    return found
+
+
+def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]:
+    """Bytes on each rank of the buffers of a wave's matrices, and of what is made beside them within the step."""
+    indices, traffic, ranks = tuple(indices), plan.traffic, plan.layout.world_size
+    wire, moment = plan.memory.element_bytes, plan.memory.moment
+    gathered, updates = traffic.gathered(indices), traffic.returned(indices).between_ranks()
+    rows = gathered.between_ranks()
+    held, largest, stacks, work, made = np.zeros((5, ranks), dtype=np.int64)
+    owned: dict[int, tuple[list[Matrix], list[BlockSlice]]] = defaultdict(lambda: ([], []))
+    for index in indices:
+        holders = plan.layout.holders[index]
+        elements = holders.elements[holders.numbers]
+        held[holders.ranks] += elements
+        largest[holders.ranks] = np.maximum(largest[holders.ranks], elements)
+        if plan.teams[index].cuts is None:
+            owned[plan.owners[index]][0].append(plan.layout.matrices[index])
+        else:
+            for block_slice in plan.slices(index):
+                owned[block_slice.rank][1].append(block_slice)
+    for rank, batch in owned.items():
+        stacks[rank], work[rank], made[rank] = plan.memory.of_batch(*batch)
+    chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
+    applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"])) if moment.together else largest
+    sent = rows.sent(ranks)
+    elements_of = {
+        "send": sent,
+        "own": gathered.sent(ranks) - sent,
+        "receive": rows.received(ranks),
+        "back": updates.sent(ranks),
+        "returned": held,
+    }
+    of_rows = {"prepared": ROW_BYTES * chunk, "updates": ROW_BYTES * chunk}
+    travelling = {name: wire * elements for name, elements in elements_of.items()}
+    return {**of_rows, "stacks": stacks, "work": work, **travelling}, np.maximum(made, moment.held * applied)

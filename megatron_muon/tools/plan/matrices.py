@@ -36,7 +36,7 @@ from megatron_muon.megatron.model.selection import muon_matrices, restore_attrib
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
-from megatron_muon.tools.plan.training_step import UNITS, Model, Parameters, Planned
+from megatron_muon.tools.plan.training_step import UNITS, Model, Parameters
 
 LOCAL = {
     "transformer_impl": "local",
@@ -50,7 +50,7 @@ LOCAL = {
 
 
 class _Environment(dict[str, str]):
-    """An environment in which every variable exists; one that does not stands for itself."""
+    """An environment in which every variable exists; one that is not set stands for itself."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -59,15 +59,16 @@ class _Environment(dict[str, str]):
         return f"${{{name}}}"
 
 
-def read_model(path: Path, world_size: int, flags: Sequence[str] = (), *, device: str = "cuda") -> Planned:
+def read_model(
+    path: Path, world_size: int, flags: Sequence[str] = (), *, device: str = "cuda"
+) -> tuple[MuonOptimizerConfig, list[Group], Model]:
     """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model.
 
-    `flags` go before the file's. What says nothing about matrices and ranks need not fit: paths may have placeholders,
-    batches any size, data and tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
+    `flags` win over the file's. Paths may have placeholders, batches any size, data and tokenizer may be missing.
+    `device`, "cuda" or "cpu", is where the run is to be.
 
     Raises:
-        UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
-            shard.
+        UserError: a run with this model, these sizes and Muon is refused, or its strategy cannot be planned.
     """
     args, global_batch = _arguments(path, world_size, flags, device)
     names = {field.name for field in fields(MuonOptimizerConfig)}
@@ -85,11 +86,11 @@ def read_model(path: Path, world_size: int, flags: Sequence[str] = (), *, device
             micro_batch=args.micro_batch_size,
             replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
             strategy=args.data_parallel_sharding_strategy,
-            half=args.bf16,
+            weight_bytes=2 if args.bf16 else 4,
             reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
             activation_bytes=_activation_bytes(counted),
         )
-    return Planned(settings, groups, model)
+    return settings, groups, model
 
 
 def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -> tuple[argparse.Namespace, int | None]:
@@ -225,7 +226,7 @@ def in_buckets(
 
 
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold together.
+    """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold.
 
     As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that is cut is noted.
     """

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Group, Hardware, Settings
+from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, Settings
 
 MFU = 0.45
 """Part of the data sheet's rate that model FLOPs reach in forward and backward.
@@ -66,14 +66,9 @@ class Model:
     micro_batch: int  # sequences of a data-parallel rank at a time
     replicas: int  # data-parallel ranks
     strategy: str  # --data-parallel-sharding-strategy
-    half: bool  # trains in bf16, and not in fp32
+    weight_bytes: int  # of an element of the weights when they are gathered: 2 in bf16
     reduced_bytes: int  # of an element of the gradients when they are reduced
     activation_bytes: float = 0.0  # of a micro-batch on a rank
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of an element of the weights that are gathered."""
-        return 2 if self.half else 4
 
     def held(self, name: str = "count") -> float:
         """Parameters of a rank's shards; of "muon", those in Muon's matrices."""
@@ -99,19 +94,8 @@ class Model:
         return seconds
 
 
-class Planned(NamedTuple):
-    """What is planned of an experiment file: its `MuonOptimizerConfig`, its groups, its model."""
-
-    config: Any
-    groups: list[Group]
-    model: Model
-
-
 def holder_bytes(settings: Settings) -> int:
-    """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step.
-
-    Momentum, what travels and back, and applying.
-    """
+    """Bytes that a parameter of Muon's moves in its holder's memory in a step: momentum, there and back, applying."""
     return MOMENTUM_BYTES + 2 * settings.memory.element_bytes + APPLY_BYTES
 
 
@@ -121,7 +105,7 @@ def owner_bytes(settings: Settings) -> int:
     It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
     its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
-    return 9 * settings.memory.element_bytes + 3 * (2 if settings.iteration.half else 4)
+    return 9 * settings.memory.element_bytes + 3 * (2 if settings.memory.iteration.half else 4)
 
 
 def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
@@ -158,12 +142,12 @@ def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> di
 def simulate(
     model: Model, plan: Mapping[str, Any], *, settings: Settings, hardware: Hardware, mfu: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Milliseconds of a training step with Adam and with Muon, part by part, and what they assume; warnings.
+    """Milliseconds of a step of the model's batch with Adam and with Muon, and what they assume; warnings.
 
-    `plan` has the figures of the plan. The model has a batch.
+    `plan` has the figures of the plan.
     """
     assert model.global_batch is not None
-    peak_tflops = hardware.tflops(half=model.half) / PRODUCT_SHARE
+    peak_tflops = hardware.tflops(half=model.weight_bytes == 2) / PRODUCT_SHARE
     flops = model.sequence_flops * model.global_batch  # by Megatron's count: causal attention, no recomputation
     compute_ms = flops / (plan["world_size"] * peak_tflops * 1e12 * mfu) * 1e3
     sequences = model.global_batch / model.replicas

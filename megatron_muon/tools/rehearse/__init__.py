@@ -1,1 +1,1 @@
-"""`megatron-muon rehearse`: every rank's real optimizer, on fake tensors, recorded, compared and played back."""
+"""`megatron-muon rehearse`: every rank's real optimizer, on fake tensors, recorded and compared."""

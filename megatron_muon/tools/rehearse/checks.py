@@ -1,7 +1,4 @@
-"""Compares what ranks recorded: with each other, with the layout, and with the plan.
-
-Where only some ranks were rehearsed, those are compared that were.
-"""
+"""Compares what ranks recorded, all or some: with each other, with the layout, and with the plan."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ import numpy as np
 
 from megatron_muon.tools.plan.estimate import KindPlan
 from megatron_muon.tools.rehearse.rank import STEPS
-from megatron_muon.tools.rehearse.recorder import Call, Members, RankTrace, Wait
+from megatron_muon.tools.rehearse.recorder import Call, Members, RankTrace
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
-_SHOWN = 3
+_MAX_PAIRS = 3
 """Pairs of ranks of a collective that are reported."""
 
 
@@ -40,7 +37,7 @@ class Recorded:
 
     def planned(self, rank: int) -> dict[str, Any]:
         """What the plans of a rank's groups, which step one by one, say of it."""
-        each = [(kind.of(rank), kind.members(rank).index(rank)) for kind in self.plans]
+        each = [(kind.of(rank), kind.group.members(rank).index(rank)) for kind in self.plans]
         return {
             "digest": "-".join(item.digest for item, _ in each),
             "received_bytes": sum(item.received[place] for item, place in each),
@@ -81,11 +78,8 @@ def order(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Fi
         for rank in others:
             for number, (one, other) in enumerate(itertools.zip_longest(by_rank[first], by_rank[rank])):
                 if one is None or other is None or one.signature != other.signature:
-                    text = (
-                        f"step {step}, collective {number} of their group: rank {first} starts {_said(one)}, rank "
-                        f"{rank} {_said(other)}"
-                    )
-                    yield Finding("order", (first, rank), text)
+                    both = f"rank {first} starts {_said(one)}, rank {rank} {_said(other)}"
+                    yield Finding("order", (first, rank), f"step {step}, collective {number} of their group: {both}")
                     break
 
 
@@ -99,15 +93,15 @@ def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
     """No rank waits for a collective that another one does not start, as where two take their groups in two orders."""
     events = {rank: iter(trace.steps[step].events) for rank, trace in recorded.traces.items()}
     started: dict[int, list[tuple[Members, int]]] = {rank: [] for rank in events}  # with their numbers in the group
-    counts: Counter[tuple[int, Members]] = Counter()
+    counts = Counter[tuple[int, Members]]()
     absent: dict[tuple[Members, int], set[int]] = {}  # recorded members that have not started it
     waiting: dict[int, tuple[Members, int]] = {}
     running = set(events)
     while running:
         for rank in running:
             for event in events[rank]:
-                if isinstance(event, Wait):
-                    waiting[rank] = started[rank][event.call]
+                if isinstance(event, int):
+                    waiting[rank] = started[rank][event]
                     break
                 members = recorded.traces[rank].groups[event.group]
                 key = members, counts[rank, members]
@@ -130,13 +124,10 @@ def pairs(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Fi
     for members, by_rank in calls.items():
         for number, each in enumerate(zip(*by_rank.values(), strict=False)):
             of_places = dict(zip(map(members.ranks.index, by_rank), each, strict=True))
-            for source, target, sent, expected in itertools.islice(_unlike(of_places, sorted(of_places)), _SHOWN):
+            for source, target, sent, expected in itertools.islice(_unlike(of_places, sorted(of_places)), _MAX_PAIRS):
                 ranks = members.ranks[source], members.ranks[target]
-                text = (
-                    f"step {step}, collective {number} of their group: rank {ranks[0]} sends {sent:,} bytes to rank "
-                    f"{ranks[1]}, which expects {expected:,}"
-                )
-                yield Finding("bytes", ranks, text)
+                both = f"rank {ranks[0]} sends {sent:,} bytes to rank {ranks[1]}, which expects {expected:,}"
+                yield Finding("bytes", ranks, f"step {step}, collective {number} of their group: {both}")
 
 
 def _unlike(calls: dict[int, Call], places: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -154,23 +145,23 @@ def _unlike(calls: dict[int, Call], places: Sequence[int]) -> Iterator[tuple[int
 def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
     """Every part of every block is orthogonalised once in a step, by whatever ranks of its process group."""
     for kind in recorded.plans:
-        for group in dict.fromkeys(tuple(kind.members(rank)) for rank in recorded.traces):
+        for group in dict.fromkeys(tuple(kind.group.members(rank)) for rank in recorded.traces):
             if not recorded.traces.keys() >= set(group):
                 continue  # others, who are not recorded, may have it
             done: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
             for rank in group:
-                for part, times in recorded.traces[rank].steps[step].orthogonalized.items():
-                    done[part.name, part.block] += [(part.place, part.parts, rank)] * times
-            for matrix in kind.group.layout.matrices:
-                for block in range(len(matrix.blocks)):
-                    parts = sorted(done[matrix.name, block])
-                    count = parts[0][1] if parts else 1
-                    if [part[:2] for part in parts] != [(place, count) for place in range(count)]:
-                        by = [f"part {place + 1} of {of} by rank {rank}" for place, of, rank in parts]
-                        text = (
-                            f"step {step}: {matrix.name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
-                        )
-                        yield Finding("blocks", tuple(sorted({rank for *_, rank in parts})) or group, text)
+                for (name, block, place, count), times in recorded.traces[rank].steps[step].orthogonalized.items():
+                    done[name, block] += [(place, count, rank)] * times
+            every = (
+                (matrix.name, block) for matrix in kind.group.layout.matrices for block in range(len(matrix.blocks))
+            )
+            for name, block in every:
+                parts = sorted(done[name, block])
+                count = parts[0][1] if parts else 1
+                if [part[:2] for part in parts] != [(place, count) for place in range(count)]:
+                    by = [f"part {place + 1} of {of} by rank {rank}" for place, of, rank in parts]
+                    text = f"step {step}: {name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
+                    yield Finding("blocks", tuple(sorted({rank for *_, rank in parts})) or group, text)
 
 
 def each_rank(recorded: Recorded) -> Iterator[Finding]:
@@ -180,12 +171,11 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
         if trace.digest != planned["digest"]:
             yield Finding("plan", own, f"rank {rank} has plan {trace.digest}, the planner has {planned['digest']}")
         for step in range(STEPS):
-            waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
-            for number, call in enumerate(trace.steps[step].calls):
-                if number not in waited:
-                    text = f"step {step}, collective {number} of the rank is never waited for: {_said(call)}"
-                    yield Finding("wait", own, text)
-        if (received := received_bytes(trace, -1)) != planned["received_bytes"]:
+            waits, calls = trace.steps[step].waits, trace.steps[step].calls
+            for number in sorted(set(range(len(calls))) - set(waits)):
+                text = f"step {step}, collective {number} of the rank is never waited for: {_said(calls[number])}"
+                yield Finding("wait", own, text)
+        if (received := trace.received_bytes) != planned["received_bytes"]:
             text = f"the rank receives {received:,} bytes in a step, the plan says {planned['received_bytes']:,}"
             yield Finding("bytes", own, text)
         if kept := last.end_bytes - last.begin_bytes:
@@ -196,18 +186,5 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
                 text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
                 yield Finding("memory", own, text)
         if last.extra_bytes > TOLERANCE * planned["extra_bytes"] + SLACK_BYTES:
-            text = (
-                f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state; the plan says at most "
-                f"{planned['extra_bytes']:,}"
-            )
-            yield Finding("memory", own, text)
-
-
-def received_bytes(trace: RankTrace, step: int) -> int:
-    """Bytes that a rank receives from others in a step's all-to-alls."""
-    total = 0
-    for call in trace.steps[step].calls:
-        if call.received is not None:
-            here = trace.groups[call.group].ranks.index(trace.rank)
-            total += int(call.received.sizes[call.received.peers != here].sum())
-    return total
+            text = f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state"
+            yield Finding("memory", own, f"{text}; the plan says at most {planned['extra_bytes']:,}")

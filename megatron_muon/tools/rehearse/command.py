@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.tools.parser import CommandParser, write_json
-from megatron_muon.tools.plan.command import add_run, hardware_of, read_config, settings_of
+from megatron_muon.tools.plan import command as plan
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_kinds
-from megatron_muon.tools.plan.page import print_line, print_table, size
 from megatron_muon.tools.screen import progress
 
 if TYPE_CHECKING:
@@ -22,8 +21,16 @@ if TYPE_CHECKING:
 GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 _REHEARSED = {"muon_exchange": "owner", "muon_offload": "none", "muon_momentum_dtype": "fp32"}
 """The values with which a step moves nothing but what is planned, on the device."""
-SHOWN = 8
+_MAX_SHOWN = 8
 """Findings of a check that are printed."""
+_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "received": ("received_bytes", plan.size),
+    "extra memory": ("extra_bytes", plan.size),
+    "floating-point operations": ("flops", "{:.4g}".format),
+    "collectives": ("collectives", "{:,}".format),
+    "other operations of torch": ("operations", "{:,}".format),
+}
+"""The rows of the table: label, figure, how it is written."""
 
 EXAMPLES = """\
 examples:
@@ -44,7 +51,7 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE.yaml", required=True, help="experiment file, as for megatron-muon plan")
-    add_run(parser, GPUS)
+    plan.add_run(parser, GPUS)
     add("--ranks", type=int, nargs="+", metavar="R",
         help="rehearse these alone; what they do is compared among them (all)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the figures of each rank, and what disagrees, to FILE")
@@ -52,7 +59,7 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Rehearses, prints what was found, and writes the figures where asked."""
-    hardware = hardware_of(args)
+    hardware = plan.hardware_of(args)
     ranks = sorted(set(args.ranks or range(args.world_size)))
     if wrong := [rank for rank in ranks if not 0 <= rank < args.world_size]:
         raise UserError(
@@ -61,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon import cpu
 
     try:
-        config, groups, _ = read_config(args.config, args.world_size, hardware, args.flags)
+        config, groups, _ = plan.read_config(args.config, args.world_size, hardware, args.flags)
     finally:
         cpu.uninstall()  # fake tensors are on a device that the CPU must not stand in for
 
@@ -73,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{args.config}: {flag} {getattr(config, name)} is not rehearsed; add {flag} {value}")
     config.lr = config.lr or 0.0  # a plan needs none, and no shape hangs on it
-    plans, _ = plan_kinds(groups, settings_of(config, hardware), hardware, args.world_size)
+    plans, _ = plan_kinds(groups, plan.settings_of(config, hardware), hardware)
     with progress("rehearsing", "ranks") as show_done, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        of = Rehearsal(config, groups, args.world_size, hardware)
-        recorded = checks.Recorded(rehearse(of, ranks, done=lambda count: show_done(count, len(ranks))), plans)
+        rehearsal = Rehearsal(config, groups, args.world_size, hardware)
+        traces = rehearse(rehearsal, ranks, lambda count: show_done(count, len(ranks)))
+    recorded = checks.Recorded(traces, plans)
     findings = checks.check(recorded)
     figures = {
         "config": str(args.config),
@@ -92,13 +100,11 @@ def run(args: argparse.Namespace) -> int:
 
 def report(recorded: Recorded, findings: Sequence[Finding]) -> dict[str, Any]:
     """The figures, in the form of the JSON file: the most of any rank, as planned and as rehearsed, and of each."""
-    from megatron_muon.tools.rehearse.checks import received_bytes
-
     planned = [recorded.planned(rank) for rank in recorded.traces]
     by_rank = [
         {
             "rank": rank,
-            "received_bytes": received_bytes(trace, -1),
+            "received_bytes": trace.received_bytes,
             "extra_bytes": trace.steps[-1].extra_bytes,
             "flops": trace.steps[-1].flops,
             "collectives": len(trace.steps[-1].calls),
@@ -119,30 +125,20 @@ def report(recorded: Recorded, findings: Sequence[Finding]) -> dict[str, Any]:
 def show(figures: dict[str, Any]) -> None:
     """Print plan and rehearsal side by side, and what does not agree."""
     count, world_size = len(figures["by_rank"]), figures["world_size"]
-    print_line(f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps", "bold")
+    plan.print_line(f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps", "bold")
     columns = figures["planned"], figures["rehearsed"]
     rows = [(label, *(text(of[name]) if name in of else "" for of in columns)) for label, (name, text) in _ROWS.items()]
-    print_table(("most of any rank", "plan", "rehearsed"), rows)
-    print_line(f"digest {figures['digest']}")
+    plan.print_table(("most of any rank", "plan", "rehearsed"), rows)
+    plan.print_line(f"digest {figures['digest']}")
     if count < world_size:
-        print_line("what the other ranks send and own is not checked")
+        plan.print_line("what the other ranks send and own is not checked")
     found = Counter[str]()
     for finding in figures["findings"]:
         found[finding["check"]] += 1
-        if found[finding["check"]] <= SHOWN:
-            who = ", ".join(map(str, finding["ranks"][:SHOWN]))
-            print_line(f"{finding['check']}, ranks {who}: {finding['text']}", "red")
+        if found[finding["check"]] <= _MAX_SHOWN:
+            who = ", ".join(map(str, finding["ranks"][:_MAX_SHOWN]))
+            plan.print_line(f"{finding['check']}, ranks {who}: {finding['text']}", "red")
     for name, number in found.items():
-        print_line(f"{name}: {number:,} in all", "red")
+        plan.print_line(f"{name}: {number:,} in all", "red")
     if not found:
-        print_line("ranks, layout and plan agree", "green")
-
-
-_ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "received": ("received_bytes", size),
-    "extra memory": ("extra_bytes", size),
-    "floating-point operations": ("flops", "{:.4g}".format),
-    "collectives": ("collectives", "{:,}".format),
-    "other operations of torch": ("operations", "{:,}".format),
-}
-"""The rows of the table: label, figure, how it is written."""
+        plan.print_line("ranks, layout and plan agree", "green")

@@ -1,33 +1,45 @@
-"""Stands in for the machine of a profile: a device that fake tensors are on, and what code asks of its driver.
+"""Stands in for the machine of a profile: a GPU that fake tensors are on, and ranks that carry nothing and record all.
 
-A fake tensor needs no driver, but compute capability, streams and the symmetric kernel do. Kernels of Triton take real
-memory; here the product is recorded and its result made.
+A fake tensor needs no driver, but compute capability, streams and the symmetric kernel do. Process groups are torch's,
+made by `init_process_group` and `new_group`, with a backend of their own: torch's fake one has no way to tell that a
+collective has been waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, override
 from unittest import mock
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon import cpu
-from megatron_muon.core import newton_schulz
+from megatron_muon.core import collectives, newton_schulz
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import Hardware
-from megatron_muon.tools.rehearse.recorder import Recorder
+from megatron_muon.tools.rehearse.recorder import Call, Members, Recorder, Split
 
 DEVICE = torch.device("cuda", 0)
 """Where the tensors of a rank are."""
+BACKEND = "rehearsal"
+_current: list[Recorder] = []
 
 
 @contextlib.contextmanager
 def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
-    """Fake tensors on the machine's GPU, recorded; its nodes as torchrun tells of them."""
+    """Fake tensors on the machine's GPU, recorded; its nodes as torchrun names them.
+
+    Kernels of Triton take real memory; here the product is recorded and its result made.
+    """
     assert not cpu.installed(), "the CPU stands in for the device that fake tensors are to be on"
     stream = mock.MagicMock()  # on a stream, what is enqueued has happened
     stream.record_event.return_value = stream
@@ -36,7 +48,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     def kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         assert a.dtype == out.dtype == torch.bfloat16
         assert all(one is None or one.is_contiguous() for one in (a, c, out))
-        recorder.product(len(a) ** 2 * a.shape[1])
+        recorder.now.flops += len(a) ** 2 * a.shape[1]
 
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)  # as `newton_schulz.products_on` tells them apart
     nodes = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(hardware.node_ranks)})
@@ -55,3 +67,96 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
         patches.replace(muon_utils.triton_kernels, "tsyrk_ex", lambda a: a)  # which is tuned before the first step
         yield
+
+
+@contextlib.contextmanager
+def world(world_size: int, recorder: Recorder) -> Iterator[None]:
+    """torch.distributed as the recorder's rank of `world_size` has it, its collectives recorded."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    _current.append(recorder)
+    with Patches() as patches:
+        patches.replace(dist, "all_gather_object", _gather_own_object, takes=("object_list", "obj", "group"))
+        patches.replace(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
+        patches.replace(sys, "excepthook", sys.excepthook)  # torch puts one of its own before it, for every rank
+        dist.init_process_group(BACKEND, rank=recorder.trace.rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            _current.pop()
+
+
+def _create(options: Any, _: Any) -> RecordingGroup:
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return RecordingGroup(options.group_rank, ranks, _current[-1])
+
+
+def _gather_own_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """For objects, whose bytes torch cannot put into a tensor in its fake mode."""
+    object_list[:] = [obj] * len(object_list)
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """A process group whose collectives are recorded.
+
+    Values of the host, exchanged while optimizers are made, are answered as if all ranks had sent the same; tensors of
+    the device are fake, and left alone.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # an overload that torch does not annotate
+        groups = recorder.trace.groups
+        groups.append(Members(tuple(ranks), sum(members.ranks == tuple(ranks) for members in groups)))
+        self._index, self._recorder = len(groups) - 1, recorder
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch.distributed calls the group's backend."""
+        return BACKEND
+
+    def _start(self, op: str, tensor: torch.Tensor, **details: Any) -> _Started:
+        step = self._recorder.now
+        step.events.append(Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details))
+        return _Started(self._recorder, len(step.calls) - 1)
+
+    @override
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Started:  # type: ignore[override]
+        return self._start("all_reduce", tensors[0], nbytes=tensors[0].nbytes)
+
+    @override
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
+        if not isinstance(tensor, FakeTensor):
+            output.view(self.size(), -1).copy_(tensor.view(1, -1))
+        return self._start("all_gather", tensor, nbytes=tensor.nbytes)
+
+    @override
+    def alltoall_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> _Started:
+        sent, received = self._split(tensor, input_sizes), self._split(output, output_sizes)
+        return self._start("all_to_all", tensor, sent=sent, received=received)
+
+    # As torch 2.13 calls them.
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def _split(self, tensor: torch.Tensor, counts: Sequence[int]) -> Split:
+        each = np.array(counts or [len(tensor) // self.size()] * self.size(), dtype=np.int64)
+        if each.sum() != len(tensor):
+            raise ValueError(f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}")
+        (peers,) = each.nonzero()
+        return Split(peers, each[peers] * tensor.itemsize)
+
+
+class _Started(dist.Work):
+    """A collective of a step that is recorded as waited for where it is."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        super().__init__()
+        self._recorder, self._step, self._number = recorder, recorder.now, number
+
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        if self._recorder.now is self._step:
+            self._step.events.append(self._number)
+        return True

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Held
@@ -27,8 +28,8 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import Group, Hardware, node_pattern
-from megatron_muon.tools.rehearse import machine, process_groups
-from megatron_muon.tools.rehearse.recorder import HOST_WAITS, Orthogonalized, RankTrace, Recorder, place
+from megatron_muon.tools.rehearse import machine
+from megatron_muon.tools.rehearse.recorder import Orthogonalized, RankTrace, Recorder, place
 
 STEPS = 2
 """The first one has what happens once, the second one is like all others."""
@@ -54,11 +55,8 @@ class Rehearsal:
 _shared: Rehearsal
 
 
-def rehearse(rehearsal: Rehearsal, ranks: Sequence[int], *, done: Callable[[int], object] = id) -> dict[int, RankTrace]:
-    """The traces of some ranks of the world, by forked processes, which need not import, read or plan anything again.
-
-    `done` is called with the number of finished ranks.
-    """
+def rehearse(rehearsal: Rehearsal, ranks: Sequence[int], done: Callable[[int], object]) -> dict[int, RankTrace]:
+    """The traces of some ranks of the world, by forked processes; `done` gets the number of finished ranks."""
     global _shared
     first, *others = ranks
     traces = {first: rehearse_rank(first, rehearsal)}  # makes the plans, for which the others would wait
@@ -81,14 +79,14 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     trace = recorder.trace
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        process_groups.world(rehearsal.world_size, recorder),
+        machine.world(rehearsal.world_size, recorder),
         machine.on(rehearsal.hardware, recorder),
     ):
         try:
             run(rehearsal, recorder)
         except Exception as error:
             where = place(traceback.extract_tb(error.__traceback__))
-            if isinstance(error, HOST_WAITS):
+            if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 what = f"{str(error).split('.')[1]}, a value that the host asks for,"
                 trace.synchronizations.append(f"{what} at {where}")
             trace.failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]} ({where})"
@@ -103,32 +101,31 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
     members, digests = [], []
     scratch: torch.Tensor | None = None
     for group in rehearsal.groups:
-        ranks = group.members(trace.rank, rehearsal.world_size)
+        ranks = group.members(trace.rank)
         process_group, key = dist.new_group(ranks), (group.name, node_pattern(ranks, rehearsal.hardware))
         shards = group.layout.held(process_group.rank())
-        made = (torch.empty(shard.rows, shard.cols, device=device) for shard in shards)
-        parameters: list[torch.Tensor] = [torch.nn.Parameter(each) for each in made]
-        for parameter in parameters:
-            if parameter.numel():
-                parameter.grad = torch.empty_like(parameter)
-        names = {p: matrix.name for p, matrix in zip(parameters, group.layout.matrices, strict=True)}
+        names: dict[torch.Tensor, str] = {}
+        for shard, matrix in zip(shards, group.layout.matrices, strict=True):
+            parameter = torch.nn.Parameter(torch.empty(shard.rows, shard.cols, device=device))
+            parameter.grad = torch.empty_like(parameter) if parameter.numel() else None
+            names[parameter] = matrix.name
         held = Held(
             group.layout,
             process_group,
             device,
-            experts=[1] * len(parameters),
+            experts=[1] * len(names),
             columns=[(shard.col_start, shard.cols) for shard in shards],
             over_tp=config.muon_tp_mode != "blockwise",
         )
-        plan = rehearsal.plans.get(key)
-        muon: Any = make_muon([{"params": parameters}], held, config, names, offload=None, plan=plan, scratch=scratch)
+        plan, groups = rehearsal.plans.get(key), [{"params": list(names)}]
+        muon: Any = make_muon(groups, held, config, names, offload=None, plan=plan, scratch=scratch)
         exchange = muon.exchange
         scratch = exchange.arena.memory
         members.append(wrap(muon, config, [chunk], SimpleNamespace(tp=None)))
         assert exchange.plan is not None
         rehearsal.plans.setdefault(key, exchange.plan)
         digests.append(exchange.plan.digest())
-        muon.probe = Orthogonalized(recorder, [matrix.name for matrix in group.layout.matrices])
+        muon.probe = Orthogonalized(recorder, list(names.values()))
         muon.update_matrices = recorder.group(group.name, exchange.arena.nbytes)(muon.update_matrices)
     trace.digest = "-".join(digests)
     chain = MuonChainedOptimizer(members)

@@ -1,8 +1,7 @@
 """Records what a rank does on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
 A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of the host are real.
-Memory of the device is counted by storage, from the operation that makes it until nothing refers to it any more.
-The record is plain data, which processes hand to each other.
+Memory of the device is counted by storage, until nothing refers to it any more. The record is plain data.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, override
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -36,9 +30,6 @@ PACKAGE = Path(__file__).resolve().parents[2]
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
-
-HOST_WAITS = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised by the fake mode where the host asks for a value: there is none."""
 
 
 class Members(NamedTuple):
@@ -75,26 +66,15 @@ class Call(NamedTuple):
         return self.op, self.dtype, self.nbytes
 
 
-class Wait(NamedTuple):
-    """What is enqueued next waits for a collective, by its number among the step's."""
-
-    call: int
-
-
-class Part(NamedTuple):
-    """A part of a block of a matrix, counted from 0; a block that is not cut is one part."""
-
-    name: str
-    block: int
-    place: int
-    parts: int
+type Part = tuple[str, int, int, int]
+"""A matrix, its block, and which of how many parts of that; a block that is not cut is one part."""
 
 
 @dataclass
 class StepTrace:
     """One step, and the memory of tensors on the device in it."""
 
-    events: list[Call | Wait] = field(default_factory=list)  # in the order of the host
+    events: list[Call | int] = field(default_factory=list)  # collectives, and waits for them by number, as enqueued
     orthogonalized: Counter[Part] = field(default_factory=Counter)  # how often this rank has done which part
     flops: int = 0  # of all products
     operations: int = 0  # of torch that are not views
@@ -106,6 +86,11 @@ class StepTrace:
     def calls(self) -> list[Call]:
         """The collectives."""
         return [event for event in self.events if isinstance(event, Call)]
+
+    @property
+    def waits(self) -> list[int]:
+        """The numbers of the collectives that are waited for, in the order of the waits."""
+        return [event for event in self.events if isinstance(event, int)]
 
     @property
     def extra_bytes(self) -> int:
@@ -127,17 +112,23 @@ class RankTrace:
     failure: str = ""
     synchronizations: list[str] = field(default_factory=list)
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that the rank receives from others in the all-to-alls of its last step."""
+        all_to_alls = [(call.received, self.groups[call.group]) for call in self.steps[-1].calls if call.received]
+        return sum(int(got.sizes[got.peers != of.ranks.index(self.rank)].sum()) for got, of in all_to_alls)
+
 
 class Recorder(FakeTensorMode):
-    """The record of one rank; memory of `device` counts."""
+    """The record of one rank; memory of `device` counts. `now` is the step under way; between steps it is dropped."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)  # copies between host and device
         self.trace = RankTrace(rank)
+        self.now = self._dropped = StepTrace()
         self._device = device
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._live_bytes = self._peak_bytes = 0
-        self._step: StepTrace | None = None
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,10 +136,10 @@ class Recorder(FakeTensorMode):
         if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._step is not None and func.namespace == "aten":
-            self._step.operations += not func.is_view
+        if func.namespace == "aten":
+            self.now.operations += not func.is_view
         if func.overloadpacket in _PRODUCTS:
-            self.product(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+            self.now.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         if _makes_memory(func):
             for tensor in (result,) if isinstance(result, FakeTensor) else tree_leaves(result):
                 if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
@@ -162,35 +153,18 @@ class Recorder(FakeTensorMode):
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
-    def product(self, flops: int) -> None:
-        """A product of so many operations has been launched."""
-        if self._step is not None:
-            self._step.flops += flops
-
-    def call(self, call: Call) -> int | None:
-        """A collective has been started; its number in the step."""
-        if self._step is None:
-            return None
-        self._step.events.append(call)
-        return len(self._step.calls) - 1
-
-    def wait(self, call: int | None) -> None:
-        """What comes next waits for a collective."""
-        if self._step is not None and call is not None:
-            self._step.events.append(Wait(call))
-
     def host_waits(self, what: str) -> None:
-        """The host waits for the device."""
-        if self._step is not None:
+        """Note that the host waits for the device."""
+        if self.now is not self._dropped:
             where = place(traceback.extract_stack(sys._getframe(1)))
             self.trace.synchronizations.append(f"{what} at {where}")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
-        self._step = step = StepTrace(begin_bytes=self._live_bytes)
+        self.now = step = StepTrace(begin_bytes=self._live_bytes)
         yield
-        step.end_bytes, self._step = self._live_bytes, None
+        step.end_bytes, self.now = self._live_bytes, self._dropped
         self.trace.steps.append(step)
 
     @contextlib.contextmanager
@@ -198,8 +172,7 @@ class Recorder(FakeTensorMode):
         """Around what a step does with a group of matrices, in so many bytes of buffers that are kept between steps."""
         self._peak_bytes = self._live_bytes
         yield
-        if self._step is not None:
-            self._step.taken[name] = kept_bytes + max(self._peak_bytes - self._step.begin_bytes, 0)
+        self.now.taken[name] = kept_bytes + max(self._peak_bytes - self.now.begin_bytes, 0)
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -230,17 +203,15 @@ def _makes_memory(func: Any) -> bool:
 
 
 class Orthogonalized(Probe):
-    """Tells a recorder which parts of the matrices of these names a step orthogonalises."""
+    """Records which parts of the matrices of these names a step orthogonalises."""
 
     def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
         self._recorder, self._names = recorder, names
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
-        if (step := self._recorder._step) is not None:
-            step.orthogonalized.update(
-                Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots
-            )
+        parts = ((self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots)
+        self._recorder.now.orthogonalized.update(parts)
 
 
 def place(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -1,23 +1,27 @@
-"""`python -m benchmarks.step` and `.train`: arguments, tables of given figures, errors, the floor. Measures nothing."""
+"""The benchmarks: arguments, tables of given figures, errors, the floor; published steps against their simulation."""
 
+import functools
 import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks import command, step
+from benchmarks import backtest, command, step
 from benchmarks import train as bench_train
 from benchmarks.command import run_logged
 from benchmarks.floor import _travels, _work, products
+from benchmarks.host import narrow
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
+from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration
+from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
@@ -82,6 +86,14 @@ def test_arguments_reach_the_specification():
     assert spec.variants == ["hyperball", "cautious"]
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """The modules of peers, which were sought and are there."""
+    sought = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
+    return sought
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -96,9 +108,18 @@ def test_arguments_reach_the_specification():
         (["--ranks", "2", "--hidden-size", "64"], "give --hidden-size H and --num-layers L, or --matrices"),
         ([*STEP, "--matrices", "64x64"], "give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"),
         ([*STEP, "--team-size", "4"], "--team-size 4 is more than --ranks 2; lower it, or raise --ranks"),
+        ([*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"], "--ranks 2 --hidden-size 63: it takes shards of eq"),
+        (["--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7", "7x64"], "multiple of 2 as rows of each"),
+        ([*STEP, "--peers", "muonium"], "takes CUDA tensors alone, and peers are measured on CPU; leave muonium out"),
+        ([*STEP, "--peers", "dtensor-muon"], "takes CUDA tensors alone, and peers are measured on CPU; leave dtensor"),
+        ([*STEP, "--peers", "deepspeed", "--device", "cuda"], "type --device cpu"),
+        ([*STEP, "--offload", "nvme", "--offload-dir", "/nowhere"], "--offload-dir /nowhere: cannot write there: No"),
+        ([*STEP, "--offload", "nvme"], "--offload nvme and --offload-dir DIR go together"),
+        ([*STEP, "--momentum-dtype", "bf16"], "--momentum-dtype bf16 needs --offload"),
+        ([*STEP, "--json", "absent/x.json"], "there is no directory"),
     ],
 )
-def test_usage_errors(argv, said, capsys):
+def test_usage_errors(argv, said, capsys, installed):
     assert step.run(argv) == ExitStatus.USAGE
     assert said in capsys.readouterr().err
 
@@ -110,54 +131,13 @@ def test_missing_peer_says_what_to_type(peer, monkeypatch):
         step.step_spec(parsed(*STEP, "--peers", peer))
 
 
-@pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
-def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert step.run([*STEP, "--peers", peer]) == ExitStatus.USAGE
-    error = capsys.readouterr().err.strip()
-    assert f"--peers {peer}: {peer} 0." in error
-    assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
-
-
-def test_installed_peers_reach_the_specification(monkeypatch):
-    sought = []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
+def test_installed_peers_reach_the_specification(installed):
     spec = step.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
     assert spec.peers == ["deepspeed-gram", "deepspeed"]
-    assert set(sought) == {"deepspeed"}
+    assert set(installed) == {"deepspeed"}
     assert set(step.PEERS) == {*NS_METHODS, "muon-fsdp2"}
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (
-            ("--hidden-size", "63", "--peers", "muon-fsdp2"),
-            r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2",
-        ),
-        (("--peers", "deepspeed", "--device", "cuda"), r"--peers deepspeed --device cuda: .* type --device cpu"),
-        (("--offload", "nvme", "--offload-dir", "/nowhere"), r"--offload-dir /nowhere: cannot write there: No such"),
-        (("--offload", "nvme"), r"--offload nvme and --offload-dir DIR go together"),
-        (("--momentum-dtype", "bf16"), r"--momentum-dtype bf16 needs --offload"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(argv, said, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=said):
-        step.step_spec(parsed(*STEP, *argv))
-
-
-def test_peers_of_equal_shards_refuse_other_matrices(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    argv = ("--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7")
-    assert step.step_spec(parsed(*argv)).peers == ["muon-fsdp2"]
-    with pytest.raises(UserError, match=r"--matrices: it takes shards of equal size .* multiple of 2 as rows of each"):
-        step.step_spec(parsed(*argv, "7x64"))
-
-
-def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
-    assert step.run([*STEP, "--json", str(tmp_path / "absent" / "x.json")]) == ExitStatus.USAGE
-    assert "there is no directory" in capsys.readouterr().err
+    equal = parsed("--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7")
+    assert step.step_spec(equal).peers == ["muon-fsdp2"]
 
 
 def test_warmup_must_leave_steps(capsys):
@@ -169,26 +149,23 @@ def test_warmup_must_leave_steps(capsys):
 def test_step_table(monkeypatch):
     results = step_results()
     assert results["ratios"] == {"owner_over_floor": 1.5, "adam_over_owner": 0.04}
-    lines = shown(json.loads(json.dumps(results)), monkeypatch).splitlines()
-    owner = next(line for line in lines if "owner" in line and "1,500.0" in line)
+    text = shown(json.loads(json.dumps(results)), monkeypatch)
+    owner = next(line for line in text.splitlines() if "owner" in line and "1,500.0" in line)
     assert [cell.strip() for cell in owner.split("│")[1:-1]] == ["owner", "1,500.0", "1,400.0", "1.50", "50.00", "7.00"]
-    assert any("orthogonalize" in line and "1,200.0" in line for line in lines)
-    assert any("commit 0123456789" in line for line in lines)
+    assert any("orthogonalize" in line and "1,200.0" in line for line in text.splitlines())
+    assert "commit 0123456789" in text
+    assert "teams" not in text
 
 
-def test_step_table_says_what_a_peer_computes_in(monkeypatch):
+def test_step_table_of_peers_and_teams(monkeypatch):
+    """It names what a peer computes in, and which matrices teams own."""
     results = step_results()
     results["methods"]["deepspeed"] = {**results["methods"]["owner"], "ns_dtype": "bfloat16"}
-    assert "Newton-Schulz of deepspeed in bfloat16" in shown(results, monkeypatch)
-
-
-def test_step_table_says_which_matrices_teams_own(monkeypatch):
-    results = step_results()
-    assert "teams" not in shown(results, monkeypatch)
     results["methods"]["owner"]["plan"] = {"matrices_of_teams": {"2": 1, "4": 3}}
     results["methods"]["team-1"] = {**results["methods"]["adam"], "plan": {"matrices_of_teams": {}}}
     results["setting"] |= {"matrices": [[1, 8192, 1024], [8, 96, 64]], "team_size": ["1"]}
     text = shown(results, monkeypatch)
+    assert "Newton-Schulz of deepspeed in bfloat16" in text
     assert "matrices owned by teams: owner 1 by 2 ranks and 3 by 4 ranks, team-1 none" in text
     assert "Optimizer step, 8192x1024, 8 of 96x64, 2 ranks, bf16" in text
 
@@ -294,3 +271,49 @@ def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     with pytest.raises(RunFailedError, match="the run ended with status 3"):
         run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err
+
+
+def test_the_hosts_matrices_keep_rows_shards_and_kinds():
+    wide = Layout(2, (row_sharded("a", (64, 4096), [40, 24]), row_sharded("b", (64, 512), [0, 64])))
+    found = narrow(wide)
+    assert [matrix.shape for matrix in found.matrices] == [(64, 16), (64, 8)]
+    assert [(shard.rank, shard.rows, shard.cols) for shard in found.matrices[0].shards] == [(0, 40, 16), (1, 24, 16)]
+
+
+def test_the_host_of_a_shipped_model_is_measured():
+    command = [sys.executable, "-m", "benchmarks.host", "--configs", "configs/quickstart.yaml", "--ranks", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    *_, line = run.stdout.splitlines()
+    _, model, ranks, measured, _ = (cell.strip() for cell in line.split("|"))
+    assert (model, ranks) == ("quickstart", "4")
+    assert float(measured) > 0.0
+
+
+def test_the_page_has_what_the_backtest_prints(monkeypatch, capsys):
+    monkeypatch.setattr(backtest, "table", functools.cache(backtest.table))
+    backtest.main([])
+    printed, notes = capsys.readouterr().out.rstrip().split("\n\n")
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text("utf-8")
+    section = page.split("\n## Back-test\n")[1].split("\n## ")[0]
+    assert [line for line in section.splitlines() if line.startswith("|")] == printed.splitlines()
+    assert not [note for note in notes.splitlines() if note not in " ".join(section.split())]
+
+
+def test_one_restart_counts_what_its_authors_say():
+    """6 a + 14 units of n^3 for a block of sides n and a n: gram-newton-schulz with symmetric products."""
+    iteration = backtest.OneRestart(method=GRAM, products=KERNEL)
+    counts, n, ratio = iteration.counts(GRAM), 1024, 4
+    assert (2 * counts.gram * ratio / 2 + counts.square + counts.symmetric + 2 * counts.wide * ratio) == 6 * ratio + 14
+    halved = backtest.OneRestart("quintic", 5, "medium", GRAM, backtest.SYMMETRIC)
+    assert halved.flops(n, ratio * n) == (6 * ratio + 14) * n**3
+
+
+def test_the_models_have_their_published_sizes():
+    dense = backtest.COPIES * backtest.numel(backtest.DENSE_MATRICES)
+    experts = backtest.COPIES * backtest.EXPERT * backtest.numel(backtest.EXPERT_MATRICES)
+    assert dense + experts == pytest.approx(120e9, rel=0.04)  # without embeddings
+    embeddings = {backtest.QWEN_1B: 151936 * 1536, backtest.LLAMA_3B: 2 * 128256 * 3072,
+                  backtest.QWEN_7B: 2 * 152064 * 3584, backtest.LLAMA_8B: 2 * 128256 * 4096}  # fmt: skip
+    for model, others in embeddings.items():
+        assert backtest.numel(model.matrices) + others == pytest.approx(model.parameters, rel=0.005)
