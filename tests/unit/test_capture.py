@@ -23,8 +23,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.muon import Muon
+from megatron_muon.fsdp.step import CapturedStep
 from megatron_muon.tools.plan.estimate import HARDWARE
 from megatron_muon.tools.rehearse import machine, process_groups
 from megatron_muon.tools.rehearse.recorder import Recorder

@@ -13,9 +13,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.model.parameters import Fused, fused_rows
+from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.megatron.model.matrices import Fused, fused_rows
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."
@@ -54,8 +53,8 @@ class Chunk(torch.nn.Module):
 
 def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(shape))
-    selection.tag_for_muon([Chunk(config, name, parameter)])
-    return mp.block_split(parameter, settings) if selection.is_muon_matrix(parameter) else None
+    mp.tag_for_muon([Chunk(config, name, parameter)])
+    return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
 
 
 QKV = f"{LAYER}self_attention.linear_qkv.weight"
@@ -111,7 +110,7 @@ def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
     """Gate | up of the first rank, then of the next: their blocks gather the gates of all."""
     parameter = torch.nn.Parameter(torch.zeros(24, 16))
     parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # one of three ranks' part
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
     assert mp.block_split(parameter, SPLIT) == RowSplit(3, (4, 4))
     assert mp.block_split(parameter, SPLIT, over_tp=False) == RowSplit(1, (4, 4))
 
@@ -119,7 +118,7 @@ def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
 def test_a_part_without_whole_query_groups_is_one_block() -> None:
     parameter = torch.nn.Parameter(torch.zeros(32, 16))
     parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # half a group
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
     assert mp.block_split(parameter, PLAIN) == RowSplit(2, (8, 4, 4))
     assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (8,))
 
@@ -138,8 +137,8 @@ def test_interleaved_gates() -> None:
 def why_not(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> str:
     parameter = torch.nn.Parameter(torch.zeros(shape))
     vars(parameter).update(marks)
-    selection.tag_for_muon([Chunk(config, name, parameter)])
-    return "" if selection.is_muon_matrix(parameter) else parameter.why_not_muon  # type: ignore[attr-defined]
+    mp.tag_for_muon([Chunk(config, name, parameter)])
+    return "" if mp.is_muon_matrix(parameter) else parameter.why_not_muon  # type: ignore[attr-defined]
 
 
 IN_PROJ = f"{LAYER}mixer.in_proj.weight"
@@ -150,7 +149,7 @@ def test_sizes_that_a_layer_states_are_its_blocks_over_tensor_parallel_ranks() -
     parameter = torch.nn.Parameter(torch.zeros(32, 16))
     parameter.partition_sizes = [5, 5, 2, 2, 2]  # type: ignore[attr-defined]  # of one of two ranks
     parameter.orig_param = torch.zeros(16, 16)  # type: ignore[attr-defined]
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), IN_PROJ, parameter)])
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), IN_PROJ, parameter)])
     assert mp.block_split(parameter, PLAIN) == RowSplit(2, (5, 5, 2, 2, 2))
     assert mp.block_split(parameter, HEADS) == RowSplit(2, (5, 5, 2, 2, 2))
     assert mp.block_split(parameter, WHOLE) == RowSplit(1, (32,))
@@ -168,23 +167,23 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
     parameter = torch.nn.Parameter(torch.zeros(24, 16))
     chunk = Chunk(TransformerConfig(**GPT), QKV, parameter)
     chunk.get_submodule(f"{LAYER}self_attention").config = TransformerConfig(**GPT | {"num_query_groups": 1})
-    selection.tag_for_muon([chunk])
+    mp.tag_for_muon([chunk])
     assert mp.block_split(parameter, PLAIN) == RowSplit(1, (16, 4, 4))
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "why"),
     [
-        (IN_PROJ, (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.qkv_proj.weight", (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.Wqkv.weight", (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.in_proj_weight", (48, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.kv_b_proj.weight", (48, 16), selection.UNKNOWN),
-        (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), selection.UNKNOWN),
-        (QKV, (30, 16), selection.UNKNOWN),  # no multiple of a query group's rows
-        (f"{LAYER}mlp.experts.weight1", (16, 48), selection.UNKNOWN),  # one over all experts would mix them
+        (IN_PROJ, (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.qkv_proj.weight", (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.Wqkv.weight", (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.in_proj_weight", (48, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.kv_b_proj.weight", (48, 16), mp.UNKNOWN),
+        (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), mp.UNKNOWN),
+        (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
+        (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),  # one over all experts would mix them
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
-        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), selection.VECTOR),
+        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), mp.VECTOR),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.out_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.linear_q_down_proj.weight", (16, 16), ""),
@@ -241,9 +240,9 @@ def test_excluded_and_frozen_parameters() -> None:
     config = TransformerConfig(**GPT)
     qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
-    selection.tag_for_muon(chunks)
-    assert selection.is_muon_matrix(qkv)
+    mp.tag_for_muon(chunks)
+    assert mp.is_muon_matrix(qkv)
     with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
-        selection.tag_for_muon(chunks, exclude=["router"])
-    selection.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
-    assert not selection.is_muon_matrix(qkv)
+        mp.tag_for_muon(chunks, exclude=["router"])
+    mp.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
+    assert not mp.is_muon_matrix(qkv)
