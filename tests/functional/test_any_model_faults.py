@@ -143,9 +143,10 @@ def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str,
     first, second, third = frameworks.tokens(3)
     for batch in (first, second):
         before.step(batch)
-    dcp.save(dict(zip("wo", get_state_dict(before.model, before.optimizer), strict=True)), checkpoint_id=folder)
+    weights, state = get_state_dict(before.model, before.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     weights, state = get_state_dict(after.model, after.optimizer)
-    dcp.load({"w": weights, "o": state}, checkpoint_id=folder)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(after.model, after.optimizer, model_state_dict=weights, optim_state_dict=state)
     pairs = zip(before.optimizer.momentum_state().values(), after.optimizer.momentum_state().values(), strict=True)
     close = all(torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs)
