@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
@@ -38,7 +39,7 @@ from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.fsdp.cuts import BufferCut, check_alike, dtensor_shards
+from megatron_muon.fsdp.cuts import BufferCut, check_alike, placed_shards
 
 HIDDEN, EXPERT, SHARED, LATENT = 2048, 512, 1024, 512
 DENSE = {
@@ -135,7 +136,6 @@ def main() -> None:
         for parameter in parameters.values():
             parameter.orig_param = parameter  # type: ignore[attr-defined]  # as of the optimizer's parameters
         buffer = megatron_fsdp(modules)
-    mesh = init_device_mesh("cpu", (args.ranks,))
 
     def layout() -> Layout:
         alike: dict[Any, Any] = {}
@@ -147,7 +147,7 @@ def main() -> None:
                 shards = of_buffer.shards(parameter, shape)
             else:
                 if shape not in alike:
-                    alike[shape] = dtensor_shards(shape, mesh, [Shard(0)], group)
+                    alike[shape] = placed_shards(shape, np.arange(args.ranks), [Shard(0)])
                 shards = alike[shape]
             matrices.append(Matrix(name, shape, shards))
         return Layout(args.ranks, tuple(matrices))

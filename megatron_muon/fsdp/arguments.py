@@ -72,20 +72,13 @@ def settings_of(given: Mapping[str, Any]) -> MuonSettings:
 def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
     settings = settings_of(given)
-    choices: dict[str, tuple[Any, Sequence[Any]]] = {
-        name: (given.get(_argument(name), value), choices_of(name)) for name, value in vars(settings).items()
-    }
-    del choices["adaptive_muon_moment2_method"]  # here None is one
-    for name, possible in (
-        ("fp32_matmul_prec", ("highest", "high", "medium", "low")),
-        ("adjust_lr_fn", tuple(ADJUST_LR)),
-        ("moment2_method", (None, *choices_of("adaptive_muon_moment2_method"))),
-    ):
-        choices[name] = given[name], possible
-    for name, (value, allowed) in choices.items():
-        if allowed and value not in allowed:
+    choices: dict[str, tuple[Any, ...]] = {_argument(name): choices_of(name) for name in vars(settings)}
+    choices["moment2_method"] = (None, *choices["moment2_method"])
+    choices |= {"fp32_matmul_prec": ("highest", "high", "medium", "low"), "adjust_lr_fn": tuple(ADJUST_LR)}
+    for name, allowed in choices.items():
+        if allowed and name in given and given[name] not in allowed:
             shown = ", ".join(map(repr, allowed))
-            raise UserError(f"{_argument(name)}={value!r} does not exist; choose one of {shown}")
+            raise UserError(f"{name}={given[name]!r} does not exist; choose one of {shown}")
     check_numbers(settings)
     for name in ("lr", "eps", "weight_decay"):
         if (value := given[f"adamw_{name}"]) is not None:
@@ -99,20 +92,17 @@ def check(given: Mapping[str, Any]) -> None:
     for name, value in uncaptured.items() if given["cuda_graph"] else ():
         if given[name] != value:
             raise UserError(f"{name}={given[name]!r} is not supported with cuda_graph=True; use {name}={value!r}")
-    hyperball, shared = given["hyperball"], given["share_replicated"]
+    hyperball, shared, adaptive = given["hyperball"], given["share_replicated"], given["moment2_method"] is not None
+    has_files, has_group = given["offload"] == "nvme", given["process_group"] is not None
     for message, is_wrong in {
-        "hyperball=True is not supported with moment2_method; leave one of the two out": (
-            hyperball and given["moment2_method"] is not None
-        ),
+        "hyperball=True is not supported with moment2_method; leave one of the two out": hyperball and adaptive,
         "cautious_weight_decay=True has no effect with hyperball=True; leave one of the two out": (
             hyperball and given["cautious_weight_decay"]
         ),
         "offload='nvme' and offload_dir belong together; give both or neither": (
-            (given["offload"] == "nvme") != (given["offload_dir"] is not None)
+            has_files != (given["offload_dir"] is not None)
         ),
-        "process_group is for share_replicated=True; leave it out, or share": (
-            given["process_group"] is not None and not shared
-        ),
+        "process_group is for share_replicated=True; leave it out, or share": has_group and not shared,
         "share_replicated needs ranks to share with; call torch.distributed.init_process_group()": (
             shared and not dist.is_initialized()
         ),

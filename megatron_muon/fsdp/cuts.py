@@ -1,27 +1,35 @@
-"""How every framework cuts a matrix: all ranks' shards by arithmetic, so that no rank has to ask the others.
+"""Who holds which rows of a matrix, in each way in which a model is sharded.
 
-    Megatron-FSDP      puts parameters end to end in a bucket, pads it, and cuts it into equal pieces of whole rows
-    its next version   does so in a DBuffer
-    FSDP2, TP          cut by DTensor's placements, on a mesh of one or more dimensions
+    plain tensors      one process, DDP: every rank holds all rows
+    FSDP2, TP          DTensors cut by their placements, on a mesh of one or more dimensions
+    Megatron-FSDP      puts parameters end to end in a bucket, pads it, and cuts it into equal pieces of whole rows; the
+                       model that wraps them has noted where each part begins
+    its next version   does so in a DBuffer, which knows its own range
 
-`check_alike` compares the layout with what this rank holds, and a digest of it over all ranks.
+`rectangle_of` asks this rank's parameter; all ranks' shards come by arithmetic, so that no rank has to ask the others.
+`check_alike` compares the two, and a digest of the layout over all ranks. Only the names of attributes are known here,
+so none of these frameworks is imported.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _utils as of_dtensors
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix, Rectangle, Shard, as_shards, everywhere
-from megatron_muon.core.ranks import Alone, numbers_of_all_ranks
+from megatron_muon.core.ranks import Alone, new_group_of, numbers_of_all_ranks
 
 _Ranks = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -29,6 +37,147 @@ _KNOWN = "cuts are known of megatron-core 0.19, megatron-fsdp 0.6 and torch 2.11
 
 _ELSEWHERE = -1
 """In place of a layout's digest: this rank does not hold what the layout says."""
+
+
+def layout_of(
+    matrices: Mapping[torch.Tensor, Matrix], group: dist.ProcessGroup | Alone, *, remedy: str
+) -> tuple[Layout, list[Rectangle]]:
+    """Who holds which rectangle of parameters, and what this rank holds of each. Collective.
+
+    Args:
+        matrices: each parameter as Muon sees it, still without shards. The shape is whole over the ranks of the group;
+            where tensor parallelism cuts a parameter further, that of a part.
+        group: the ranks of the layout. Those that hold the same rectangle are replicas.
+        remedy: ends the message where ranks differ.
+
+    Raises:
+        UserError: a rank's parameters are others than those of the first, or cut in a way that is not known here.
+    """
+
+    @functools.cache
+    def buffer_cut(buffer: Any) -> BufferCut:
+        assert not isinstance(group, Alone)
+        return BufferCut(buffer, group)
+
+    @functools.cache  # where shape and placements are the same, so is the cut
+    def placed(shape: tuple[int, int], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shard, ...]:
+        return placed_shards(shape, _ranks_of(mesh, group), placements)
+
+    def shards_of(parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
+        if isinstance(group, Alone) or not isinstance(parameter, DTensor):
+            return everywhere(shape, group.size())
+        if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+            return buffer_cut(model.param_and_grad_buffer).shards(parameter, shape)
+        if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+            return dbuffer_shards(members.main_weight, _place_within(members, parameter), shape, group)
+        return placed(shape, parameter.device_mesh, tuple(parameter.placements))
+
+    mine, cut = [], []
+    for parameter, matrix in matrices.items():
+        row, rows, col, cols = rectangle_of(matrix.name, parameter)
+        # A part begins at a multiple of its size, so the remainder is the place within the part.
+        mine.append((row % matrix.shape[0], rows, col % matrix.shape[1], cols))
+        cut.append(replace(matrix, shards=shards_of(parameter, matrix.shape)))
+    layout = Layout(group.size(), tuple(cut))
+    check_alike(layout, mine, group, remedy=remedy)
+    return layout, mine
+
+
+def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
+    """The mesh of all these parameters; None for plain tensors. A UserError where they are on different ones."""
+    meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in parameters]
+    for parameter, mesh in zip(parameters, meshes, strict=True):
+        if mesh != meshes[0]:
+            one, other = (each or "no mesh (a plain tensor)" for each in (mesh, meshes[0]))
+            raise UserError(
+                f"{names[parameter]} is on {one} and {names[parameters[0]]} on {other}; one Muon takes matrices of "
+                "one mesh: make one for each"
+            )
+    return meshes[0]
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh. Collective over all ranks of the run where it has to be made."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group = new_group_of(ranks[0])
+    assert dist.get_process_group_ranks(group) == ranks, "meshes of two ranks overlap"
+    return group
+
+
+def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
+    """What this rank holds of a matrix, or of a stack of matrices, one below the other.
+
+    A UserError where it is sharded in a way that Muon does not take.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0], 0, parameter.shape[1]
+    _check_placements(name, parameter)
+    offsets: Sequence[int]
+    sizes: Sequence[int] = parameter._local_tensor.shape
+    if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+        if getattr(model.ddp_config, "megatron_fsdp_use_decoupled_grad", False):
+            raise UserError(f"{name}: Megatron-FSDP keeps its gradient apart; leave out use_decoupled_grad=True")
+        buffer = model.param_and_grad_buffer
+        offsets, sizes = noted_part(buffer, buffer.param_to_name[cast(Any, parameter).orig_param])
+    elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+        owned = group.main_weight._get_owned_range(_place_within(group, parameter))
+        offsets = (0 if owned is None else owned.tensor_relative_offset // parameter.shape[1], 0)
+    else:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        _, offsets = of_dtensors.compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    if parameter.ndim == 3:
+        if tuple(sizes[1:]) != tuple(parameter.shape[1:]):
+            raise UserError(
+                f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
+                "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
+            )
+        return offsets[0] * sizes[1], sizes[0] * sizes[1], 0, sizes[2]
+    return offsets[0], sizes[0], offsets[1], sizes[1]
+
+
+def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Offsets and sizes of this rank's part of a Megatron-FSDP parameter, which are noted for checkpoints.
+
+    (update_uneven_dtensor_chunk_metadata, on the tensor from which the optimizer's parameter is made)
+    """
+    tensor = buffer.dist_main_weight[name]
+    if not hasattr(tensor._local_tensor, "__create_chunk_list__"):  # no_shard: replicas of the whole
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    noted = tensor._local_tensor.__create_chunk_list__()[0]
+    return noted.offsets, noted.sizes
+
+
+def _place_within(group: Any, parameter: torch.Tensor) -> int:
+    return next(place for place, each in enumerate(group.sharded_parameters) if each is parameter)
+
+
+def _check_placements(name: str, parameter: DTensor) -> None:
+    """Refuse DTensors that are not whole rows, or rectangles of a two-dimensional mesh, by a UserError."""
+    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    placements = ", ".join(map(str, parameter.placements))
+    device, mesh = parameter.device.type, parameter.device_mesh.device_type
+    if any(isinstance(placement, Partial) for placement in parameter.placements):
+        raise UserError(f"{name} has unreduced values ({placements}); Muon takes reduced parameters")
+    if 1 in cut and 0 not in cut:
+        raise UserError(
+            f"{name} is sharded by columns ({placements}); Muon takes rows: use Shard(0), fully_shard's default, or "
+            "columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
+        )
+    if device != mesh and mesh != "cpu":
+        raise UserError(
+            f"{name} lies on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy, which Muon does not "
+            "take; keep them on the device and give Muon offload='cpu'"
+        )
+
+
+def _ranks_of(mesh: DeviceMesh, group: Any) -> _Ranks:
+    """The ranks of a mesh, each as its place in the group."""
+    return np.searchsorted(dist.get_process_group_ranks(group), mesh.mesh.numpy())
 
 
 class Places:
@@ -75,7 +224,7 @@ class BufferCut:
     def __init__(self, buffer: Any, group: dist.ProcessGroup) -> None:
         self._buffer = buffer
         self._ranks = dist.get_process_group_ranks(group)
-        self._places: dict[bool, Places] = {}
+        self._places = functools.cache(self._find)
 
     def shards(self, parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
         """The shards of an optimizer's parameter, which is a matrix of this shape over the ranks of the group."""
@@ -84,12 +233,10 @@ class BufferCut:
         original = parameter.orig_param
         bucket = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
         data = bucket.main_weight_buffer or bucket.model_weight_buffer
-        if bucket.is_expert_param not in self._places:
-            self._places[bucket.is_expert_param] = self._find(bucket.is_expert_param)
         item = data.item_index_map[data.param_idx[original]]
         part = math.prod(item.shape[:-1]), item.shape[-1]
         piece_size = data.bucket_index.size // data.dp_world_size
-        return bucket_shards(item.global_data_index, piece_size, part, shape, self._places[bucket.is_expert_param])
+        return bucket_shards(item.global_data_index, piece_size, part, shape, self._places(bucket.is_expert_param))
 
     def _find(self, is_expert: bool) -> Places:
         """Where the ranks of the group are on the mesh of data- and tensor-parallel ranks.
@@ -114,7 +261,7 @@ def dbuffer_shards(buffer: Any, place: int, shape: tuple[int, int], group: dist.
 
     Source: `GlobalLayout.get_local_range`: of several axes of the mesh that cut the buffer, the last one cuts first.
     """
-    ranks = np.searchsorted(dist.get_process_group_ranks(group), buffer.mesh.mesh.numpy())
+    ranks = _ranks_of(buffer.mesh, group)
     flat = sum(type(placement).__name__ == "Flat" for placement in buffer.placements)  # the last ones
     instances = math.prod(ranks.shape[: ranks.ndim - flat])
     pieces = ranks.reshape(instances, *ranks.shape[ranks.ndim - flat :])
@@ -123,19 +270,11 @@ def dbuffer_shards(buffer: Any, place: int, shape: tuple[int, int], group: dist.
     return bucket_shards(start, piece_size, shape, shape, Places(pieces))
 
 
-def dtensor_shards(
-    shape: tuple[int, int], mesh: DeviceMesh, placements: Sequence[Placement], group: dist.ProcessGroup
-) -> tuple[Shard, ...]:
-    """The shards of a matrix that DTensor's placements cut on a mesh of all the group's ranks."""
-    ranks = np.searchsorted(dist.get_process_group_ranks(group), mesh.mesh.numpy())
-    return placed_shards(shape, ranks, placements)
-
-
 def placed_shards(shape: tuple[int, int], ranks: _Ranks, placements: Sequence[Placement]) -> tuple[Shard, ...]:
     """The shards of a matrix that DTensor's placements cut on a mesh of `ranks`, each its place in the group."""
     rectangles = [(0, 0, 0, 0)] * ranks.size
     for place, rank in np.ndenumerate(ranks):
-        sizes, offsets = _compute_local_shape_and_global_offset(shape, ranks.shape, list(place), placements)
+        sizes, offsets = of_dtensors._compute_local_shape_and_global_offset(shape, ranks.shape, list(place), placements)
         rectangles[int(rank)] = (offsets[0], sizes[0], offsets[1], sizes[1])
     return as_shards(rectangles)
 

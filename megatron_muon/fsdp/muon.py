@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, override
 
 import torch
@@ -21,25 +21,12 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp import shards
-from megatron_muon.fsdp.adamw import local_parts, make_state, step_adamw
-from megatron_muon.fsdp.agreement import compare_settings
-from megatron_muon.fsdp.arguments import (
-    ADJUST_LR,
-    NS_COEFFICIENTS,
-    NS_STEPS,
-    check,
-    check_loaded,
-    in_arguments,
-    iteration_of,
-    settings_of,
-)
+from megatron_muon.fsdp import arguments, checks, cuts
+from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
-from megatron_muon.fsdp.capture import CapturedStep
-from megatron_muon.fsdp.checks import are_zero, check_parameters, refuse_orphans
-from megatron_muon.fsdp.patterns import steps_of
-from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
+from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
+from megatron_muon.fsdp.step import CapturedStep, local_parts, step_adamw
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
@@ -145,7 +132,7 @@ class Muon(MuonState):
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
         with in_arguments():
-            check(self._settings)
+            arguments.check(self._settings)
             self._build(select(params, matrices, exclude))
 
     def _build(self, selection: Selection) -> None:
@@ -173,10 +160,10 @@ class Muon(MuonState):
     def _build_matrices(self, selection: Selection) -> None:
         """Find out who holds what, and make exchange, plan and state of the matrices. Collective."""
         given, names = self._settings, selection.names
-        settings, parameters = settings_of(given), members_of(selection.muon)
-        mesh = shards.mesh_of(names, parameters)
-        compare_settings(given, selection.groups, self._ranks(mesh))
-        group: Any = Alone() if mesh is None else shards.group_of(mesh)
+        settings, parameters = arguments.settings_of(given), members_of(selection.muon)
+        mesh = cuts.mesh_of(names, parameters)
+        checks.compare_settings(given, selection.groups, self._ranks(mesh))
+        group: Any = Alone() if mesh is None else cuts.group_of(mesh)
         if mesh is None and given["share_replicated"]:
             group = given["process_group"] or dist.group.WORLD
         self.group, device = group, parameters[0].device
@@ -188,8 +175,9 @@ class Muon(MuonState):
             for p in parameters
             for split in [selection.splits.get(p, whole(p.shape[0]))]
         }
-        layout, mine = shards.layout_of(matrices, group, remedy=_ALIKE)
-        replicated = mesh is None or all(_is_replicated(p) for p in parameters)
+        layout, mine = cuts.layout_of(matrices, group, remedy=_ALIKE)
+        placements = (each for p in parameters if isinstance(p, DTensor) for each in p.placements)
+        replicated = all(isinstance(each, Replicate) for each in placements)
         if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
             raise UserError(
                 f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold; leave it out"
@@ -208,7 +196,7 @@ class Muon(MuonState):
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
         self.digest = exchange.plan.digest() if exchange.plan is not None else ""
-        self._placed = [(p, shards.placement_of(p)) for p in parameters]
+        self._placed = [(p, checks.placement_of(p)) for p in parameters]
         defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
         super().__init__(
             selection.muon, exchange, rules, defaults=defaults, names=names, store=store, skip_missing=True
@@ -216,20 +204,14 @@ class Muon(MuonState):
 
     def _add_adamw(self, selection: Selection) -> None:
         """Add AdamW's parameter groups, and put all groups in the order that was given."""
-        given = self._settings
-        lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
-        of_adamw = {
-            "lr": self.defaults["lr"] if lr is None else lr,
-            "weight_decay": self.defaults["weight_decay"] if decay is None else decay,
-            "betas": given["adamw_betas"],
-            "eps": given["adamw_eps"],
-        }
-        for members in selection.adamw:
-            members.update({name: value for name, value in of_adamw.items() if name not in members})
+        of_adamw = {name: self._settings[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas", "eps")}
+        of_adamw |= {name: self.defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None}
+        for members in (group for group in selection.groups if group[OPTIMIZER] == ADAMW):
+            members.update({**of_adamw, **members})
             self.add_param_group(members)
         self.param_groups = list(selection.groups)
-        numbered = [(number, members) for number, members in enumerate(self.param_groups) for _ in members["params"]]
-        self._group_of = [number for number, members in numbered if members[OPTIMIZER] == MUON]
+        numbered = enumerate(self.param_groups)
+        self._group_of = [number for number, group in numbered if group[OPTIMIZER] == MUON for _ in group["params"]]
 
     @override
     def _enqueue(self) -> None:
@@ -254,8 +236,10 @@ class Muon(MuonState):
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
-        scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
-        iteration = iteration_of(given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"])
+        scale_mode, factor = arguments.ADJUST_LR[given["adjust_lr_fn"]]
+        iteration = arguments.iteration_of(
+            given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"]
+        )
         iteration.check_steps_for(given["ns_steps_for"] or {})
         return Orthogonalizer(
             iteration,
@@ -299,23 +283,8 @@ class Muon(MuonState):
             raise UserError("Muon plans who owns what when it is made; give it all parameters then")
 
     @override
-    def initialize_state(self) -> None:
-        super().initialize_state()
-        for group in self._adamw_groups():
-            for p in group["params"]:
-                if not self.state[p]:
-                    self.state[p].update(make_state(p))
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        self._take_up_exchanged()
-        return super().state_dict()
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._require_open()
-        self._take_up_exchanged()
-        super().load_state_dict(check_loaded(state_dict, self._settings))
+        super().load_state_dict(state_dict)
         if self._captured is not None:
             self._capture()  # other tensors have state and numbers
 
@@ -335,11 +304,11 @@ class Muon(MuonState):
                 loss = closure()
         self._take_up_exchanged()
         self._require_open()
-        check_parameters(self._placed, self._names, self.selection.frozen)
+        checks.check_parameters(self._placed, self._names, self.selection.frozen)
         if not self._has_stepped:
-            if self._from_megatron_fsdp and are_zero(self._members, self.group):
+            if self._from_megatron_fsdp and checks.are_zero(self._members, self.group):
                 return loss  # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is there
-            refuse_orphans(self._members, self._names, is_sharded=isinstance(self._matrices[0], DTensor))
+            checks.refuse_orphans(self._members, self._names, is_sharded=isinstance(self._matrices[0], DTensor))
             with in_arguments():
                 self.check_weights()
         if isinstance(self.store, RecordStore):
@@ -348,23 +317,12 @@ class Muon(MuonState):
         with self.metrics.step():
             self.update_matrices()
             self.refuse_lost_state()
-            for group in self._adamw_groups():
+            for group in (group for group in self.param_groups if group[OPTIMIZER] == ADAMW):
                 step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
         self._has_stepped = True
         return loss
 
-    def _adamw_groups(self) -> Iterator[dict[str, Any]]:
-        return (group for group in self.param_groups if group[OPTIMIZER] == "adamw")
-
-    def _require_open(self) -> None:
-        if self.store is not None and self._run is None:
-            raise UserError("this optimizer was closed, and its momentum with it; make another one")
-
     @override
-    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        self._require_open()
-        return super().momentum_state(empty=empty)
-
     def _take_up_exchanged(self) -> None:
         """Make it anew where `param_groups` have got other parameters since, as accelerate gives them. Collective then.
 
@@ -387,7 +345,3 @@ class Muon(MuonState):
         self.state.clear()
         with in_arguments():
             self._build(self.selection.exchanged(self._members, self.param_groups))
-
-
-def _is_replicated(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and all(isinstance(each, Replicate) for each in parameter.placements)

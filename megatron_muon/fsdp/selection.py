@@ -1,4 +1,4 @@
-"""Which parameters of a model Muon takes, and which AdamW.
+"""Which parameters of a model Muon takes and which AdamW, by names, patterns and groups, and the table that says so.
 
 Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or an output layer.
 Without names nothing can be told from a shape, so parameters without names must all be matrices, as for
@@ -7,11 +7,15 @@ Without names nothing can be told from a shape, so parameters without names must
 
 from __future__ import annotations
 
+import difflib
+import itertools
+import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +23,6 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.numbers import check_number
-from megatron_muon.fsdp.patterns import matching
-from megatron_muon.fsdp.table import Row, blocks, table
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
@@ -93,28 +95,23 @@ class Selection:
         """The groups of matrices."""
         return [group for group in self.groups if group[OPTIMIZER] == MUON]
 
-    @property
-    def adamw(self) -> list[dict[str, Any]]:
-        """The groups of all else."""
-        return [group for group in self.groups if group[OPTIMIZER] == ADAMW]
-
     def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
         """The same choice for `groups` that have other parameters in the places of those before."""
         pairs = list(zip(before, members_of(groups), strict=True))
         for old, new in pairs:
             _check_tensor(self.names[old], new)
-        return Selection(
+        return replace(
+            self,
             groups=[dict(group) for group in groups],
             names={new: self.names[old] for old, new in pairs} | {p: self.names[p] for p in self.frozen},
             why={new: self.why[old] for old, new in pairs if old in self.why},
-            frozen=self.frozen,
-            grouped=self.grouped,
+            splits={},
         )
 
     def table(self, *, full: bool = False) -> str:
         """Which optimizer takes which parameters, with the reason, what is split and what has no weight decay."""
         rows = []
-        for group in (*self.muon, *self.adamw):
+        for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
                 notes = [self.why.get(p, ""), blocks(self.splits[p]) if p in self.splits else ""]
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
@@ -156,8 +153,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
     Args:
         params: `model.named_parameters()`, tensors, or groups of either; a group may have `optimizer`, "muon" or
             "adamw", which decides for its parameters.
-        matrices: instead of the rule by name: patterns of what Muon is to take (`matching`), or a function of name and
-            parameter.
+        matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
 
     Raises:
@@ -177,7 +173,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         of_two = [name for name, p in by_name.items() if p.ndim == 2]
         included = set(matching("matrices", matrices, of_two, others=by_name))
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
-    parts: dict[int, dict[str, dict[str, Any]]] = {}  # of each given group Muon's, AdamW's or both, in their order
+    parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
     for name, parameter, options in tensors:
         optimizer, why = options.get(OPTIMIZER), "its group says so"
         if optimizer is None:
@@ -191,12 +187,9 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
                 "dimensions; pass model.named_parameters(), leave it out of matrices=, or put it into a group with "
                 "optimizer='adamw'"
             )
-        of_group = parts.setdefault(id(options), {})
-        if optimizer not in of_group:
-            of_group[optimizer] = _part(options, optimizer)
-        of_group[optimizer]["params"].append(parameter)
-    in_order = [[of_group[each] for each in (MUON, ADAMW) if each in of_group] for of_group in parts.values()]
-    selection.groups = [first for first, *_ in in_order] + [second for _, *rest in in_order for second in rest]
+        parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(parameter)
+    second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
+    selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
     if not selection.muon:
         raise UserError(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
@@ -216,8 +209,7 @@ def splits(
     given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, RowSplit]:
     """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows."""
-    found = {}
-    by_name = {names[p]: p for p in parameters}
+    found, by_name = {}, {names[p]: p for p in parameters}
     for pattern, several in given.items():
         parts = tuple(several) if isinstance(several, Iterable) else (several,)
         if not all(type(rows) is int for rows in parts):
@@ -256,8 +248,7 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
             named = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
             name, parameter = entry if named else ("", entry)
             if not isinstance(parameter, torch.Tensor):
-                kind = type(parameter).__name__
-                raise TypeError(f"{shown} is a {kind}, not a tensor; pass model.named_parameters()")
+                raise TypeError(f"{shown} is a {type(parameter).__name__}, not a tensor; pass model.named_parameters()")
             name = name or _known_name(parameter)
             if parameter in selection.names:
                 raise UserError(f"{name or shown} is given twice; pass each parameter once")
@@ -308,3 +299,102 @@ def _known_name(parameter: torch.Tensor) -> str:
     buffer = model.param_and_grad_buffer
     name: str = buffer.param_to_name.get(getattr(parameter, "orig_param", None), "")
     return re.sub(r"^(module\.)+", "", name)
+
+
+def matching(
+    argument: str, patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = (), hint: str = ""
+) -> list[str]:
+    """The names in which at least one of the patterns of `argument` is found, in their order.
+
+    A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in it: `layers.1` is
+    found in `layers.1.weight` and not in `layers.10.weight`, and a star matches dots too.
+
+    Raises:
+        UserError: a pattern is empty or found in none of `names`; the message says where among `others`, which Muon
+            does not take, it is found, or the nearest component of a name, and ends with `hint`.
+    """
+    names = list(names)
+    if isinstance(patterns, str):
+        raise UserError(f"{argument} {patterns!r} is one string; pass a list of patterns")
+    for pattern in patterns:
+        if not pattern.strip():
+            raise UserError(f"{argument} '' would match every matrix; name some, or leave it out")
+        if any(_found(pattern, name) for name in names):
+            continue
+        nothing = f"{argument} {pattern} matches none of Muon's {len(names)} matrices"
+        if there := next((name for name in others if _found(pattern, name)), None):
+            raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
+        components = sorted({part for name in names for part in name.split(".")})
+        parts = pattern.strip(".").split(".")
+        near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts)
+        wider = (each for each in (f"{pattern}*", f"*{pattern}*", near) if any(_found(each, name) for name in names))
+        if meant := next(wider, ""):
+            meant = f"; did you mean {meant}?"
+        elif names:
+            meant = f"; one of them is {names[0]}"
+        raise UserError(f"{nothing} by whole components of their names{meant}{hint}")
+    return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
+
+
+def _found(pattern: str, name: str) -> bool:
+    return fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*")
+
+
+def steps_of(
+    names: Iterable[str], steps_for: Mapping[str, int], *, others: Iterable[str] = (), hint: str = ""
+) -> dict[str, int]:
+    """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
+
+    Raises a UserError for a pattern as `matching` does.
+    """
+    names, others = list(names), list(others)
+    found = {}
+    for pattern, steps in steps_for.items():
+        matched = matching("--muon-ns-steps-for", [pattern], names, others=others, hint=hint)
+        found.update(dict.fromkeys(matched, steps))
+    return found
+
+
+_NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
+"""The number of a layer, or of an expert, in a parameter's name."""
+
+
+class Row(NamedTuple):
+    """A parameter, the optimizer that takes it, and what is to be said of it."""
+
+    optimizer: str
+    name: str
+    shape: Sequence[int]
+    note: str = ""
+
+
+def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
+    """Tensors, elements and share of each optimizer; below, each kind of parameter, or with `full` each parameter.
+
+    Parameters of one kind differ in the numbers of their layers alone, and share a line.
+    """
+    sizes: dict[str, list[int]] = defaultdict(list)
+    kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for row in rows:
+        sizes[row.optimizer].append(math.prod(row.shape))
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
+        kinds[row.optimizer, shape, kind, row.note].append(row.name)
+    total = max(sum(map(sum, sizes.values())), 1)
+    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+    for optimizer, counts in sizes.items():
+        lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
+    if frozen:
+        lines.append(f"{'frozen':<12}{frozen:>9,}")
+    lines.append("")
+    for (optimizer, shape, kind, note), names in kinds.items():
+        shown = names[0] if len(names) == 1 else kind
+        lines.append(f"{optimizer:<12}{len(names):>9,}{shape:>16}  {shown}{f' ({note})' if note else ''}")
+    return "\n".join(lines)
+
+
+def blocks(split: RowSplit) -> str:
+    """The rows of each block, as a note; of several alike in a row, how many there are. Empty for one block."""
+    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
+    shown = ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
+    return f"blocks of {shown} rows" if len(split.parts) > 1 else ""

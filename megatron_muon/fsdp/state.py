@@ -12,14 +12,26 @@ from megatron_muon.core.exchange import LOCAL, SHARED
 from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
+from megatron_muon.fsdp.arguments import check_loaded
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER
+from megatron_muon.fsdp.step import make_state
+from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore, worst_failure
 
 
 class MuonState(ShardedMuon):
-    """`ShardedMuon` with the state dicts of torch's optimizers."""
+    """`ShardedMuon` with AdamW's state beside its own, and the state dicts of torch's optimizers."""
 
+    _settings: dict[str, Any]  # that it was made with
+    _run: OffloadRun | None  # what keeps momentum elsewhere; None once it is closed
     _warned: set[str]
+
+    def _take_up_exchanged(self) -> None:
+        raise NotImplementedError
+
+    def _require_open(self) -> None:
+        if self.store is not None and self._run is None:
+            raise UserError("this optimizer was closed, and its momentum with it; make another one")
 
     @override
     def initialize_state(self) -> None:
@@ -30,6 +42,10 @@ class MuonState(ShardedMuon):
         for group in self.param_groups:
             if group[OPTIMIZER] == MUON:  # torch's checkpoints load what the run has alone, whatever dtype comes later
                 group.setdefault(STEPS, 0)
+                continue
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p].update(make_state(p))
 
     def refuse_lost_state(self, group: Any = None) -> None:
         """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
@@ -49,6 +65,7 @@ class MuonState(ShardedMuon):
     @override
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded."""
+        self._require_open()
         state = super().momentum_state(empty=empty)
         is_whole = self.exchange.scheme in (LOCAL, SHARED)  # one rank alone may save it
         self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
@@ -57,6 +74,7 @@ class MuonState(ShardedMuon):
     @override
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; momentum that is stored elsewhere is copied into it, as `momentum_state` reads it."""
+        self._take_up_exchanged()
         if self.store is None:
             return super().state_dict()
         apart = {p: self.state[p] for p in self._matrices}
@@ -75,6 +93,9 @@ class MuonState(ShardedMuon):
         A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero. A
         UserError, with nothing loaded, where state of a matrix is missing, or of another shape.
         """
+        self._require_open()
+        self._take_up_exchanged()
+        state_dict = check_loaded(state_dict, self._settings)
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
         of_muon, before, groups = set(self._group_of), dict(self.state), self.param_groups
         groups_to_load = enumerate(state_dict["param_groups"])

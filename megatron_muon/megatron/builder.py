@@ -24,9 +24,9 @@ from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.core.rules.plain import aligned
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
-from megatron_muon.fsdp.shards import layout_of
+from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.megatron.main_weights import MainWeights
-from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import iteration_of

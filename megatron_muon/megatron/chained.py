@@ -27,12 +27,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
     A step finishes the gradient reduction unless that is done, computes the norm over all parameters, clips, skips
-    where a gradient is not finite, steps every optimizer, clips queries and keys where asked, and installs the weights
-    once.
+    where a gradient is not finite, steps every optimizer, clips queries and keys, and installs the weights once.
 
     Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures
-    no step. `weights` has the main weights where they are moved out of Megatron-FSDP's buffers, and `scalar_state` the
-    state of the scalar optimizers then.
+    no step. `weights` and `scalar_state` have main weights and scalar state that are out of Megatron-FSDP's buffers.
     """
 
     def __init__(
@@ -45,16 +43,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
     ) -> None:
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
-        inner = [member.optimizer for member in self._members]
-        muons_of_all_kinds = [one for one in inner if isinstance(one, (ShardedMuon, ReplicatedMuon))]
-        self.metrics = Sampler(muons_of_all_kinds, interval=metrics_interval)
+        inner = {member: member.optimizer for member in self._members}
+        self._muons = {m: one for m, one in inner.items() if isinstance(one, (ShardedMuon, ReplicatedMuon))}
+        self._sharded = {m: one for m, one in inner.items() if isinstance(one, ShardedMuon)}
+        self._stored = {m: one for m, one in self._sharded.items() if one.store is not None}
+        self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
-        muons = [member for member in self._members if isinstance(member.optimizer, ShardedMuon)]
-        self._stored = {member: member.optimizer for member in muons if member.optimizer.store is not None}
         self._weights, self._scalar_state = weights, scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
-        self._muons = [one for one in inner if isinstance(one, ShardedMuon)]
         self._has_stepped = False
         self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
 
@@ -71,7 +68,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for store in self.stores:
             store.verify()
         self._look_for_failures()
-        for muon in self._muons if not self._has_stepped else ():  # by now a checkpoint is loaded
+        for muon in self._sharded.values() if not self._has_stepped else ():  # by now a checkpoint is loaded
             muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
@@ -108,8 +105,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             return False
         with span("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
-                is_muon = isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon))
-                with span("muon" if is_muon else self.config.muon_scalar_optimizer):
+                with span("muon" if member in self._muons else self.config.muon_scalar_optimizer):
                     self._scalar_state.get(member, member.optimizer).step()
             self._look_for_failures()
             if self.qk_clip is not None:
@@ -125,11 +121,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @contextlib.contextmanager
     def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
-        """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`.
-
-        Without `--muon-offload-state all` they are there anyway.
-        """
-        if self._weights is None:
+        """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`."""
+        if self._weights is None:  # they are there anyway
             yield
             return
         with self._weights.at_hand(values=values, write=write):
@@ -144,10 +137,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
-        mine: dict[str, int] = {}
-        for member in self._members:
-            if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
-                mine |= member.optimizer.skipped_updates()
+        mine = {name: count for muon in self._muons.values() for name, count in muon.skipped_updates().items()}
         everyone = of_all_ranks_if_any(mine)
         return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
 
@@ -188,18 +178,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
             self._tell_of_other_momentum(member, settings)
             state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
             muon, scalars = self._stored.get(member), self._scalar_state.get(member)
-            momentum, slots_of = {}, {}
-            if muon is not None:
-                momentum = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
-            if scalars is not None:
-                slots_of = {
-                    parameters[name]: {slot: slots.pop(slot) for slot in scalars.slots} for name, slots in state.items()
-                }
+            apart = (MOMENTUM,) if muon is not None else scalars.slots if scalars is not None else ()
+            kept = {parameters[name]: {slot: slots.pop(slot) for slot in apart} for name, slots in state.items()}
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
-                muon.load_momentum(momentum)
+                muon.load_momentum({parameter: slots[MOMENTUM] for parameter, slots in kept.items()})
             if scalars is not None:
-                scalars.load(slots_of)
+                scalars.load(kept)
         self._look_for_failures()
         if self.offload_failure is not None:
             raise self.offload_failure

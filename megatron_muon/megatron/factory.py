@@ -29,13 +29,13 @@ from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.fsdp.build import offload_run
+from megatron_muon.fsdp.checks import compare_settings
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights, ScalarState
-from megatron_muon.megatron.model import selection
+from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.patches.fsdp import is_mended
 from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
@@ -124,11 +124,11 @@ def _groups(
     config: MuonOptimizerConfig, model_chunks: Sequence[Any], config_overrides: dict[ParamKey, Any] | None
 ) -> tuple[list[dict[str, Any]], dict[Any, str]]:
     """megatron-core's parameter groups, those of Muon without `optimizer`, and a name for each parameter."""
-    selection.restore_attributes(model_chunks)
-    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
+    mp.restore_attributes(model_chunks)
+    mp.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    return groups, selection.parameter_names(model_chunks)
+    return groups, mp.parameter_names(model_chunks)
 
 
 def _report(
@@ -147,10 +147,10 @@ def _report(
         say(f"megatron-muon: note: {note}")
     if digest:
         say(f"megatron-muon: plan {digest}")
-    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
+    say(mp.parameter_table(groups, names, splits, full=config.muon_log_params))
     return {
-        "muon_parameters": selection.count(groups, of_muon=True),
-        "scalar_parameters": selection.count(groups, of_muon=False),
+        "muon_parameters": mp.count(groups, of_muon=True),
+        "scalar_parameters": mp.count(groups, of_muon=False),
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
     }
@@ -170,7 +170,7 @@ def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: fl
     mup = get_mup_config_overrides(config, width, config.muon_scalar_optimizer) if len(others) < len(given) else {}
     for key, value in mup.items():
         predicate = key.with_name_predicate
-        name, fn = predicate.name, lambda p, name, fn=predicate.fn: not selection.is_muon_matrix(p) and fn(p, name)
+        name, fn = predicate.name, lambda p, name, fn=predicate.fn: not mp.is_muon_matrix(p) and fn(p, name)
         others[ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))] = value
     return others
 
@@ -178,11 +178,11 @@ def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: fl
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
     overrides = get_standard_config_overrides(config) if given is None else _by_width(config, given, width)
-    scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not selection.is_muon_matrix(p))
+    scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not mp.is_muon_matrix(p))
     overrides = {**overrides, ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer}}
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
     if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
-        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=selection.is_muon_matrix))] = chosen
+        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = chosen
     return overrides
 
 

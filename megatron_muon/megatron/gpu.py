@@ -55,10 +55,8 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     """Turn "auto" into "cuda" or "cpu", and install the CPU backend for the latter.
 
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
-
-    Raises:
-        UserError: no CUDA where it was asked for, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked. A UserError
+    for "cuda" without CUDA, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
     """
     import torch
 

@@ -44,6 +44,14 @@ class Piece:
     start: int
     stop: int
 
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """These elements of a shard."""
+        return shard.reshape(-1)[self.start : self.stop]
+
+    def of_record(self, record: torch.Tensor) -> torch.Tensor:
+        """The main weights of the record."""
+        return record.view(-1)[: self.stop - self.start]
+
 
 @dataclass(eq=False)
 class _Place:
@@ -77,7 +85,7 @@ class MainWeights:
 
     @property
     def stores(self) -> list[RecordStore]:
-        """Those that keep main weights."""
+        """What keeps main weights."""
         return [store for store, _ in self._kept]
 
     def shard(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -115,9 +123,8 @@ class MainWeights:
     def at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
         """Have the main weights in Megatron-FSDP's buffers, in the stores' scratch memory; not within a step.
 
-        Args:
-            values: with their values; without, the memory has any, as they will be loaded.
-            write: the stores take the values at the end, unless an error ends it.
+        Without `values` the memory has any, as they will be loaded; with `write` the stores take the values at the end,
+        unless an error ends it.
         """
         if self._at_hand:
             yield
@@ -130,9 +137,7 @@ class MainWeights:
             for store, pieces in self._kept if values else ():
                 for number, piece in enumerate(pieces):
                     if piece.stop > piece.start:
-                        self.shard(piece.parameter)[piece.start : piece.stop].copy_(
-                            _weights_of(store.read(number), piece)
-                        )
+                        piece.of_shard(self.shard(piece.parameter)).copy_(piece.of_record(store.read(number)))
             yield
             for store, pieces in self._kept if write else ():
                 self._write(store, pieces)
@@ -143,14 +148,14 @@ class MainWeights:
         for number, piece in enumerate(pieces):
             if piece.stop > piece.start:
                 record = store.read(number)
-                _weights_of(record, piece).copy_(self.shard(piece.parameter)[piece.start : piece.stop])
+                piece.of_record(record).copy_(piece.of_shard(self.shard(piece.parameter)))
                 store.write(number, record)
 
     def _copy_to_model(self, pieces: Sequence[Piece], number: int, record: torch.Tensor) -> None:
         piece = pieces[number]
         place = self._places[piece.parameter]
         shard = place.model.get_item(place.item, only_shard=True).detach()
-        shard[piece.start : piece.stop].copy_(_weights_of(record, piece))
+        piece.of_shard(shard).copy_(piece.of_record(record))
 
     def _show(self, data: Sequence[torch.Tensor]) -> None:
         """Let Megatron-FSDP's buffers be this memory, and everything that shows main weights be parts of it."""
@@ -169,10 +174,6 @@ class MainWeights:
                 tensor.detach = detach  # type: ignore[method-assign]
 
 
-def _weights_of(record: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return record.view(-1)[: piece.stop - piece.start]
-
-
 _ALIGNED = 1024
 """Pieces begin at multiples of this, so that a CPU's vectors end where they end without pieces."""
 
@@ -183,22 +184,12 @@ State = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 class ScalarState:
     """Keeps the state of a scalar optimizer and the main weights of its parameters, and takes its steps.
 
-    Args:
-        wrapped: megatron-core's optimizer, still without state.
-        weights: has the main weights.
-        offload: makes the store. Collective where that is on disk.
-        names: of the parameters.
-
-    Attributes:
-        slots: the names of the state's tensors.
+    `wrapped` is megatron-core's optimizer, still without state; `slots` are the names of the state's tensors.
+    Collective where `offload` stores on disk.
     """
 
     def __init__(
-        self,
-        wrapped: MegatronOptimizer,
-        weights: MainWeights,
-        offload: OffloadRun,
-        names: Mapping[torch.Tensor, str],
+        self, wrapped: MegatronOptimizer, weights: MainWeights, offload: OffloadRun, names: Mapping[torch.Tensor, str]
     ) -> None:
         self._inner = wrapped.optimizer
         groups = enumerate(self._inner.param_groups)
@@ -208,10 +199,10 @@ class ScalarState:
         self._counters = {name: _copied(value) for name, value in self._inner.state[first].items()}
         rows = 1 + len(self.slots)
         most = max(int(offload.buffer_mb * 2**20) // (SLOTS * 4 * rows) // _ALIGNED, 1) * _ALIGNED
-        self._sizes = {parameter: weights.shard(parameter).numel() for parameter in self._group_of}
+        self._sizes = {p: weights.shard(p).numel() for p in self._group_of}
         self._pieces = [
-            Piece(parameter, start, min(start + most, size))
-            for parameter, size in self._sizes.items()
+            Piece(p, start, min(start + most, size))
+            for p, size in self._sizes.items()
             for start in range(0, size, most)
         ]
         self.store = offload.make_records(
@@ -239,16 +230,13 @@ class ScalarState:
             self._inner.param_groups[number][STEP] = count
 
     def state(self, *, empty: bool = False) -> State:
-        """Copies of each parameter's slots as a checkpoint holds them; `empty` leaves out the values."""
+        """Copies of each parameter's slots; `empty` leaves out the values."""
         memory = iter(self.store.scratch([size for size in self._sizes.values() for _ in self.slots]))
         shards = {parameter: {slot: next(memory) for slot in self.slots} for parameter in self._sizes}
         for number, piece in enumerate(self._pieces) if not empty else ():
             for slot, values in zip(self.slots, self.store.read(number)[1:], strict=True):
-                shards[piece.parameter][slot][piece.start : piece.stop].copy_(values)
-        return {
-            parameter: {slot: sharded_like(parameter, shard) for slot, shard in slots.items()}
-            for parameter, slots in shards.items()
-        }
+                piece.of_shard(shards[piece.parameter][slot]).copy_(values)
+        return {p: {slot: sharded_like(p, shard) for slot, shard in slots.items()} for p, slots in shards.items()}
 
     def load(self, state: State) -> None:
         """Take the slots of a checkpoint, as `state` gives them; a parameter that it lacks keeps what it has."""
@@ -259,7 +247,7 @@ class ScalarState:
             if (slots := state.get(piece.parameter)) is not None:
                 values = self.store.read(number)
                 for slot, row in zip(self.slots, values[1:], strict=True):
-                    row.copy_(local_rows(slots[slot]).reshape(-1)[piece.start : piece.stop])
+                    row.copy_(piece.of_shard(local_rows(slots[slot])))
                 self.store.write(number, values)
 
     def _make_state(self, wrapped: MegatronOptimizer) -> tuple[str, ...]:
@@ -285,7 +273,7 @@ class ScalarState:
             parameter = piece.parameter
             alone = _shown(weights, parameter)
             if parameter.grad is not None:
-                alone.grad = _shown(local_rows(parameter.grad).reshape(-1)[piece.start : piece.stop], parameter.grad)
+                alone.grad = _shown(piece.of_shard(local_rows(parameter.grad)), parameter.grad)
             states[alone] = {name: _copied(value) for name, value in state[parameter].items()}
             states[alone] |= {slot: _shown(row, parameter) for slot, row in zip(self.slots, slots, strict=True)}
             params[self._group_of[parameter]].append(alone)

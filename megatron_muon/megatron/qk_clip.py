@@ -23,9 +23,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.core.rows import local_rows
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.shards import noted_part
+from megatron_muon.fsdp.cuts import noted_part
 from megatron_muon.megatron.flags.refusals import asked
-from megatron_muon.megatron.model.parameters import fused_rows
+from megatron_muon.megatron.model.matrices import fused_rows
 
 OTHER, QUERY, KEY, ROTARY = range(4)
 """What a row makes, by which its factor is chosen; that of `OTHER` is one."""
@@ -48,10 +48,9 @@ def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
 def factors(
     largest: torch.Tensor, group_of: torch.Tensor, *, groups: int, alpha: float, threshold: float
 ) -> torch.Tensor:
-    """What rows are multiplied by: `(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows.
+    """`(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows; queries take the share `alpha` of a factor.
 
-    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group; `alpha` is the share of the
-    factor that queries take.
+    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group.
     """
     of_groups = largest.new_full((groups,), -math.inf).scatter_reduce(0, group_of, largest, "amax")
     gamma = torch.where(of_groups > threshold, threshold / of_groups, 1.0)
@@ -61,12 +60,8 @@ def factors(
 class QKClip:
     """Measures the attention logits of a model's steps and, where its config asks for that, clips.
 
-    Args:
-        model_chunks: the model under Megatron-FSDP; every rank has all of its layers.
-        tensor_parallel: the group that shares the heads of a layer.
-
-    Attributes:
-        largest: the largest logit of the last step, a scalar on the device.
+    Every rank has all layers; `tensor_parallel` ranks share the heads of one. `largest` is the largest logit of the
+    last step, a scalar on the device.
 
     Raises:
         UserError: attention that shows no logits, layers of different heads, or frozen weights that would be scaled.
@@ -122,13 +117,8 @@ class QKClip:
         """Scale this rank's rows of the main weights by the logits that were measured last."""
         if not self._scaled:
             return
-        table = factors(
-            self._of_heads,
-            self._group_of,
-            groups=self._groups,
-            alpha=self._config.qk_clip_alpha,
-            threshold=self._config.qk_clip_threshold,
-        )
+        alpha, threshold = self._config.qk_clip_alpha, self._config.qk_clip_threshold
+        table = factors(self._of_heads, self._group_of, groups=self._groups, alpha=alpha, threshold=threshold)
         for parameter, by_row in zip(self._scaled, table.flatten()[self._rows].split(self._sizes), strict=True):
             rows = local_rows(parameter)
             rows.mul_(by_row[:, None] if rows.ndim == 2 else by_row)
@@ -142,7 +132,7 @@ class QKClip:
 
 
 def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
-    """The attention modules of a model chunk with their paths without wrappers; a UserError for one without logits."""
+    """The attention modules of a chunk with their paths without wrappers; a UserError for one without logits."""
     for path, module in chunk.named_modules():
         if (core := getattr(module, "core_attention", None)) is None:
             continue

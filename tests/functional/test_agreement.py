@@ -25,18 +25,29 @@ ALIKE = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and ns_steps_for="
 )
 SETTINGS = "give every rank the same settings"
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "lr": (0.001, 0.03),
+    "ns_steps": (5, 6),
+    "exchange": ("owner", "allgather"),
+    "hyperball": (False, True),
+    "moment2_method": (None, "normuon"),
+    "metrics_interval": (0, 3),
+    "offload": ("none", "cpu"),
+    "split": (None, {"layers.*.0.weight": (19, 19)}),
+    "ns_steps_for": (None, {"layers.0": 4}),
+    "exclude": ((), ["narrow"]),
+}
+"""Defaults of settings, and other values."""
+
 DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     f"rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2); {ALIKE}": (reversed, {}),
     f"rank 0 gives 6 matrices and rank 2 gives 5; {ALIKE}": (
         lambda named: [pair for pair in named if pair[0] != "narrow.weight"], {}
     ),
-    f"split is None on rank 0 and {{'layers.*.0.weight': (19, 19)}} on rank 2; {SETTINGS}": (
-        list, {"split": {"layers.*.0.weight": (19, 19)}}
-    ),
-    f"ns_steps_for is None on rank 0 and {{'layers.0': 4}} on rank 2; {SETTINGS}": (
-        list, {"ns_steps_for": {"layers.0": 4}}
-    ),
-    f"exclude is () on rank 0 and ['narrow'] on rank 2; {SETTINGS}": (list, {"exclude": ["narrow"]}),
+    **{
+        f"{name} is {default!r} on rank 0 and {other!r} on rank 2; {SETTINGS}": (list, {name: other})
+        for name, (default, other) in OTHERS.items()
+    },
 }  # fmt: skip
 """What Muon says, by what the last rank gives instead: parameters, settings."""
 
@@ -53,11 +64,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
         with pytest.raises(UserError) as caught:
             megatron_muon.Muon(parameters(named) if last else named, **(options if last else {}))
         said.append(str(caught.value))
+    megatron_muon.Muon(named)  # another try works
     return said
 
 
-def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
-    """By every rank alike: none goes on and waits for the others."""
+def test_ranks_that_give_other_matrices_or_settings_are_named(ranks: Pool) -> None:
+    """By every rank alike. Story: some passed silently, one aborted in gloo, the others waited for ever."""
     assert ranks(3, refusals) == [list(DIFFERENT)] * 3
 
 
@@ -85,8 +97,7 @@ def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: 
     cases = [(Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()]
     first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
-    rest = "give every rank the same settings"
-    assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {rest}" for name, (a, b) in settings.items()]
+    assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {SETTINGS}" for name, (a, b) in settings.items()]
 
 
 REFUSED = [

@@ -106,47 +106,14 @@ def test_momentum_lost_on_one_rank_is_an_error_on_all(ranks: Pool, reader: str, 
     assert list(tmp_path.iterdir()) == []
 
 
-DIFFERENT: dict[str, tuple[Any, Any]] = {
-    "lr": (0.02, 0.03),
-    "ns_steps": (5, 6),
-    "exchange": ("owner", "allgather"),
-    "hyperball": (False, True),
-    "moment2_method": (None, "normuon"),
-    "metrics_interval": (0, 3),
-    "offload": ("none", "cpu"),
-}
-
-
-def with_settings(rank: int, world_size: int, *, settings: dict[str, tuple[Any, Any]]) -> list[str]:
-    """In a worker: what Muon says where the last rank has another value for each of the settings."""
-    said = []
-    for name, (one, other) in settings.items():
-        given = {"weight_decay": 0.0, name: other if rank == world_size - 1 else one}
-        with pytest.raises(UserError) as caught:
-            frameworks.fsdp2(**given)
-        said.append(str(caught.value))
-    frameworks.fsdp2()  # and another try works
-    return said
-
-
-def test_settings_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
-    """Story: some passed silently, one aborted in gloo, the others waited for ever."""
-    first, *others = ranks(3, with_settings, settings=DIFFERENT)
-    assert all(other == first for other in others)
-    assert first == [
-        f"{name} is {one!r} on rank 0 and {other!r} on rank 2; give every rank the same settings"
-        for name, (one, other) in DIFFERENT.items()
-    ]
-
-
 def made_by_some(rank: int, world_size: int) -> str | None:
     """In a worker: what the ranks that make a Muon say of the last one, which does not."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_muon.fsdp import agreement
+    from megatron_muon.fsdp import checks
 
-    agreement.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
+    checks.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
     net = nn.Linear(8, 8, bias=False)
     fully_shard(net)
     said = None

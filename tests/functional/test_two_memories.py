@@ -16,14 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.tools.train.records import read_events
-from tests.functional.test_any_model import (
-    FRAMEWORKS,
-    ON_FOUR,
-    assert_close,
-    resumed,
-    resumed_library,
-    weights,
-)
+from tests.functional.test_any_model import FRAMEWORKS, ON_FOUR, assert_close, resumed, weights
 from tests.functional.test_checkpoint_layouts import HSDP
 from tests.functional.test_checkpoints import DIVISIBLE, EXPERTS, FULL, SWIGLU, differences, saved, strategy, warnings
 from tests.functional.test_offload import BUFFER_MB
@@ -85,9 +78,7 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp
     with ranks.two_memories():
         for offload, steps in ((host, (0, 2)), (disk, (2, 4))):
             given = {**options, **offload}
-            run = {"settings": given} if kind == "megatron_fsdp" else {"kind": kind, "options": given}
-            go_on = resumed_library if kind == "megatron_fsdp" else resumed
-            found = ranks(size, go_on, folder=str(tmp_path), steps=steps, **run)[0]
+            found = ranks(size, resumed, kind=kind, options=given, folder=str(tmp_path), steps=steps)[0]
     assert_close(found, expected, atol=2e-6)
 
 

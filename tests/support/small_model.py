@@ -1,6 +1,8 @@
-"""A model with a parameter of every kind, for the tests of `megatron_muon.Muon`."""
+"""A model with a parameter of every kind, and gradients, for the tests of `megatron_muon.Muon`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -20,3 +22,10 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return self.lm_head(x * self.scale).square().mean()
+
+
+def give_gradients(parameters: Iterable[torch.Tensor], seed: int = 0) -> None:
+    """Random gradients, the same for the same shapes and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in parameters:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p.dtype)

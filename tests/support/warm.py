@@ -189,7 +189,6 @@ def import_everything() -> None:
     import megatron_muon.megatron.flags.arguments
     import megatron_muon.megatron.launch
     import megatron_muon.megatron.model.gpt
-    import megatron_muon.megatron.model.on_meta
     import megatron_muon.megatron.patches.install
     import megatron_muon.megatron.prepare
     import megatron_muon.offload.run

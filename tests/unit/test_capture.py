@@ -12,31 +12,30 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_muon.core.build import exchange_by
-from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import OWNER, Buffers
 from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import make_plan
-from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.muon import Muon
+from megatron_muon.fsdp.step import CapturedStep
+from megatron_muon.megatron.builder import make_muon
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import HARDWARE
 from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse.recorder import Recorder
 
 RANKS = 4
 SHAPES = [(64, 32), (32, 64), (512, 256), (48, 16)]
+SETTINGS: dict[str, Any] = {
+    **{"optimizer": "muon", "lr": 0.1, "weight_decay": 0.1, "muon_fp32_matmul_prec": "medium"},
+    **{"muon_exchange_buffer_mb": 2.0, "muon_team_size": "1"},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cautious": {"cautious": True},
-    "coupled": {"decoupled": False},
-    "adamuon": {"moment2": "adamuon"},
-    "hyperball": {"hyperball": True},
+    "cautious": {"muon_cautious_weight_decay": True},
+    "coupled": {"decoupled_weight_decay": False},
+    "adamuon": {"optimizer": "adaptive_muon"},
+    "hyperball": {"muon_hyperball": True, "weight_decay": 0.0},
 }
 
 
@@ -64,33 +63,18 @@ class Enqueued(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def on_fake_gpu(**variant: Any) -> Iterator[ShardedMuon]:
+def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
     """The Muon of rank 1 of four on fake tensors."""
     recorder = Recorder(1, machine.DEVICE)
     with machine.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
-        group = dist.new_group(range(RANKS))
         layout = Layout(RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)))
-        orthogonalizer = Orthogonalizer(
-            Iteration(precision="medium"), scaled="moment2" not in variant, device=machine.DEVICE
-        )
-        plan = make_plan(layout, [float(rows * cols) for rows, cols in SHAPES], buffer_bytes=2 << 20, memory=Memory(2))
-        exchange = exchange_by(
-            OWNER, layout, group, orthogonalizer, Buffers(machine.DEVICE), wire_dtype=torch.bfloat16, plan=plan
-        )
-        scales = [orthogonalizer.row_scales(matrix).to(machine.DEVICE) for matrix in layout.matrices]
-        held = Held(layout, group, machine.DEVICE, [1] * len(SHAPES), scales=scales)
-        rules = make_rules(chosen_rules(**variant), held, {"nesterov": True, "beta2": 0.95, "eps": 1e-8})
+        held = Held(layout, dist.new_group(range(RANKS)), machine.DEVICE, [1] * len(SHAPES))
         parameters = [torch.nn.Parameter(torch.empty(r // 4, c, device=machine.DEVICE)) for r, c in SHAPES]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        muon = ShardedMuon(
-            [{"params": parameters}],
-            exchange,
-            rules,
-            defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0 if "hyperball" in variant else 0.1},
-            names={parameter: f"w{i}" for i, parameter in enumerate(parameters)},
-        )
-        yield muon
+        config = MuonOptimizerConfig(**{**SETTINGS, **settings})
+        names = {parameter: f"w{i}" for i, parameter in enumerate(parameters)}
+        yield make_muon([{"params": parameters}], held, config, names, offload=None)
 
 
 def enqueued(muon: ShardedMuon) -> list[tuple[Any, ...]]:

@@ -13,9 +13,8 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.model.parameters import Fused, fused_rows
+from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.megatron.model.matrices import Fused, fused_rows
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."
@@ -55,13 +54,13 @@ class Chunk(torch.nn.Module):
 def tagged(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros(shape))
     vars(parameter).update(marks)
-    selection.tag_for_muon([Chunk(config, name, parameter)])
+    mp.tag_for_muon([Chunk(config, name, parameter)])
     return parameter
 
 
 def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
     parameter = tagged(config, name, shape)
-    return mp.block_split(parameter, settings) if selection.is_muon_matrix(parameter) else None
+    return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
 
 
 QKV = f"{LAYER}self_attention.linear_qkv.weight"
@@ -158,23 +157,23 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
     parameter = torch.nn.Parameter(torch.zeros(24, 16))
     chunk = Chunk(TransformerConfig(**GPT), QKV, parameter)
     chunk.get_submodule(f"{LAYER}self_attention").config = TransformerConfig(**GPT | {"num_query_groups": 1})
-    selection.tag_for_muon([chunk])
+    mp.tag_for_muon([chunk])
     assert mp.block_split(parameter, PLAIN) == RowSplit(1, (16, 4, 4))
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "why"),
     [
-        (IN_PROJ, (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.qkv_proj.weight", (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.Wqkv.weight", (32, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.in_proj_weight", (48, 16), selection.UNKNOWN),
-        (f"{LAYER}attention.kv_b_proj.weight", (48, 16), selection.UNKNOWN),
-        (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), selection.UNKNOWN),
-        (QKV, (30, 16), selection.UNKNOWN),  # no multiple of a query group's rows
-        (f"{LAYER}mlp.experts.weight1", (16, 48), selection.UNKNOWN),  # one over all experts would mix them
+        (IN_PROJ, (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.qkv_proj.weight", (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.Wqkv.weight", (32, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.in_proj_weight", (48, 16), mp.UNKNOWN),
+        (f"{LAYER}attention.kv_b_proj.weight", (48, 16), mp.UNKNOWN),
+        (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), mp.UNKNOWN),
+        (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
+        (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),  # one over all experts would mix them
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
-        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), selection.VECTOR),
+        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), mp.VECTOR),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.out_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.linear_q_down_proj.weight", (16, 16), ""),
@@ -186,8 +185,8 @@ def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_opti
 ) -> None:
     config = TransformerConfig(**GPT)
     parameter = tagged(config, name, shape)
-    assert ("" if selection.is_muon_matrix(parameter) else parameter.why_not_muon) == why  # type: ignore[attr-defined]
-    assert selection.is_muon_matrix(tagged(config, name, shape, use_muon=True)), "a script has the last word"
+    assert ("" if mp.is_muon_matrix(parameter) else parameter.why_not_muon) == why  # type: ignore[attr-defined]
+    assert mp.is_muon_matrix(tagged(config, name, shape, use_muon=True)), "a script has the last word"
 
 
 PROJECTIONS = {
@@ -232,9 +231,9 @@ def test_excluded_and_frozen_parameters() -> None:
     config = TransformerConfig(**GPT)
     qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
-    selection.tag_for_muon(chunks)
-    assert selection.is_muon_matrix(qkv)
+    mp.tag_for_muon(chunks)
+    assert mp.is_muon_matrix(qkv)
     with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
-        selection.tag_for_muon(chunks, exclude=["router"])
-    selection.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
-    assert not selection.is_muon_matrix(qkv)
+        mp.tag_for_muon(chunks, exclude=["router"])
+    mp.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
+    assert not mp.is_muon_matrix(qkv)

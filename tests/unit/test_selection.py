@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
@@ -9,18 +11,14 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.patterns import matching
-from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.model.selection import parameter_table
+from megatron_muon.fsdp.selection import matching
+from megatron_muon.megatron.model import matrices as mp
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
-CONFIG = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
 
 
 class Plain(nn.Module):
     """A language model as people write them: no name holds "embedding"."""
-
-    config = CONFIG
 
     def __init__(self, *, head: bool = True, tied: bool = False, wide: int = 48) -> None:
         super().__init__()
@@ -33,12 +31,22 @@ class Plain(nn.Module):
                 self.lm_head.weight = self.wte.weight
 
 
+class Wrapped(nn.Module):
+    """A model as Megatron-FSDP's wrapper has it, which alone has a config."""
+
+    config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+
+    def __init__(self, module: nn.Module, **settings: Any) -> None:
+        super().__init__()
+        self.module = module
+        mp.tag_for_muon([self], **settings)
+
+
 def tagged(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     """Names of the matrices, and of the other 2D weights with their reasons."""
-    selection.tag_for_muon([model])
-    names = selection.parameter_names([model])
-    return [name for p, name in names.items() if selection.is_muon_matrix(p)], {
-        name: p.why_not_muon for p, name in names.items() if p.ndim == 2 and not selection.is_muon_matrix(p)
+    names = mp.parameter_names([Wrapped(model)])
+    return [name for p, name in names.items() if mp.is_muon_matrix(p)], {
+        name: getattr(p, "why_not_muon", "") for p, name in names.items() if p.ndim == 2 and not mp.is_muon_matrix(p)
     }
 
 
@@ -79,19 +87,16 @@ def test_a_script_has_the_last_word():
     model = Plain()
     model.lm_head.weight.use_muon = True
     model.blocks[0].weight.use_muon = False
-    selection.tag_for_muon([model])
-    matrices = [name for p, name in selection.parameter_names([model]).items() if selection.is_muon_matrix(p)]
-    assert matrices == [*BLOCKS[1:], "lm_head.weight"]
+    assert tagged(model)[0] == [*BLOCKS[1:], "lm_head.weight"]
 
 
 def test_the_table_says_why_and_what_is_split() -> None:
     model = Plain()
-    selection.tag_for_muon([model], exclude=["blocks.0"])
-    names = selection.parameter_names([model])
-    chosen = [[p for p in names if selection.is_muon_matrix(p) is ours] for ours in (True, False)]
+    names = mp.parameter_names([Wrapped(model, exclude=["blocks.0"])])
+    chosen = [[p for p in names if mp.is_muon_matrix(p) is ours] for ours in (True, False)]
     groups = [{"params": chosen[0]}, {"params": chosen[1], "optimizer": "adam"}]
     splits = (RowSplit(1, (8,) * 4), RowSplit(2, (4, 4)))
-    table = parameter_table(groups, names, dict(zip(chosen[0], splits, strict=True)))
+    table = mp.parameter_table(groups, names, dict(zip(chosen[0], splits, strict=True)))
     lines = [" ".join(line.split()) for line in table.splitlines()]
     for line in (
         "muon 1 32 x 48 blocks.1.weight (blocks of 4 x 8 rows)",

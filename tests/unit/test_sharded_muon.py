@@ -149,25 +149,6 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     assert nothing.exchange.runs == 1
 
 
-def test_momentum_that_a_checkpoint_replaces_is_taken_up() -> None:
-    """It lies in one tensor for a wave; loading puts tensors of their own in the place of a state's views."""
-    mine, theirs = parameters(), parameters()
-    optimizer, other = sharded(mine), sharded(theirs)
-    for step in range(3):
-        for p, q, gradient in zip(mine, theirs, gradients(step), strict=True):
-            p.grad, q.grad = gradient, gradient
-        optimizer.step()
-        if step == 1:
-            for p, q in zip(mine, theirs, strict=True):
-                other.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
-                q.data.copy_(p.data)
-        elif step == 2:
-            other.step()
-    for p, q in zip(mine, theirs, strict=True):
-        assert torch.equal(p, q)
-        assert torch.equal(optimizer.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"])
-
-
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [

@@ -1,4 +1,4 @@
-"""What megatron.training.pretrain needs of a GPT: model, batches, loss, datasets.
+"""What pretrain of Megatron needs of a GPT: model, batches, loss, datasets; and the model on the meta device, to plan.
 
 megatron-core's wheel ships the training loop but not the script around it.
 """
@@ -6,6 +6,7 @@ megatron-core's wheel ships the training loop but not the script around it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,11 @@ from megatron.core import mpu
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
@@ -27,6 +32,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.arguments import check_vocabularies
+from megatron_muon.patching import Patches
 
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
@@ -49,11 +55,55 @@ def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
     return config
 
 
+@contextlib.contextmanager
+def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
+    """megatron-core's process groups as rank 0 of `args.world_size` has them, on paper; none may exist before."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=args.world_size, store=FakeStore())
+    try:
+        mpu.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            create_gloo_process_groups=False,
+        )
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
+    """The model that a run with these validated flags builds, for its parameters alone, in the dtype of its training.
+
+    megatron-core's local layers stand for those of Transformer Engine, and so does a linear layer for that of latent
+    experts, which needs it.
+    """
+    config = gpt_config(args)
+    config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
+    config.attention_backend = AttnBackend.auto
+    with Patches() as changes, torch.device("meta"):
+        changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
+        changes.replace(moe_layer, "HAVE_TE", True)
+        changes.replace(moe_layer, "TELinear", _Linear)
+        model = config.get_builder_cls()(config).build_model(groups, True, True)
+    return model.bfloat16() if args.bf16 else model
+
+
+class _Linear(torch.nn.Linear):
+    """The parameters of Transformer Engine's linear layer."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
+
+
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     """The next micro-batch on this rank: read by the first tensor-parallel rank, cut over context-parallel ranks."""
-    args = get_args()
+    args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
-    tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         read = next(data_iterator)
         batch = {name: read[name].cuda(non_blocking=True) if read.get(name) is not None else None for name in _FIELDS}
@@ -102,14 +152,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
-    loss_mask = batch["loss_mask"]
+    inputs, loss_mask = (batch[name] for name in ("tokens", "position_ids", "attention_mask")), batch["loss_mask"]
+    output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
     assert loss_mask is not None  # set wherever the loss is computed: the last pipeline stage is the only one
     return output, partial(loss_func, loss_mask)
 
@@ -146,11 +190,9 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
         **{name: getattr(args, name) for name in _DATA_SETTINGS},
     )
     print_rank_0("> building training, validation and test sets ...")
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
-        samples,
-        lambda: mpu.get_tensor_model_parallel_rank() == 0,
-        config,
+        dataset, samples, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
     ).build()
 
 

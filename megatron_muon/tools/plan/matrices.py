@@ -30,9 +30,9 @@ from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
-from megatron_muon.megatron.model import on_meta
-from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.selection import muon_matrices, restore_attributes, tag_for_muon
+from megatron_muon.megatron.model import gpt
+from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
@@ -144,8 +144,8 @@ def _activation_bytes(args: argparse.Namespace) -> float:
 
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
-    with on_meta.process_groups(args) as groups, quiet_imports():
-        model = on_meta.build_model(args, groups)
+    with gpt.groups_on_paper(args) as groups, quiet_imports():
+        model = gpt.build_on_meta(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
         judge._annotate_tensor_parallelism(model)
         if args.moe_grouped_gemm:

@@ -1,24 +1,75 @@
-"""A step of matrices as a CUDA graph.
-
-It has never run on a GPU: none was at hand. Tests replay recorded operations on a processor.
-"""
+"""The parts of a step of `Muon` that are not the core's: AdamW on the rest, and the matrices' step as a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import local_rows
+from megatron_muon.fsdp.selection import decays
+
+
+def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state of a parameter before its first step, sharded as it is."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": torch.zeros_like(parameter.detach()),
+        "exp_avg_sq": torch.zeros_like(parameter.detach()),
+    }
+
+
+def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, Any]], *, counts_empty: bool) -> None:
+    """A step of a parameter group; the step counter goes on alike on all ranks, also for empty shards.
+
+    `counts_empty` says that empty shards have no gradients, as under Megatron-FSDP.
+    """
+    members = []
+    for p in group["params"]:
+        if not local_parts([p])[0].numel():
+            state[p]["step"] += p.grad is not None or counts_empty
+        elif p.grad is not None:
+            members.append(p)
+    for decay in (True, False):
+        some = [p for p in members if decays(group, p) is decay]
+        if not some:
+            continue
+        states = [state[p] for p in some]
+        adamw(
+            local_parts(some),
+            [gradient.to(p.dtype) for gradient, p in zip(local_parts([p.grad for p in some]), some, strict=True)],
+            local_parts([slots["exp_avg"] for slots in states]),
+            local_parts([slots["exp_avg_sq"] for slots in states]),
+            [],
+            [slots["step"] for slots in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"] if decay else 0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def local_parts(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What this rank has of each, in the shape that it has there."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
 
 _BEFORE = 2
 """Steps that run as they are: the first makes connections and caches, the second is like all others."""
 
 
 class CapturedStep:
-    """Runs a step of these parameters twice as it is, then captures it, and from then on replays it.
+    """Runs a step of these parameters twice as it is, then captures it as a CUDA graph, and from then on replays it.
+
+    It has never run on a GPU: none was at hand. Tests replay recorded operations on a processor.
 
     A graph works on the memory that the captured step worked on. So learning rate and decay of the groups become
     tensors, fp32 on the device, for schedulers to fill; a decay of zero stays a number, as no operation reads it.
