@@ -34,7 +34,7 @@ def left(rank: int, world_size: int) -> list[dict[str, str]]:
     from megatron.core.transformer import TransformerConfig
 
     import megatron_muon
-    from megatron_muon.megatron.model import selection
+    from megatron_muon.megatron.model import matrices
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -55,8 +55,8 @@ def left(rank: int, world_size: int) -> list[dict[str, str]]:
         finalize_model_grads([model])
         assert optimizer.step()[0]
         rest = [
-            (p, n) for p, n in selection.parameter_names([model]).items()
-            if p.ndim == 2 and not selection.is_muon_matrix(p)
+            (p, n) for p, n in matrices.parameter_names([model]).items()
+            if p.ndim == 2 and not matrices.is_muon_matrix(p)
         ]  # fmt: skip
         found.append({name: getattr(parameter, "why_not_muon", "") for parameter, name in rest})
     return found
