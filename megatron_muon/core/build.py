@@ -76,6 +76,17 @@ def make_exchange(
             buffer_bytes=buffer_bytes,
             rules=None if team_rules is None else team_rules.possible(),
         )
+    _compare(plan, group)
+    connect([group], buffers.device)
+    _prepare_kernel(layout, group, orthogonalizer, plan)
+    return exchange_by(
+        scheme, plan.layout, group, orthogonalizer, buffers, rules,
+        wire_dtype=wire_dtype, plan=plan, unmet=None if team_rules is None else team_rules.unmet(),
+    )  # fmt: skip
+
+
+def _compare(plan: Plan, group: dist.ProcessGroup) -> None:
+    """Raise a RuntimeError on every rank where ranks have different plans. Collective."""
     digests = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
     for other, digest in enumerate(digests):
         if digest != digests[0]:
@@ -83,12 +94,6 @@ def make_exchange(
                 f"rank 0 of the group has plan {digests[0]} and rank {other} has {digest}: they would wait for each "
                 "other; start all ranks with the same settings, software and devices"
             )
-    connect([group], buffers.device)
-    _prepare_kernel(layout, group, orthogonalizer, plan)
-    return exchange_by(
-        scheme, plan.layout, group, orthogonalizer, buffers, rules,
-        wire_dtype=wire_dtype, plan=plan, unmet=None if team_rules is None else team_rules.unmet(),
-    )  # fmt: skip
 
 
 def exchange_by(

@@ -137,8 +137,7 @@ def make_route(
     stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
     units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
     ours = [unit for unit in units if unit.owner == rank]
-    others = [unit for unit in units if unit.owner != rank]
-    send_counts, sent = _laid_out(world, [(unit.owner, unit) for unit in others if unit.source == rank])
+    send_counts, sent = _laid_out(world, [(unit.owner, unit) for unit in units if unit.source == rank != unit.owner])
     own_counts, own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
     receive_counts, arrived = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
     holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
