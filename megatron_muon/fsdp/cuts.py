@@ -224,7 +224,7 @@ class BufferCut:
     def __init__(self, buffer: Any, group: dist.ProcessGroup) -> None:
         self._buffer = buffer
         self._ranks = dist.get_process_group_ranks(group)
-        self._places = functools.cache(self._find)
+        self._places: dict[bool, Places] = {}
 
     def shards(self, parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
         """The shards of an optimizer's parameter, which is a matrix of this shape over the ranks of the group."""
@@ -233,10 +233,12 @@ class BufferCut:
         original = parameter.orig_param
         bucket = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
         data = bucket.main_weight_buffer or bucket.model_weight_buffer
+        if bucket.is_expert_param not in self._places:
+            self._places[bucket.is_expert_param] = self._find(bucket.is_expert_param)
         item = data.item_index_map[data.param_idx[original]]
         part = math.prod(item.shape[:-1]), item.shape[-1]
         piece_size = data.bucket_index.size // data.dp_world_size
-        return bucket_shards(item.global_data_index, piece_size, part, shape, self._places(bucket.is_expert_param))
+        return bucket_shards(item.global_data_index, piece_size, part, shape, self._places[bucket.is_expert_param])
 
     def _find(self, is_expert: bool) -> Places:
         """Where the ranks of the group are on the mesh of data- and tensor-parallel ranks.

@@ -31,7 +31,6 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.provenance import check_versions
-from megatron_muon.patching import Patches
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")
@@ -250,6 +249,7 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
     """
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
+    from megatron_muon.patching import Patches
 
     with explained(), Patches() as changes, contextlib.redirect_stdout(io.StringIO()), quiet_imports():
         loading.run_no_pickles(changes)

@@ -41,6 +41,7 @@ LAYOUTS = [
     ("dense", "HSDP 2 x DP 2", "optim_grads", HSDP),
     ("dense", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
     ("dense", "HSDP 2 x TP 2", "optim_grads_params", (*HSDP, *TP)),
+    ("dense", "DP 4, shared", "no_shard", ("--muon-share-replicated",)),
     ("hyperball", "HSDP 2 x TP 2", "optim", (*HSDP, *TP)),
     ("cautious", "TP 2 x DP 2", "optim_grads_params", TP),
     ("clipped", "TP 2 x DP 2", "optim_grads_params", TP),

@@ -85,7 +85,7 @@ MODELS = {
     "experts": (*FULL, *EXPERTS),
     "adam": (*ADAM, *strategy("optim_grads_params"), *SWIGLU),
     "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
-    "hyperball": (*FULL, *SWIGLU, *cli.HYPERBALL),
+    "hyperball": (*FULL, *SWIGLU, *cli.HYPERBALL, "--overlap-grad-reduce", "--overlap-param-gather"),
     "cautious": (*FULL, *SWIGLU, *cli.CAUTIOUS),
     "lion, swiglu, biases": (*LION, *QKV_BIAS),
     "lion, swiglu's fc1": (*LION, *QKV_BIAS, *FC1_IS_SCALAR),

@@ -5,6 +5,7 @@ The table of parity, exchanges, metrics and offload run with them too, with `-m 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,11 +21,44 @@ import torch.distributed as dist
 from tests.functional import test_offload as offload
 from tests.support.case import Case
 from tests.support.cases import REPLICATED, TINY
+from tests.support.delayed import DelayedError, delayed_collectives
 from tests.support.parity import check, run
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
 CASES = {"owner": Case(layers=1, optimizer=TINY), "shared": REPLICATED}
+MISUSES = {
+    "written to": r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait",
+    "another order": r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one order",
+    "refused": r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed",
+}
+
+
+def misuse(rank: int, how: str) -> None:
+    sums = [torch.ones(2) for _ in range(2)]
+    if how == "refused":
+        dist.isend(sums[0], 1 - rank)
+    works = [dist.all_reduce(values, async_op=True) for values in sums]
+    if how == "written to":
+        sums[0][1] = 0.0
+    for work in reversed(works) if how == "another order" and rank == 1 else works:
+        work.wait()
+
+
+def misuses(rank: int, world_size: int) -> dict[str, str]:
+    """In a worker: the error of each misuse."""
+    errors = {}
+    for how in MISUSES:
+        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives(0):
+            misuse(rank, how)
+        errors[how] = str(raised.value)
+    return errors
+
+
+def test_misuse_is_an_error(ranks: Pool) -> None:
+    errors = ranks(2, misuses)[0]
+    for how, message in MISUSES.items():
+        assert re.match(message, errors[how]), how
 
 
 @contextmanager

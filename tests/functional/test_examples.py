@@ -14,21 +14,21 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks", "first", "last"),
+    ("script", "ranks", "matrices", "first", "last"),
     [
-        ("own_training_loop.py", 2, 4.2, 1.0),
-        ("fsdp2_transformers.py", 2, 5.0, 2.6),
-        ("megatron_fsdp_library.py", 2, 5.0, 2.8),
-        ("plain_pytorch.py", 2, 1.3, 0.4),
-        ("plain_pytorch.py", 1, 1.3, 0.4),
+        ("own_training_loop.py", 2, 8, 4.2, 1.0),
+        ("fsdp2_transformers.py", 2, 0, 5.0, 2.6),
+        ("megatron_fsdp_library.py", 2, 0, 5.0, 2.8),
+        ("plain_pytorch.py", 2, 0, 1.3, 0.4),
+        ("plain_pytorch.py", 1, 0, 1.3, 0.4),
     ],
 )
-def test_examples_learn(script: str, ranks: int, first: float, last: float, tmp_path: Path) -> None:
+def test_examples_learn(script: str, ranks: int, matrices: int, first: float, last: float, tmp_path: Path) -> None:
     """Uniform guesses would stay at 4.2 of 64 tokens, at 5.5 of bytes, at 1.4 of shapes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     path = str(cli.ROOT / "examples" / script)
     run = cli.run([sys.executable, *torchrun, path], tmp_path, cold=True).checked()
-    assert re.search(r"^muon +\d+ ", run.output, re.MULTILINE)
+    assert re.search(rf"^muon +{matrices} ", run.output, re.MULTILINE), run.output
     assert "warn" not in run.output.lower()  # there were 60 lines of them for 6 of results
     losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", run.output, re.MULTILINE)]
     assert len(losses) == 6

@@ -114,5 +114,5 @@ def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpu
     assert all(stage in order for stage in (*expected, "evaluating", None, "saving a checkpoint", None)), stages
     reported = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in reported] == [1, 2]
-    assert all(event["peak_bytes"] > 1e6 and event["loss"] > 0 for event in reported)
+    assert all(event["peak_bytes"] > 1e6 and event["loss"] > 0 and event["lr"] == 0.01 for event in reported)
     assert {"validation", "saved"} < {event["event"] for event in events}

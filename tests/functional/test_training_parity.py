@@ -162,4 +162,4 @@ def test_other_learning_rates_would_be_noticed(ranks: Pool, alone: dict[str, Cur
     other = but(SMALL, muon_lr=0.0202).but(strategy="no_shard")
     curve = ranks(1, curves, cases={"": other}, steps=STEPS)[0][""]
     with pytest.raises(AssertionError, match="has loss"):
-        check(curve, alone["small"], "other rate")
+        check(curve[:5], alone["small"][:5], "other rate")

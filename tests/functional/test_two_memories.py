@@ -94,6 +94,7 @@ BUGS = {
     "": "",
     "a state dict takes views of weights": "aten.detach.default: a DTensor made on cuda:0 has its local tensor on cpu",
     "flags are reduced where weights lie": "c10d.allreduce_.default of (0,) on cpu",
+    "weights and host memory are added": "aten.add.Tensor of (2,) on cuda:0, (2,) on cpu",
 }
 
 
@@ -120,10 +121,14 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in found.tolist()]
 
+    def add_to_host(flags: list[bool]) -> list[bool]:
+        return list(torch.ones(2, device="cuda") + torch.ones(2))
+
     replaced = (
         contextlib.nullcontext(),
         mock.patch.object(MainWeights, "_show", show_alone),
         mock.patch.object(loading, "of_any_rank", reduce_on_host),
+        mock.patch.object(loading, "of_any_rank", add_to_host),
     )
     found = dict.fromkeys(BUGS, "")
     for bug, change in zip(BUGS, replaced, strict=True):

@@ -241,6 +241,7 @@ def of_layout(name: str, number: int) -> Group:
     return Group(
         ranks,
         cases,
+        steps=5,
         same=(("optim_grads_params", "allgather"),),
         often=name == "hsdp tp2",
         again=("delayed", "two_memories") if name in ("tp2 dp2", "hsdp tp2", "ep2 hsdp", "expert tp2") else (),
@@ -303,7 +304,7 @@ TABLE: dict[str, Group] = {
                                    same=tuple((s, f"{s}, allgather") for s in SHARDED)) for n in (1, 2, 3, 4)},
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
-    **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 2) for n in (1, 2, 3, 4)},
+    **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3) for n in (1, 2, 3, 4)},
     **{f"clip on {n}": Group(n, spread(CLIPPED, n), steps=5,
                              again=("two_memories",) if n == 2 else ()) for n in (1, 2, 3, 4)},
     "waves and iterations": _waves(),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -264,6 +265,17 @@ def test_a_signal_ends_a_bench(tmp_path, monkeypatch, number, end):
     monkeypatch.setattr(processes, "watch", lambda *_, **__: processes.Ended(1, number))
     with pytest.raises(end):
         run_logged(["true"], tmp_path / "log", env={}, what="the run")
+
+
+def test_a_training_is_measured_by_pretrain_gpt_under_torchrun(monkeypatch):
+    watched = mock.Mock(return_value=processes.Ended(1, signal.SIGINT))
+    monkeypatch.setattr(processes, "watch", watched)
+    assert bench_train.run(["--config", "configs/quickstart.yaml", "--steps", "2", "--warmup", "1"]) == 130
+    line = watched.call_args.args[0]
+    for part in (["-m", "torch.distributed.run"], ["--config", "configs/quickstart.yaml"], ["--train-iters", "2"]):
+        assert " ".join(part) in " ".join(line)
+    program = line[line.index("--config") - 1]
+    assert Path(program).exists() or importlib.util.find_spec(program), program
 
 
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):

@@ -191,7 +191,10 @@ def test_flags_that_the_parser_does_not_have_are_named(load, parser, lines, said
         (model_args("--lr: 1") + model_args("--lr: 1"), r"'MODEL_ARGS' is given twice"),
         (model_args("--lr: {a: 1}"), r"run\.yaml: --lr must be a value, or a list of them"),
         (model_args("--lr: [[1]]"), r"--lr must be a value"),
-        (model_args("--data-path: ${NOWHERE}/x"), r"run\.yaml: --data-path needs the environment variable NOWHERE"),
+        (
+            model_args("--data-path: ${NOWHERE}/x"),
+            r"--data-path needs the environment variable NOWHERE.*type export NOWHERE=",
+        ),
         (model_args("--save: '${OUT:-runs}/x'"), r"--save: \$\{OUT:-runs\} is no placeholder; write \$\{NAME\}"),
         ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml: A must be a value"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),

@@ -42,7 +42,7 @@ def start(patches, monkeypatch, tmp_path, writer, *, error=None, **flags):
 @pytest.mark.parametrize("writes", [True, False])
 def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp_path, writes):
     """Memory and validation perplexity were TensorBoard's alone; without it Megatron logged no losses at all."""
-    writer = mock.Mock(["add_scalar", "add_text"]) if writes else None
+    writer = mock.Mock(["add_scalar", "add_text", "flush"]) if writes else None
     tensorboards = writer and writer.add_scalar
     wandb = start(patches, monkeypatch, tmp_path, writer)
     written = global_vars.get_tensorboard_writer()
@@ -50,6 +50,7 @@ def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp
     calls = [("lm loss", torch.tensor(2.5), 7), ("lm loss vs samples", torch.tensor(2.5), 56)]
     for call in calls:
         written.add_scalar(*call)
+    written.flush()
     assert wandb.log.mock_calls == [mock.call({"lm loss": 2.5}, 7)]
     assert writer is None or tensorboards.mock_calls == [mock.call(*call) for call in calls]
     patches.undo()

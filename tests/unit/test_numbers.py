@@ -43,6 +43,8 @@ OUTSIDE = [
     ("muon_offload_fraction", "1.1"),
     ("adaptive_muon_beta2", "1"),
     ("adaptive_muon_eps", "0"),
+    ("log_interval", "0"),
+    ("seed", "0"),
 ]
 FLOATS = [name for name, possible in RANGES.items() if not possible.whole]
 

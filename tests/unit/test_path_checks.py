@@ -40,6 +40,8 @@ def test_every_prefix_has_to_exist(parser, tmp_path):
     lacks = r"absent\.bin does not exist; .* megatron-muon data prepare"
     check(parser, "--data-path", "0.3", there, "0.7", absent, refused=lacks)
     check(parser, "--train-data-path", there, "--valid-data-path", absent, refused=lacks)
+    (tmp_path / "there.idx").unlink()
+    check(parser, "--data-path", there, refused=r"there\.idx does not exist; .* megatron-muon data prepare")
 
 
 DAMAGED = {

@@ -247,13 +247,13 @@ FP32, LARGE = {"muon_exchange_dtype": "fp32"}, {"muon_exchange_buffer_mb": 256.0
 OFTEN = [
     {},
     {"muon_team_size": "2"},
+    ADAMUON,
+    {"muon_hyperball": True, "weight_decay": 0.0},
     {**NORMUON, "muon_exchange_buffer_mb": 144.0},
 ]
 SELDOM = [
     {**FP32, "muon_nesterov": False},
-    ADAMUON,
     CAUTIOUS,
-    {"muon_hyperball": True, "weight_decay": 0.0},
     {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
     {"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0},
     {"muon_num_ns_steps": 1},

@@ -60,13 +60,13 @@ class Part:
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
-        chosen: dict[int, list[int]] = {}
-        for place, group in enumerate(self.groups):
-            chosen.setdefault(id(group), []).append(place)
-        if len(chosen) == 1:
+        if len(set(map(id, self.groups))) == 1:
             flat = self.flat_state
             yield (self.groups[0], self.rows, self.state) if flat is None else (self.groups[0], [self.flat], [flat])
             return
+        chosen: dict[int, list[int]] = {}
+        for place, group in enumerate(self.groups):
+            chosen.setdefault(id(group), []).append(place)
         for places in chosen.values():
             rows, state = ([tensors[place] for place in places] for tensors in (self.rows, self.state))
             yield self.groups[places[0]], rows, state
