@@ -116,6 +116,8 @@ class RecordingGroup(dist.ProcessGroup):
 
     def _start(self, op: str, tensor: torch.Tensor, **details: Any) -> _Started:
         step = self._recorder.now
+        if not self._recorder.is_in_step:
+            return _Started(self._recorder, 0)
         step.events.append(Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details))
         return _Started(self._recorder, len(step.calls) - 1)
 
@@ -157,6 +159,6 @@ class _Started(dist.Work):
 
     @override
     def wait(self, timeout: Any = None) -> bool:
-        if self._recorder.now is self._step:
+        if self._recorder.is_in_step and self._recorder.now is self._step:
             self._step.events.append(self._number)
         return True

@@ -153,9 +153,14 @@ class Recorder(FakeTensorMode):
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step is under way."""
+        return self.now is not self._dropped
+
     def host_waits(self, what: str) -> None:
         """Note that the host waits for the device."""
-        if self.now is not self._dropped:
+        if self.is_in_step:
             where = place(traceback.extract_stack(sys._getframe(1)))
             self.trace.synchronizations.append(f"{what} at {where}")
 
@@ -210,8 +215,9 @@ class Orthogonalized(Probe):
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
-        parts = ((self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots)
-        self._recorder.now.orthogonalized.update(parts)
+        if self._recorder.is_in_step:
+            parts = ((self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots)
+            self._recorder.now.orthogonalized.update(parts)
 
 
 def place(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -147,6 +147,8 @@ def watch(
         finally:
             _kill(process, mark)  # what it left behind
             process.wait()
+            if got and deadline == math.inf:  # it came just before the end
+                show({"event": "signal", "signal": got[0]})
             show_new(is_last=True)
     status = process.returncode
     return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
