@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
     ("script", "ranks", "matrices", "first", "last"),
     [
         ("own_training_loop.py", 2, 8, 4.2, 1.0),
-        ("fsdp2_transformers.py", 2, 0, 5.0, 2.6),
-        ("megatron_fsdp_library.py", 2, 0, 5.0, 2.8),
-        ("plain_pytorch.py", 2, 0, 1.3, 0.4),
-        ("plain_pytorch.py", 1, 0, 1.3, 0.4),
+        ("fsdp2_transformers.py", 2, 28, 5.0, 2.6),
+        ("megatron_fsdp_library.py", 2, 28, 5.0, 2.8),
+        ("plain_pytorch.py", 2, 12, 1.3, 0.4),
+        ("plain_pytorch.py", 1, 12, 1.3, 0.4),
     ],
 )
 def test_examples_learn(script: str, ranks: int, matrices: int, first: float, last: float, tmp_path: Path) -> None:
