@@ -44,7 +44,7 @@ done
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=1
 export PYTHONDONTWRITEBYTECODE= # else every process compiles torch and Megatron anew, 20 s instead of 6
-at_once=(--dist loadfile --no-loadscope-reorder)
+at_once=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 trap 'echo "test.sh: interrupted" >&2; [[ -z ${mypy:-} ]] || kill "$mypy" 2>/dev/null; exit 130' INT TERM HUP
 
 results=()
@@ -80,11 +80,9 @@ for part in "${parts[@]}"; do
             check "api reference" .venv/bin/pdoc -d google --no-show-source --no-search -o build/api \
                 megatron_muon.{core,fsdp,megatron,offload,checkpoint}
             ;;
-        unit) check "unit tests" .venv/bin/python -m pytest tests/unit --numprocesses 2 "${at_once[@]}" "$@" ;;
+        unit) check "unit tests" .venv/bin/python -m pytest tests/unit "${at_once[@]}" "$@" ;;
         functional)
-            # Three on two cores: now and then all that one does is to wait for a clock of SLURM or of a terminal.
-            check "functional tests" .venv/bin/python -m pytest tests/functional --numprocesses 3 "${at_once[@]}" \
-                --durations=10 "$@"
+            check "functional tests" .venv/bin/python -m pytest tests/functional "${at_once[@]}" --durations=10 "$@"
             ;;
     esac
 done
