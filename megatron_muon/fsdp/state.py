@@ -27,6 +27,7 @@ class MuonState(ShardedMuon):
     _warned: set[str]
 
     def _take_up_exchanged(self) -> None:
+        """Take up parameters that a framework has put into `param_groups`: for `Muon`, which can be made anew."""
         raise NotImplementedError
 
     def _require_open(self) -> None:

@@ -194,7 +194,7 @@ class RecordStore(MomentumStore):
 
     @override
     def read(self, index: int) -> torch.Tensor:
-        """It is NaN where it cannot be read, and `disk.failure` tells so."""
+        """It is NaN where it cannot be read, and `disk.failure` says so."""
         self._settle()
         if index not in self.disk:
             return self._decode(index, self._home[index]).clone()
@@ -204,7 +204,7 @@ class RecordStore(MomentumStore):
 
     @override
     def write(self, index: int, values: torch.Tensor) -> None:
-        """It stays in memory where it cannot be written, and `disk.failure` tells so."""
+        """It stays in memory where it cannot be written, and `disk.failure` says so."""
         self._settle()
         record = transfer_memory(self._pages[index]) if index in self.disk else self._home[index]
         self._encode(index, values.to(record.device, torch.float32), record)

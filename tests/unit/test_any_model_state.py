@@ -115,8 +115,8 @@ def test_a_write_that_fails_is_told_once_and_loses_nothing(on_disk: Any, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    told = pytest.warns(UserWarning, match="nothing is lost.*save a checkpoint")
-    for step, expectation in ((1, told), (2, contextlib.nullcontext())):
+    warned = pytest.warns(UserWarning, match="nothing is lost.*save a checkpoint")
+    for step, expectation in ((1, warned), (2, contextlib.nullcontext())):
         for each in (net, other):
             give_gradients(each.parameters(), step)
         undisturbed.step()

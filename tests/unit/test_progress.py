@@ -37,7 +37,7 @@ def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeyp
     assert progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == ({}, 0, False, False, 0)
     progress.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
-    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}  # where no launcher was told
+    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}  # where no launcher listens
 
 
 def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):

@@ -88,7 +88,7 @@ OF_ANY_RUN = [
         (f"{ADAM} {flag}", "cpu", f"{flag} with .* needs --o.* muon")
         for flag in ("--qk-clip", "--log-max-attention-logit")
     ),
-    # each of Megatron-LM's functional tests had several reasons, of which one was told at a time
+    # each of Megatron-LM's functional tests had several reasons, of which one was shown at a time
     (
         f"{MUON} --fp16 --async-save --optimizer-cuda-graph",
         "cpu",

@@ -100,7 +100,7 @@ def watch(
     *,
     env: Mapping[str, str],
     show: Show = lambda _: None,
-    told: Path = Path(os.devnull),
+    reports: Path = Path(os.devnull),
     append: bool = False,
     keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
@@ -111,13 +111,13 @@ def watch(
     Args:
         log: where stdout and stderr go; `append` keeps what it holds.
         show: gets every event, at most a twentieth of a second late.
-        told: where processes of the command write events, a line of JSON for each.
+        reports: where processes of the command write events, a line of JSON for each.
         keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
     """
     mark, deadline, got = uuid.uuid4().hex, math.inf, list[int]()
-    events = Lines(told)
+    events = Lines(reports)
 
     def show_new(*, is_last: bool = False) -> None:
         for line in lines.new(is_last=is_last):

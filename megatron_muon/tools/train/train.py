@@ -149,7 +149,7 @@ def _launch(
             folder.root / LOG,
             env={**base, **env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
             show=take,
-            told=Path(ends, TOLD),
+            reports=Path(ends, TOLD),
             append=experiment.checkpoint is not None,
             keeps=[] if lock is None else [lock],
             grace_s=experiment.request.grace_s,
