@@ -40,6 +40,7 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.fsdp.cuts import BufferCut, check_alike, placed_shards
+from megatron_muon.fsdp.views import View
 
 HIDDEN, EXPERT, SHARED, LATENT = 2048, 512, 1024, 512
 DENSE = {
@@ -147,7 +148,7 @@ def main() -> None:
                 shards = of_buffer.shards(parameter, shape)
             else:
                 if shape not in alike:
-                    alike[shape] = placed_shards(shape, np.arange(args.ranks), [Shard(0)])
+                    alike[shape] = placed_shards(View(shape), np.arange(args.ranks), [Shard(0)])[0]
                 shards = alike[shape]
             matrices.append(Matrix(name, shape, shards))
         return Layout(args.ranks, tuple(matrices))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class ShardedMuon(torch.optim.Optimizer):
         names: a name for each parameter, for messages.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         weights: this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
+        momentum: this rank's rows of it, fp32, of parameters that have it elsewhere than in a wave's order, by place.
         skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps weights and state on
             every rank, instead of being an error. Costs one all-reduce of a number for each matrix in a step.
 
@@ -71,6 +73,7 @@ class ShardedMuon(torch.optim.Optimizer):
         names: Mapping[torch.Tensor, str],
         store: MomentumStore | None = None,
         weights: Storage | None = None,
+        momentum: Mapping[int, torch.Tensor] = MappingProxyType({}),
         skip_missing: bool = False,
     ) -> None:
         for name, value in defaults.items():
@@ -98,13 +101,15 @@ class ShardedMuon(torch.optim.Optimizer):
         chunks, device = exchange.chunks, exchange.arena.memory.device
         in_order = [index for chunk in chunks for index in chunk.indices]
         assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
-        sizes = [chunk.numel for chunk in chunks] if store is None else []
-        self._flat_momentum = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
-        own = {
-            index: view
-            for chunk, flat in zip(chunks, self._flat_momentum, strict=store is None)
-            for index, view in zip(chunk.indices, chunk.views(flat), strict=True)
-        }
+        own = dict(momentum)
+        self._flat_momentum: list[torch.Tensor | None] = [None] * len(chunks)
+        for chunk in chunks if store is None else ():
+            rows = [held for held in chunk.rows if held.of not in momentum]
+            flat = torch.zeros(sum(held.shard.numel for held in rows), dtype=torch.float32, device=device)
+            if len(rows) == len(chunk.rows):
+                self._flat_momentum[chunk.number] = flat
+            parts = flat.split([held.shard.numel for held in rows])
+            own |= {held.of: part.view(held.shard.rows, -1) for held, part in zip(rows, parts, strict=True)}
         self._shown = {index: sharded_like(self._matrices[index], view) for index, view in own.items()}
         self._momentum = store or Storage(own.__getitem__)
         self._in_order, self._held_on_device = (
@@ -221,7 +226,7 @@ class ShardedMuon(torch.optim.Optimizer):
             failed = None
             if self._failed is not None:
                 failed = self._failed[chunk.index].repeat_interleave(chunk.sizes, output_size=chunk.numel)
-            flat = None if self.store is not None else self._flat_momentum[chunk.number]
+            flat = self._flat_momentum[chunk.number]
             for places, momentum in self._momentum.borrow(chunk.indices):
                 part = self._part(chunk, places, chunk.prepared, chunk.prepared_rows, momentum, flat, failed)
                 for rule in self.rules:

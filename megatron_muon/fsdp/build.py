@@ -81,8 +81,11 @@ def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
     return settings.muon_exchange
 
 
-def offload_run(settings: MuonSettings) -> OffloadRun | None:
-    """What keeps momentum elsewhere, or in another format, than as fp32 on the device. Collective with files."""
+def offload_run(settings: MuonSettings, group: dist.ProcessGroup | None = None) -> OffloadRun | None:
+    """What keeps momentum elsewhere, or in another format, than as fp32 on the device.
+
+    Its stores are made by the ranks of `group`, None being all.
+    """
     if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
         return None
     return OffloadRun(
@@ -91,4 +94,5 @@ def offload_run(settings: MuonSettings) -> OffloadRun | None:
         fraction=settings.muon_offload_fraction,
         directory=settings.muon_offload_dir,
         buffer_mb=settings.muon_offload_buffer_mb,
+        group=group,
     )

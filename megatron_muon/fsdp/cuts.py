@@ -1,12 +1,12 @@
 """Who holds which rows of a matrix, in each way in which a model is sharded.
 
     plain tensors      one process, DDP: every rank holds all rows
-    FSDP2, TP          DTensors cut by their placements, on a mesh of one or more dimensions
+    FSDP2, TP, EP      DTensors cut by their placements, on a mesh of one or more dimensions
     Megatron-FSDP      puts parameters end to end in a bucket, pads it, and cuts it into equal pieces of whole rows; the
                        model that wraps them has noted where each part begins
     its next version   does so in a DBuffer, which knows its own range
 
-`rectangle_of` asks this rank's parameter; all ranks' shards come by arithmetic, so that no rank has to ask the others.
+`box_of` asks this rank's parameter; all ranks' shards come by arithmetic, so that no rank has to ask the others.
 `check_alike` compares the two, and a digest of the layout over all ranks. Only the names of attributes are known here,
 so none of these frameworks is imported.
 """
@@ -28,10 +28,14 @@ from torch.distributed.tensor import _utils as of_dtensors
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import Layout, Matrix, Rectangle, Shard, as_shards, everywhere
-from megatron_muon.core.ranks import Alone, new_group_of, numbers_of_all_ranks
+from megatron_muon.core.layout import Layout, LayoutError, Matrix, Rectangle, Shard, as_shards, everywhere
+from megatron_muon.core.ranks import Alone, group_among, numbers_of_all_ranks
+from megatron_muon.fsdp.views import View
 
 _Ranks = np.ndarray[Any, np.dtype[np.int64]]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first element of what a rank holds of a parameter, in each dimension, and how many."""
 
 _KNOWN = "cuts are known of megatron-core 0.19, megatron-fsdp 0.6 and torch 2.11 to 2.13: install one of these"
 
@@ -40,15 +44,21 @@ _ELSEWHERE = -1
 
 
 def layout_of(
-    matrices: Mapping[torch.Tensor, Matrix], group: dist.ProcessGroup | Alone, *, remedy: str
+    matrices: Mapping[torch.Tensor, Sequence[Matrix]],
+    group: dist.ProcessGroup | Alone,
+    *,
+    remedy: str,
+    views: Mapping[torch.Tensor, View] | None = None,
 ) -> tuple[Layout, list[Rectangle]]:
-    """Who holds which rectangle of parameters, and what this rank holds of each. Collective.
+    """Who holds which rectangle of the matrices of parameters, and what this rank holds of each. Collective.
 
     Args:
-        matrices: each parameter as Muon sees it, still without shards. The shape is whole over the ranks of the group;
-            where tensor parallelism cuts a parameter further, that of a part.
+        matrices: of each parameter as Muon sees them, still without shards. Without a view it is one, a stack too, as
+            one below the other. The shape is whole over the ranks of the group; where tensor parallelism cuts a
+            parameter further, that of a part.
         group: the ranks of the layout. Those that hold the same rectangle are replicas.
         remedy: ends the message where ranks differ.
+        views: how parameters are read that are not matrices themselves.
 
     Raises:
         UserError: a rank's parameters are others than those of the first, or cut in a way that is not known here.
@@ -60,53 +70,76 @@ def layout_of(
         return BufferCut(buffer, group)
 
     @functools.cache  # where shape and placements are the same, so is the cut
-    def placed(shape: tuple[int, int], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Shard, ...]:
-        return placed_shards(shape, _ranks_of(mesh, group), placements)
+    def placed(view: View, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[tuple[Shard, ...]]:
+        found = placed_shards(view, _ranks_of(mesh, group), placements)
+        for shards in {id(shards): shards for shards in found}.values():
+            Matrix("", view.matrix, shards).check_tiling()
+        return found
 
-    def shards_of(parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
-        if isinstance(group, Alone) or not isinstance(parameter, DTensor):
-            return everywhere(shape, group.size())
+    def folded(parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...] | None:
+        """The shards of what lies in a buffer of Megatron-FSDP's, its dimensions but the first taken together."""
         if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
             return buffer_cut(model.param_and_grad_buffer).shards(parameter, shape)
         if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+            assert not isinstance(group, Alone)
             return dbuffer_shards(members.main_weight, _place_within(members, parameter), shape, group)
-        return placed(shape, parameter.device_mesh, tuple(parameter.placements))
+        return None
+
+    def shards_of(name: str, parameter: Any, view: View) -> list[tuple[Shard, ...]]:
+        if isinstance(group, Alone) or not isinstance(parameter, DTensor):
+            return [everywhere(view.matrix, group.size())] * view.count
+        shape = view.shape[0], math.prod(view.shape[1:])
+        if (shards := folded(parameter, shape)) is not None:
+            if view.is_itself:
+                return [shards]
+            boxes: list[Box] = [((0,) * len(view.shape), (0,) * len(view.shape))] * group.size()
+            for shard in shards:
+                for rank in shard.holders:
+                    boxes[rank] = (shard.row_start, *(0 for _ in view.shape[1:])), (shard.rows, *view.shape[1:])
+            return _as_matrices(view, boxes)
+        try:
+            return placed(view, parameter.device_mesh, tuple(parameter.placements))
+        except LayoutError:
+            raise UserError(
+                f"{name} {view.shape} is sharded as {parameter.placements}, where a rank's part is no block of it; use "
+                "Shard, or _StridedShard as fully_shard makes it beside another dimension of the mesh"
+            ) from None
 
     mine, cut = [], []
-    for parameter, matrix in matrices.items():
-        row, rows, col, cols = rectangle_of(matrix.name, parameter)
-        # A part begins at a multiple of its size, so the remainder is the place within the part.
-        mine.append((row % matrix.shape[0], rows, col % matrix.shape[1], cols))
-        cut.append(replace(matrix, shards=shards_of(parameter, matrix.shape)))
+    for parameter, several in matrices.items():
+        name, view = several[0].name.removesuffix("[0]"), (views or {}).get(parameter)
+        if view is None:
+            row, rows, col, cols = rectangle_of(name, parameter)
+            # A part begins at a multiple of its size, so the remainder is the place within the part.
+            mine.append((row % several[0].shape[0], rows, col % several[0].shape[1], cols))
+            view = View(several[0].shape)
+        else:
+            mine += _read(name, view, *box_of(name, parameter))
+        cut += [replace(one, shards=of) for one, of in zip(several, shards_of(name, parameter, view), strict=True)]
     layout = Layout(group.size(), tuple(cut))
     check_alike(layout, mine, group, remedy=remedy)
     return layout, mine
 
 
-def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
-    """The mesh of all these parameters; None for plain tensors. A UserError where they are on different ones."""
-    meshes = [p.device_mesh if isinstance(p, DTensor) else None for p in parameters]
-    for parameter, mesh in zip(parameters, meshes, strict=True):
-        if mesh != meshes[0]:
-            one, other = (each or "no mesh (a plain tensor)" for each in (mesh, meshes[0]))
-            raise UserError(
-                f"{names[parameter]} is on {one} and {names[parameters[0]]} on {other}; one Muon takes matrices of "
-                "one mesh: make one for each"
-            )
-    return meshes[0]
+def ranks_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+    """The ranks of a parameter's mesh, ascending; none for a plain tensor."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    if parameter.device_mesh.get_coordinate() is None:
+        raise UserError(
+            f"{name} is on {parameter.device_mesh}, which rank {dist.get_rank()} is not in; give Muon on each rank the "
+            "parameters of which it may hold a part"
+        )
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh. Collective over all ranks of the run where it has to be made."""
+    """The process group of all ranks of a mesh. Collective over them where it has to be made."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = sorted(mesh.mesh.flatten().tolist())
-    if len(ranks) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    group = new_group_of(ranks[0])
-    assert dist.get_process_group_ranks(group) == ranks, "meshes of two ranks overlap"
-    return group
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD if len(ranks) == dist.get_world_size() else group_among(ranks, dist.group.WORLD)
 
 
 def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
@@ -114,8 +147,16 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
 
     A UserError where it is sharded in a way that Muon does not take.
     """
+    offsets, sizes = box_of(name, parameter)
+    if parameter.ndim == 3:
+        return offsets[0] * sizes[1], sizes[0] * sizes[1], 0, sizes[2]
+    return offsets[0], sizes[0], offsets[1], sizes[1]
+
+
+def box_of(name: str, parameter: torch.Tensor) -> Box:
+    """What this rank holds of a parameter. A UserError where it is sharded in a way that Muon does not take."""
     if not isinstance(parameter, DTensor):
-        return 0, parameter.shape[0], 0, parameter.shape[1]
+        return (0,) * parameter.ndim, tuple(parameter.shape)
     _check_placements(name, parameter)
     offsets: Sequence[int]
     sizes: Sequence[int] = parameter._local_tensor.shape
@@ -124,20 +165,30 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
             raise UserError(f"{name}: Megatron-FSDP keeps its gradient apart; leave out use_decoupled_grad=True")
         buffer = model.param_and_grad_buffer
         offsets, sizes = noted_part(buffer, buffer.param_to_name[cast(Any, parameter).orig_param])
-    elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
-        owned = group.main_weight._get_owned_range(_place_within(group, parameter))
-        offsets = (0 if owned is None else owned.tensor_relative_offset // parameter.shape[1], 0)
-    else:
-        mesh, placements = parameter.device_mesh, parameter.placements
-        _, offsets = of_dtensors.compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    if parameter.ndim == 3:
-        if tuple(sizes[1:]) != tuple(parameter.shape[1:]):
+        if parameter.ndim > 2 and tuple(sizes[1:]) != tuple(parameter.shape[1:]):
             raise UserError(
                 f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
                 "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
             )
-        return offsets[0] * sizes[1], sizes[0] * sizes[1], 0, sizes[2]
-    return offsets[0], sizes[0], offsets[1], sizes[1]
+    elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+        owned = group.main_weight._get_owned_range(_place_within(group, parameter))
+        first = 0 if owned is None else owned.tensor_relative_offset // math.prod(parameter.shape[1:])
+        offsets = (first, *(0 for _ in sizes[1:]))
+    else:
+        mesh, placements = parameter.device_mesh, parameter.placements
+        _, offsets = of_dtensors.compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return tuple(offsets), tuple(sizes)
+
+
+def _read(name: str, view: View, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
+    """What this rank has of each matrix of a parameter."""
+    try:
+        return view.rectangles(offsets, sizes)
+    except ValueError:
+        raise UserError(
+            f"{name} {view.shape} is sharded along a dimension that flatten= makes columns, of which this rank has "
+            f"{tuple(sizes)}; shard its first dimension, or leave it out of flatten="
+        ) from None
 
 
 def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
@@ -157,17 +208,11 @@ def _place_within(group: Any, parameter: torch.Tensor) -> int:
 
 
 def _check_placements(name: str, parameter: DTensor) -> None:
-    """Refuse DTensors that are not whole rows, or rectangles of a two-dimensional mesh, by a UserError."""
-    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    """Refuse, by a UserError, DTensors of unreduced values, and those that lie on another device than their mesh."""
     placements = ", ".join(map(str, parameter.placements))
     device, mesh = parameter.device.type, parameter.device_mesh.device_type
     if any(isinstance(placement, Partial) for placement in parameter.placements):
         raise UserError(f"{name} has unreduced values ({placements}); Muon takes reduced parameters")
-    if 1 in cut and 0 not in cut:
-        raise UserError(
-            f"{name} is sharded by columns ({placements}); Muon takes rows: use Shard(0), fully_shard's default, or "
-            "columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
-        )
     if device != mesh and mesh != "cpu":
         raise UserError(
             f"{name} lies on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy, which Muon does not "
@@ -272,13 +317,25 @@ def dbuffer_shards(buffer: Any, place: int, shape: tuple[int, int], group: dist.
     return bucket_shards(start, piece_size, shape, shape, Places(pieces))
 
 
-def placed_shards(shape: tuple[int, int], ranks: _Ranks, placements: Sequence[Placement]) -> tuple[Shard, ...]:
-    """The shards of a matrix that DTensor's placements cut on a mesh of `ranks`, each its place in the group."""
-    rectangles = [(0, 0, 0, 0)] * ranks.size
+def placed_shards(view: View, ranks: _Ranks, placements: Sequence[Placement]) -> list[tuple[Shard, ...]]:
+    """The shards of each matrix of a parameter that DTensor's placements cut on a mesh of `ranks`.
+
+    Each rank is given by its place in the group.
+    """
+    boxes: list[Box] = [((), ())] * ranks.size
     for place, rank in np.ndenumerate(ranks):
-        sizes, offsets = of_dtensors._compute_local_shape_and_global_offset(shape, ranks.shape, list(place), placements)
-        rectangles[int(rank)] = (offsets[0], sizes[0], offsets[1], sizes[1])
-    return as_shards(rectangles)
+        sizes, offsets = of_dtensors._compute_local_shape_and_global_offset(
+            view.shape, ranks.shape, list(place), placements
+        )
+        boxes[int(rank)] = offsets, sizes
+    return _as_matrices(view, boxes)
+
+
+def _as_matrices(view: View, boxes: Sequence[Box]) -> list[tuple[Shard, ...]]:
+    """The shards of each matrix of a parameter of which rank r holds `boxes[r]`; equal ones are the same object."""
+    same: dict[tuple[Shard, ...], tuple[Shard, ...]] = {}
+    of_ranks = [view.rectangles(*box) for box in boxes]
+    return [same.setdefault(shards, shards) for shards in map(as_shards, zip(*of_ranks, strict=True))]
 
 
 def check_alike(layout: Layout, mine: Sequence[Rectangle], group: dist.ProcessGroup | Alone, *, remedy: str) -> None:

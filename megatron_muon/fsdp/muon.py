@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, override
@@ -9,8 +10,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
@@ -24,11 +24,13 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
-from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
+from megatron_muon.fsdp.part import Part, Source, source_of
+from megatron_muon.fsdp.patterns import steps_of
+from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
-from megatron_muon.fsdp.step import CapturedStep, local_parts, step_adamw
+from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
+from megatron_muon.fsdp.views import is_replicated
 from megatron_muon.offload.run import OffloadRun
-from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
 
 _ALIKE = (
@@ -44,9 +46,10 @@ class Muon(MuonState):
         print(optimizer.table())                                    # which of the two takes what
 
     Names, meaning and defaults are those of `torch.optim.Muon` where it has them. Parameters are plain tensors, or
-    DTensors sharded by rows; make the optimizer after the model is sharded. Every rank takes part in every step.
-    State is there from the start: `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest,
-    sharded as the parameters are, for `torch.distributed.checkpoint.state_dict`.
+    DTensors on one mesh or several; make the optimizer after the model is sharded. Every rank of their meshes takes
+    part in every step. A 3D parameter of experts `(E, m, n)` is E matrices. State is there from the start:
+    `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters
+    are, for `torch.distributed.checkpoint.state_dict`.
 
     A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
 
@@ -64,8 +67,12 @@ class Muon(MuonState):
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
             and parameter.
         exclude: patterns of what goes to AdamW all the same.
+        flatten: patterns of parameters that are read with all dimensions but the first as columns,
+            `{"conv*": True}` for `(out, in * k * k)`; of several that match the last holds.
+        transposed: patterns of weights that a model stores as (inputs, outputs), which Muon then reads as
+            (outputs, inputs).
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
-            they repeat to fill its rows, and each is orthogonalised alone.
+            they repeat to fill its rows, those of each expert, and each is orthogonalised alone.
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that match the last holds.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
@@ -97,6 +104,8 @@ class Muon(MuonState):
         *,
         matrices: Sequence[str] | Rule | None = None,
         exclude: Sequence[str] = (),
+        flatten: Mapping[str, bool] | None = None,
+        transposed: Sequence[str] = (),
         split: Mapping[str, int | Sequence[int]] | None = None,
         ns_steps_for: Mapping[str, int] | None = None,
         adamw_lr: float | None = None,
@@ -126,14 +135,18 @@ class Muon(MuonState):
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
         self._run: OffloadRun | None = None
-        self._captured: CapturedStep | None = None
         self._warned = set[str]()
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
         with in_arguments():
             arguments.check(self._settings)
-            self._build(select(params, matrices, exclude))
+            self._build(self._select(params))
+
+    def _select(self, params: Any) -> Selection:
+        return select(
+            params, **{name: self._settings[name] for name in ("matrices", "exclude", "flatten", "transposed")}
+        )
 
     def _build(self, selection: Selection) -> None:
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
@@ -145,12 +158,12 @@ class Muon(MuonState):
             options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
         try:
             self._build_matrices(selection)
-            self._add_adamw(selection)
+            self._add_groups(selection)
             self._members = members_of(self.param_groups)
             self._building = False
             vars(self).update(hooks)
             self.initialize_state()
-            self.metrics = Sampler([self], interval=self._settings["metrics_interval"], group=self.group)
+            self.metrics = Sampler(self.parts, interval=self._settings["metrics_interval"], group=self.group)
             if self._settings["cuda_graph"]:
                 self._capture()
         except BaseException:
@@ -158,81 +171,102 @@ class Muon(MuonState):
             raise
 
     def _build_matrices(self, selection: Selection) -> None:
-        """Find out who holds what, and make exchange, plan and state of the matrices. Collective."""
-        given, names = self._settings, selection.names
-        settings, parameters = arguments.settings_of(given), members_of(selection.muon)
-        mesh = cuts.mesh_of(names, parameters)
-        checks.compare_settings(given, selection.groups, self._ranks(mesh))
-        group: Any = Alone() if mesh is None else cuts.group_of(mesh)
-        if mesh is None and given["share_replicated"]:
-            group = given["process_group"] or dist.group.WORLD
-        self.group, device = group, parameters[0].device
+        """Make the parts: exchange, plan and state of the matrices on each set of ranks. Collective."""
+        given, names, parameters = self._settings, selection.names, list(selection.views)
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
-        selection.splits = splits(given["split"] or {}, names, parameters)
-        matrices = {
-            p: Matrix(names[p], (p.shape[0], p.shape[1]), (), split, steps.get(names[p], 0))
-            for p in parameters
-            for split in [selection.splits.get(p, whole(p.shape[0]))]
-        }
-        layout, mine = cuts.layout_of(matrices, group, remedy=_ALIKE)
-        placements = (each for p in parameters if isinstance(p, DTensor) for each in p.placements)
-        replicated = all(isinstance(each, Replicate) for each in placements)
+        selection.splits = splits(given["split"] or {}, names, selection.views)
+        by_ranks: dict[tuple[int, ...], dict[torch.Tensor, list[Matrix]]] = {}
+        for p in parameters:
+            view = selection.views[p]
+            split = selection.splits.get(p, whole(view.matrix[0]))
+            matrices = [Matrix(name, view.matrix, (), split, steps.get(names[p], 0)) for name in view.names(names[p])]
+            by_ranks.setdefault(cuts.ranks_of(names[p], p), {})[p] = matrices
+        for ranks in sorted(by_ranks):  # in one order on all of them, before anything else that is collective
+            checks.compare_settings(given, selection.groups, self._together(ranks))
+        groups = {ranks: self._group(ranks, next(iter(by_ranks[ranks]))) for ranks in sorted(by_ranks)}
+        self.group = groups[max(groups, key=lambda ranks: (len(ranks), ranks))]
+        self._state_group = None if isinstance(self.group, Alone) else self.group
+        self._run = offload_run(arguments.settings_of(given), self._state_group)
+        self.parts = []
+        for ranks, group in groups.items():
+            self.parts.append(self._part(by_ranks[ranks], group))
+        self.digest = "-".join(part.exchange.plan.digest() for part in self.parts if part.exchange.plan is not None)
+        self._placed = [(p, checks.placement_of(p)) for p in parameters]
+
+    def _part(self, matrices: Mapping[torch.Tensor, list[Matrix]], group: Any) -> Part:
+        """The part of parameters whose ranks are those of `group`. Collective."""
+        given, selection, parameters = self._settings, self.selection, list(matrices)
+        settings, device = arguments.settings_of(given), parameters[0].device
+        layout, mine = cuts.layout_of(matrices, group, remedy=_ALIKE, views=selection.views)
+        sources = list[Source]()
+        for p in parameters:
+            first = sources[-1].first + sources[-1].view.count if sources else 0
+            view = selection.views[p]
+            sources.append(source_of(p, view, mine[first : first + view.count], first))
+        replicated = all(is_replicated(p) for p in parameters)
         if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
             raise UserError(
                 f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold; leave it out"
             )
-        columns = [(start, count) for _, _, start, count in mine]
-        held = Held(layout, group, device, [1] * len(parameters), columns, replicated=replicated)
-        self._run = offload_run(settings)
         exchange, rules, store = make_parts(
-            held,
+            Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),
             settings,
             self._orthogonalizer(device),
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
             offload=self._run,
+            scratch=self.parts[-1].exchange.arena.memory if self.parts else None,
         )
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
-        self.digest = exchange.plan.digest() if exchange.plan is not None else ""
-        self._placed = [(p, checks.placement_of(p)) for p in parameters]
+        of_groups = []
+        standing = {source.parameter: source.matrices for source in sources}
+        for number, options in enumerate(selection.groups):
+            members = [one for p in options["params"] for one in standing.get(p, [])]
+            if members and options[OPTIMIZER] == MUON:
+                of_groups.append((number, {**options, "params": members}))
         defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
-        super().__init__(
-            selection.muon, exchange, rules, defaults=defaults, names=names, store=store, skip_missing=True
-        )
+        of_matrices = zip(itertools.chain(*standing.values()), layout.matrices, strict=True)
+        return Part(
+            sources, of_groups, exchange, rules, defaults=defaults, names={one: m.name for one, m in of_matrices},
+            store=store, skip_missing=True,
+        )  # fmt: skip
 
-    def _add_adamw(self, selection: Selection) -> None:
-        """Add AdamW's parameter groups, and put all groups in the order that was given."""
+    def _add_groups(self, selection: Selection) -> None:
+        """Make the parameter groups, those of AdamW with its settings, in the order that was given."""
+        defaults = {name: self._settings[name] for name in ("momentum", "weight_decay")}
+        defaults["lr"] = float(self._settings["lr"])
         of_adamw = {name: self._settings[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas", "eps")}
-        of_adamw |= {name: self.defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None}
-        for members in (group for group in selection.groups if group[OPTIMIZER] == ADAMW):
-            members.update({**of_adamw, **members})
-            self.add_param_group(members)
-        self.param_groups = list(selection.groups)
-        numbered = enumerate(self.param_groups)
-        self._group_of = [number for number, group in numbered if group[OPTIMIZER] == MUON for _ in group["params"]]
-
-    @override
-    def _enqueue(self) -> None:
-        (self._captured or super()._enqueue)()
+        of_adamw |= {name: defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None}
+        for group in selection.groups:
+            group.update({**(defaults if group[OPTIMIZER] == MUON else of_adamw), **group})
+        torch.optim.Optimizer.__init__(self, selection.groups, defaults)
 
     def _capture(self) -> None:
-        """From now on have the step of the matrices captured."""
-        device = self._matrices[0].device
+        """From now on have the steps of the matrices captured."""
+        device = self._members[0].device
         if device.type != "cuda":
             raise UserError(f"cuda_graph=True needs a GPU, and the parameters are on {device}; leave it out")
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
-        self._captured = CapturedStep(super()._enqueue, self._matrices, groups)
+        put_on_device(groups, device)
+        for part in self.parts:
+            part.capture(groups)
 
-    def _ranks(self, mesh: DeviceMesh | None) -> list[int]:
-        """The ranks that make this optimizer together."""
-        if mesh is not None:
-            return sorted(mesh.mesh.flatten().tolist())
+    def _together(self, ranks: tuple[int, ...]) -> Sequence[int]:
+        """The ranks that make a part together; those of plain tensors are not known by a mesh."""
+        if ranks:
+            return ranks
         if self._settings["share_replicated"]:
             return dist.get_process_group_ranks(self._settings["process_group"])
         in_files = self._settings["offload"] == "nvme" and dist.is_initialized()
-        return list(range(dist.get_world_size())) if in_files else []
+        return range(dist.get_world_size()) if in_files else ()
+
+    def _group(self, ranks: tuple[int, ...], parameter: torch.Tensor) -> Any:
+        """The process group of a part. Collective over its ranks."""
+        if isinstance(parameter, DTensor):
+            return cuts.group_of(parameter.device_mesh)
+        return self._settings["process_group"] or dist.group.WORLD if self._settings["share_replicated"] else Alone()
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
@@ -278,15 +312,15 @@ class Muon(MuonState):
                     "fully_shard_model(model), make Muon on its parameters, then fully_shard_optimizer(optimizer)"
                 )
             with in_arguments():
-                self._build(select(param_group["params"], self._settings["matrices"], self._settings["exclude"]))
+                self._build(self._select(param_group["params"]))
         else:
             raise UserError("Muon plans who owns what when it is made; give it all parameters then")
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if self._captured is not None:
-            self._capture()  # other tensors have state and numbers
+        if any(part.captured is not None for part in self.parts):
+            self._capture()  # other tensors have the numbers of groups
 
     @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()
@@ -304,23 +338,35 @@ class Muon(MuonState):
                 loss = closure()
         self._take_up_exchanged()
         self._require_open()
-        checks.check_parameters(self._placed, self._names, self.selection.frozen)
+        checks.check_parameters(self._placed, self.selection.names, self.selection.frozen)
         if not self._has_stepped:
             if self._from_megatron_fsdp and checks.are_zero(self._members, self.group):
                 return loss  # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is there
-            checks.refuse_orphans(self._members, self._names, is_sharded=isinstance(self._matrices[0], DTensor))
+            is_sharded = any(isinstance(p, DTensor) for p in self.selection.views)
+            checks.refuse_orphans(self._members, self.selection.names, is_sharded=is_sharded)
             with in_arguments():
-                self.check_weights()
-        if isinstance(self.store, RecordStore):
-            self.store.verify()
+                for part in self.parts:
+                    part.check_weights()
+        for store in self.stores:
+            store.verify()
         self.refuse_lost_state()
+        for part in self.parts:
+            part.take_settings(self.param_groups)
+            part.take_gradients()
         with self.metrics.step():
-            self.update_matrices()
+            for part in self.parts:
+                part.update_matrices()
             self.refuse_lost_state()
             for group in (group for group in self.param_groups if group[OPTIMIZER] == ADAMW):
                 step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
+        for part in self.parts:
+            part.give_back(self.param_groups)
         self._has_stepped = True
         return loss
+
+    def skipped_updates(self) -> dict[str, int]:
+        """Updates skipped since the last call, by matrix, where this rank has a part of it. Waits for the device."""
+        return {name: count for part in self.parts for name, count in part.skipped_updates().items()}
 
     @override
     def _take_up_exchanged(self) -> None:
@@ -337,7 +383,8 @@ class Muon(MuonState):
         if not any(map(operator.is_not, now, self._members)):
             return
         kept = [slot for slots in self.state.values() for slot in slots.values()]
-        if any(bool(slot.any()) for slot in local_parts([*kept, *self.momentum_state().values()])):
+        momentum = self.momentum_state().values() if self.stores else ()
+        if any(bool(slot.any()) for slot in local_parts([*kept, *momentum])):
             raise UserError(
                 "parameters in param_groups were exchanged after steps, so their state would be lost; exchange them "
                 "before the first step, and load state after that"

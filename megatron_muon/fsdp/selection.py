@@ -1,13 +1,12 @@
 """Which parameters of a model Muon takes and which AdamW, by names, patterns and groups, and the table that says so.
 
-Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or an output layer.
-Without names nothing can be told from a shape, so parameters without names must all be matrices, as for
-`torch.optim.Muon`, or be in a group that says its optimizer.
+Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or an output layer, and
+a 3D parameter of experts is a stack of them. A shape alone says nothing, so parameters without names must all be
+matrices, as for `torch.optim.Muon`, or be in a group that says its optimizer.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -23,6 +22,8 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.numbers import check_number
+from megatron_muon.fsdp.patterns import matching
+from megatron_muon.fsdp.views import View
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
@@ -36,6 +37,9 @@ EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_atten
 
 TABLES = ("*bias*", "*_table", "*_log")
 """Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba."""
+
+EXPERTS = "*expert*"
+"""Names of modules, or of parameters, whose 3D weights are stacks of matrices."""
 
 OUTPUTS = (
     *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
@@ -79,6 +83,7 @@ class Selection:
         names: a name for each parameter.
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
+        views: how each parameter of Muon is read.
         splits: the blocks of matrices that hold several.
         grouped: whether groups with settings of their own were given.
     """
@@ -87,6 +92,7 @@ class Selection:
     names: dict[torch.Tensor, str] = field(default_factory=dict)
     why: dict[torch.Tensor, str] = field(default_factory=dict)
     frozen: list[torch.Tensor] = field(default_factory=list)
+    views: dict[torch.Tensor, View] = field(default_factory=dict)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     grouped: bool = False
 
@@ -105,6 +111,7 @@ class Selection:
             groups=[dict(group) for group in groups],
             names={new: self.names[old] for old, new in pairs} | {p: self.names[p] for p in self.frozen},
             why={new: self.why[old] for old, new in pairs if old in self.why},
+            views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
         )
 
@@ -113,7 +120,8 @@ class Selection:
         rows = []
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
-                notes = [self.why.get(p, ""), blocks(self.splits[p]) if p in self.splits else ""]
+                notes = [self.why.get(p, ""), self.views[p].described() if p in self.views else ""]
+                notes.append(blocks(self.splits[p]) if p in self.splits else "")
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
@@ -130,13 +138,16 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def why_not_muon(name: str, parameter: torch.Tensor) -> str:
-    """Why a parameter is no matrix inside the network; empty where it is one."""
-    if parameter.ndim != 2:
+def why_not_muon(name: str, parameter: torch.Tensor, *, flat: bool = False) -> str:
+    """Why a parameter is no matrix inside the network, or stack of these; empty where it is one."""
+    parts = name.split(".")
+    is_stack = parameter.ndim == 3 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
+    if parameter.ndim != 2 and not is_stack and not flat:
         return f"{parameter.ndim}D"
     if not parameter.numel():
         return "no elements"
-    parts = name.split(".")
+    if is_stack and not flat and 1 in parameter.shape[1:]:
+        return "vectors"
     if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return "table"
     numbered = any(part.isdigit() for part in parts)
@@ -147,7 +158,13 @@ def why_not_muon(name: str, parameter: torch.Tensor) -> str:
     return ""
 
 
-def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: Sequence[str] = ()) -> Selection:
+def select(
+    params: Any,
+    matrices: Sequence[str] | Rule | None = None,
+    exclude: Sequence[str] = (),
+    flatten: Mapping[str, bool] | None = None,
+    transposed: Sequence[str] = (),
+) -> Selection:
     """Sort parameters by optimizer.
 
     Args:
@@ -155,6 +172,8 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             "adamw", which decides for its parameters.
         matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
+        flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
+        transposed: such patterns of weights that are stored as (inputs, outputs).
 
     Raises:
         TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
@@ -164,14 +183,19 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
     tensors = list(_trained(params, selection))
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
+    flat = set[str]()
+    of_more = [name for name, p, _ in tensors if name and p.ndim > 2]
+    for pattern, is_flat in (flatten or {}).items():
+        found = matching("flatten", [pattern], of_more, others=[name for name, _, _ in tensors if name])
+        flat = flat.union(found) if is_flat else flat.difference(found)
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
     if matrices is None:
-        included = {name for name, p in by_name.items() if not why_not_muon(name, p)}
+        included = {name for name, p in by_name.items() if not why_not_muon(name, p, flat=name in flat)}
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
-        of_two = [name for name, p in by_name.items() if p.ndim == 2]
-        included = set(matching("matrices", matrices, of_two, others=by_name))
+        possible = [name for name, p in by_name.items() if p.ndim in (2, 3) or name in flat]
+        included = set(matching("matrices", matrices, possible, others=by_name))
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
     for name, parameter, options in tensors:
@@ -181,13 +205,14 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
         if optimizer == ADAMW:
             selection.why[parameter] = why
-        elif parameter.ndim != 2 or not parameter.numel():
-            raise UserError(
-                f"{selection.names[parameter]} has shape {tuple(parameter.shape)}, Muon takes matrices of two "
-                "dimensions; pass model.named_parameters(), leave it out of matrices=, or put it into a group with "
-                "optimizer='adamw'"
-            )
+        else:
+            is_given = bool(name) or OPTIMIZER in options  # nothing tells a stack from its shape
+            _check_shape(selection.names[parameter], parameter, flat=name in flat, may_be_stack=is_given)
+            selection.views[parameter] = View(tuple(parameter.shape), flat=name in flat)
         parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(parameter)
+    taken = {selection.names[p]: p for p in selection.views}
+    for name in matching("transposed", transposed, taken, others=by_name):
+        selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
     second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
     selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
     if not selection.muon:
@@ -195,6 +220,23 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def _check_shape(name: str, parameter: torch.Tensor, *, flat: bool, may_be_stack: bool) -> None:
+    """Refuse, by a UserError, what Muon cannot read as a matrix or a stack of them."""
+    shape = tuple(parameter.shape)
+    is_stack = parameter.ndim == 3 and may_be_stack and not flat
+    if not parameter.numel() or not (parameter.ndim == 2 or flat or is_stack):
+        raise UserError(
+            f"{name} has shape {shape}, Muon takes matrices of two dimensions and stacks of experts of three; pass "
+            "model.named_parameters(), leave it out of matrices=, name it in flatten=, or put it into a group with "
+            "optimizer='adamw'"
+        )
+    if is_stack and 1 in shape[1:]:
+        raise UserError(
+            f"{name} has shape {shape}, a stack of vectors and not of matrices; leave it out of matrices=, or put it "
+            "into a group with optimizer='adamw'"
+        )
 
 
 def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
@@ -206,16 +248,16 @@ def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
 
 
 def splits(
-    given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
+    given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], views: Mapping[torch.Tensor, View]
 ) -> dict[torch.Tensor, RowSplit]:
     """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows."""
-    found, by_name = {}, {names[p]: p for p in parameters}
+    found, by_name = {}, {names[p]: p for p in views}
     for pattern, several in given.items():
         parts = tuple(several) if isinstance(several, Iterable) else (several,)
         if not all(type(rows) is int for rows in parts):
             raise UserError(f"split: {pattern!r} has {several!r}; give whole numbers of rows, as (4096, 1024, 1024)")
         for name in matching("split", [pattern], by_name):
-            rows = by_name[name].shape[0]
+            rows = views[by_name[name]].matrix[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
                 raise UserError(f"split: {name} has {rows} rows, which parts of {parts} do not fill")
             found[by_name[name]] = RowSplit(1, parts * (rows // sum(parts)))
@@ -299,60 +341,6 @@ def _known_name(parameter: torch.Tensor) -> str:
     buffer = model.param_and_grad_buffer
     name: str = buffer.param_to_name.get(getattr(parameter, "orig_param", None), "")
     return re.sub(r"^(module\.)+", "", name)
-
-
-def matching(
-    argument: str, patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = (), hint: str = ""
-) -> list[str]:
-    """The names in which at least one of the patterns of `argument` is found, in their order.
-
-    A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in it: `layers.1` is
-    found in `layers.1.weight` and not in `layers.10.weight`, and a star matches dots too.
-
-    Raises:
-        UserError: a pattern is empty or found in none of `names`; the message says where among `others`, which Muon
-            does not take, it is found, or the nearest component of a name, and ends with `hint`.
-    """
-    names = list(names)
-    if isinstance(patterns, str):
-        raise UserError(f"{argument} {patterns!r} is one string; pass a list of patterns")
-    for pattern in patterns:
-        if not pattern.strip():
-            raise UserError(f"{argument} '' would match every matrix; name some, or leave it out")
-        if any(_found(pattern, name) for name in names):
-            continue
-        nothing = f"{argument} {pattern} matches none of Muon's {len(names)} matrices"
-        if there := next((name for name in others if _found(pattern, name)), None):
-            raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
-        components = sorted({part for name in names for part in name.split(".")})
-        parts = pattern.strip(".").split(".")
-        near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts)
-        wider = (each for each in (f"{pattern}*", f"*{pattern}*", near) if any(_found(each, name) for name in names))
-        if meant := next(wider, ""):
-            meant = f"; did you mean {meant}?"
-        elif names:
-            meant = f"; one of them is {names[0]}"
-        raise UserError(f"{nothing} by whole components of their names{meant}{hint}")
-    return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
-
-
-def _found(pattern: str, name: str) -> bool:
-    return fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*")
-
-
-def steps_of(
-    names: Iterable[str], steps_for: Mapping[str, int], *, others: Iterable[str] = (), hint: str = ""
-) -> dict[str, int]:
-    """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
-
-    Raises a UserError for a pattern as `matching` does.
-    """
-    names, others = list(names), list(others)
-    found = {}
-    for pattern, steps in steps_for.items():
-        matched = matching("--muon-ns-steps-for", [pattern], names, others=others, hint=hint)
-        found.update(dict.fromkeys(matched, steps))
-    return found
 
 
 _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")

@@ -9,37 +9,45 @@ import torch
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
+from megatron_muon.core.optimizer import MOMENTUM, STEPS
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.arguments import check_loaded
-from megatron_muon.fsdp.selection import MUON, OPTIMIZER
-from megatron_muon.fsdp.step import make_state
+from megatron_muon.fsdp.part import Part
+from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Selection
+from megatron_muon.fsdp.step import local_parts, make_state
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore, worst_failure
 
 
-class MuonState(ShardedMuon):
-    """`ShardedMuon` with AdamW's state beside its own, and the state dicts of torch's optimizers."""
+class MuonState(torch.optim.Optimizer):
+    """The state of all matrices, which `parts` have, with AdamW's beside it, as state dicts of torch's optimizers."""
 
+    parts: list[Part]  # the matrices, for each set of ranks that share some
+    selection: Selection
     _settings: dict[str, Any]  # that it was made with
     _run: OffloadRun | None  # what keeps momentum elsewhere; None once it is closed
     _warned: set[str]
+    _state_group: Any  # of the ranks that agree on what has failed
 
     def _take_up_exchanged(self) -> None:
         """Take up parameters that a framework has put into `param_groups`: for `Muon`, which can be made anew."""
         raise NotImplementedError
 
     def _require_open(self) -> None:
-        if self.store is not None and self._run is None:
+        if self._run is None and any(part.store is not None for part in self.parts):
             raise UserError("this optimizer was closed, and its momentum with it; make another one")
 
-    @override
+    @property
+    def stores(self) -> list[RecordStore]:
+        """What keeps momentum elsewhere than in the state."""
+        return [part.store for part in self.parts if isinstance(part.store, RecordStore)]
+
     def initialize_state(self) -> None:
-        super().initialize_state()
-        if self.store is not None:
-            for p in self._matrices:  # what asks the state for its slots finds this one; see state_dict
-                self.state[p][MOMENTUM] = torch.empty(0)
+        """Give every parameter that has none its state, on every rank alike."""
+        for part in self.parts:
+            self.state.update(part.shown)
+            part.show_settings(self.param_groups)
         for group in self.param_groups:
             if group[OPTIMIZER] == MUON:  # torch's checkpoints load what the run has alone, whatever dtype comes later
                 group.setdefault(STEPS, 0)
@@ -51,9 +59,9 @@ class MuonState(ShardedMuon):
     def refuse_lost_state(self, group: Any = None) -> None:
         """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
 
-        Collective over `group`, or all ranks, where momentum is in files.
+        Collective over `group`, or all ranks that have matrices together, where momentum is in files.
         """
-        failure = worst_failure([self.store], group) if isinstance(self.store, RecordStore) else None
+        failure = worst_failure(self.stores, group or self._state_group) if self.stores else None
         if failure is None:
             return
         nothing_is_lost, text = failure
@@ -63,22 +71,25 @@ class MuonState(ShardedMuon):
             self._warned.add(text)
             warnings.warn(f"{text}; save a checkpoint and look at the disk", stacklevel=3)
 
-    @override
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded."""
+        """Momentum of each parameter as the state that a checkpoint holds: fp32, of its shape, sharded alike.
+
+        What is stored elsewhere is copied, outside of the process's own memory where it is on disk; `empty` leaves out
+        the values, as they will be loaded. Collective where momentum is in files and matrices are sharded.
+        """
         self._require_open()
-        state = super().momentum_state(empty=empty)
-        is_whole = self.exchange.scheme in (LOCAL, SHARED)  # one rank alone may save it
-        self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
+        state = {p: momentum for part in self.parts for p, momentum in part.momentum_state(empty=empty).items()}
+        is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)  # one rank alone may save it
+        self.refuse_lost_state(Alone() if is_whole else None)
         return state
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer; momentum that is stored elsewhere is copied into it, as `momentum_state` reads it."""
         self._take_up_exchanged()
-        if self.store is None:
+        if not self.stores:
             return super().state_dict()
-        apart = {p: self.state[p] for p in self._matrices}
+        apart = {p: self.state[p] for p in self.selection.views}
         try:
             for p, momentum in self.momentum_state().items():
                 self.state[p] = {**apart[p], MOMENTUM: momentum}
@@ -98,36 +109,35 @@ class MuonState(ShardedMuon):
         self._take_up_exchanged()
         state_dict = check_loaded(state_dict, self._settings)
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
-        of_muon, before, groups = set(self._group_of), dict(self.state), self.param_groups
-        groups_to_load = enumerate(state_dict["param_groups"])
-        keys = [key for number, group in groups_to_load if number in of_muon for key in group["params"]]
-        saved = {p: state_dict["state"].get(key, {}) for p, key in zip(self._matrices, keys, strict=False)}
-        own = {slot for rule in self.rules for slot in rule.slots}
-        for p in self._matrices:
-            for slot in (MOMENTUM, *sorted(own)):
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
+        keys = {p: key for ours, theirs in pairs for p, key in zip(ours["params"], theirs["params"], strict=False)}
+        saved = {p: state_dict["state"].get(keys.get(p), {}) for p in self.selection.views}
+        own = {MOMENTUM, *(slot for part in self.parts for rule in part.rules for slot in rule.slots)}
+        for p in self.selection.views:
+            for slot in sorted(own):
                 shape = tuple((p if slot == MOMENTUM else self.state[p][slot]).shape)
-                found = saved.get(p, {}).get(slot)
+                found = saved[p].get(slot)
                 if (found is None and p.requires_grad) or (found is not None and found.shape != shape):
                     raise UserError(
                         f"the state to load has {'no' if found is None else tuple(found.shape)} {slot} of "
-                        f"{self._names[p]}, which here is {shape}; was it saved by Muon with the same settings?"
+                        f"{self.selection.names[p]}, which here is {shape}; was it saved by Muon with these settings?"
                     )
         # torch casts all that it is given to the parameters' dtype and device, at once: neither is where ours belongs.
         others = {
-            key: {slot: value for slot, value in slots.items() if slot not in {MOMENTUM, *own}}
+            key: {slot: value for slot, value in slots.items() if slot not in own}
             for key, slots in state_dict["state"].items()
         }
+        groups = self.param_groups
         super().load_state_dict({**state_dict, "state": others})
         for group, old in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in old.items() if name not in group})
-        for p in self._matrices:
-            slots = saved.get(p, {})
-            for slot in own | ({MOMENTUM} if self.store is None else set()) if slots else ():
-                self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
-            if not slots:
-                self.state[p] = before[p]
-        if self.store is not None:
-            self.load_momentum({p: slots[MOMENTUM] for p, slots in saved.items() if slots})
+        for part in self.parts:
+            part.take_settings(self.param_groups)
+            loaded = {p: slots for p, slots in saved.items() if slots and p in part.shown}
+            for p, slots in loaded.items():
+                for slot in own - {MOMENTUM}:
+                    local_parts([part.shown[p][slot]])[0].copy_(local_parts([slots[slot]])[0])
+            part.load_momentum({p: slots[MOMENTUM] for p, slots in loaded.items()})
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:

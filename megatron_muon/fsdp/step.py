@@ -66,13 +66,22 @@ _BEFORE = 2
 """Steps that run as they are: the first makes connections and caches, the second is like all others."""
 
 
+def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Make learning rate and decay of the groups tensors, fp32 on the device, for schedulers to fill.
+
+    A decay of zero stays a number, as no operation reads it.
+    """
+    for group in groups:
+        for name in ("lr", "weight_decay")[: 1 + bool(group["weight_decay"])]:
+            group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device=device)
+
+
 class CapturedStep:
     """Runs a step of these parameters twice as it is, then captures it as a CUDA graph, and from then on replays it.
 
     It has never run on a GPU: none was at hand. Tests replay recorded operations on a processor.
 
-    A graph works on the memory that the captured step worked on. So learning rate and decay of the groups become
-    tensors, fp32 on the device, for schedulers to fill; a decay of zero stays a number, as no operation reads it.
+    A graph works on the memory that the captured step worked on; `put_on_device` makes numbers of groups part of it.
     """
 
     def __init__(
@@ -83,10 +92,6 @@ class CapturedStep:
         self._steps = 0
         self._graph: Any = None
         self._captured: list[Any] = []
-        device = local_rows(parameters[0]).device
-        for group in groups:
-            for name in ("lr", "weight_decay")[: 1 + bool(group["weight_decay"])]:
-                group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device=device)
 
     def __call__(self) -> None:
         """One step.

@@ -61,7 +61,7 @@ def build_muon(
     if is_replicated and not own:
         return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
-    columns = None
+    mine = None
     if is_replicated:
         ranks = group.size()
         cut = (replace(each, shards=everywhere(each.shape, ranks)) for each in matrices.values())
@@ -69,15 +69,16 @@ def build_muon(
     else:
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
-        layout, mine = layout_of(matrices, group, remedy="start all ranks with the same flags and software")
-        columns = [(start, count) for _, _, start, count in mine]
+        layout, mine = layout_of(
+            {p: [one] for p, one in matrices.items()}, group, remedy="start all ranks with the same flags and software"
+        )
     device = parameters[0].device
     held = Held(
         layout,
         group,
         device,
         experts=[mp.experts_in(parameter) for parameter in parameters],
-        columns=columns,
+        rectangles=mine,
         replicated=is_replicated,
         over_tp=over_tp,
     )

@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
@@ -34,6 +35,8 @@ class OffloadRun:
     """For "nvme"."""
     buffer_mb: float = 24.0
     """MiB for records on their way; slots of 8 MiB, a third of it, keep a disk busy."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that make stores together; None is all of them."""
     stores: list[RecordStore] = field(default_factory=list, init=False)
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
@@ -72,7 +75,7 @@ class OffloadRun:
         except OSError as error:
             reason = error.strerror or str(error)
             refusal = f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
-        failed = next(filter(None, of_all_ranks(refusal)), None)
+        failed = next(filter(None, of_all_ranks(refusal, self.group)), None)
         if file is not None:
             if failed is None:
                 return file

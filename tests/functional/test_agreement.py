@@ -210,7 +210,7 @@ def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, share
             outer_dp_sharding_strategy="optim" if shared else "no_shard",
         )
         net._replace_param_with_distributed_if_needed()
-    layout = megatron_muon.Muon(net.named_parameters()).exchange.layout
+    layout = megatron_muon.Muon(net.named_parameters()).parts[0].exchange.layout
     assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
     return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
 

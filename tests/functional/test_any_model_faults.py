@@ -85,7 +85,7 @@ def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) ->
     training.model(second).backward()
     before = training.weights()
     if rank == world_size - 1:
-        store = training.optimizer.store
+        store = training.optimizer.stores[0]
         store.read(0)  # what was read ahead is dropped
         os.ftruncate(store.disk.file._file.fileno(), 0)
         store._read_ahead()

@@ -43,7 +43,7 @@ def stepped(
     optimizer.step()
     if not alone:  # torch's own names of groups still agree
         dist.barrier(dist.new_group(list(range(world_size)), use_local_synchronization=True))
-    return optimizer.digest, [team.ranks for team in optimizer.exchange.plan.teams]
+    return optimizer.digest, [team.ranks for team in optimizer.parts[0].exchange.plan.teams]
 
 
 def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:

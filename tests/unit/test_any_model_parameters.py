@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_muon
@@ -90,7 +91,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "1D without names": (groups(ONE, of(3)), r"parameter 1 has shape \(3,\)"),
     "0D": (groups(of()), r"parameter 0 has shape \(\)"),
     "4D by pattern": (wrong(matrices=["conv.weight"]), r"only parameters that Muon does not take \(conv\.weight\)"),
-    "3D by group": (groups({"params": [("w", of(2, 3, 4))], "optimizer": "muon"}), r"w has shape \(2, 3, 4\)"),
+    "3D without names": (groups(of(2, 3, 4)), r"parameter 0 has shape \(2, 3, 4\)"),
+    "4D by group": (groups({"params": [("w", of(2, 3, 4, 5))], "optimizer": "muon"}), r"w has shape \(2, 3, 4, 5\)"),
+    "a stack of biases": (groups({"params": [("w", of(2, 1, 4))], "optimizer": "muon"}), "w has .* a stack of vectors"),
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),
@@ -173,10 +176,12 @@ def four_ranks() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def sharded(shape: tuple[int, int], mesh: Any, *placements: Any) -> nn.Parameter:
-    local = torch.empty(shape).chunk(4)[0] if Shard(0) in placements else torch.empty(shape)
+def sharded(shape: tuple[int, ...], mesh: Any, placement: Any) -> nn.Parameter:
+    local = torch.empty(shape)
+    local = local if isinstance(placement, Partial) else local.chunk(4, placement.dim)[0]
+    stride = torch.empty(shape).stride()
     return nn.Parameter(
-        DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(4, 1))
+        DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
     )
 
 
@@ -189,13 +194,18 @@ def test_fsdps_cpu_offload_is_refused(four_ranks: None) -> None:
 
 
 def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) -> None:
-    row, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    rows = sharded((8, 4), row, Shard(0))
-    for parameters, message in (
-        ([("w", sharded((8, 4), row, Shard(1)))], r"w is sharded by columns \(S\(1\)\); Muon takes rows"),
-        ([("w", sharded((8, 4), row, Partial()))], r"w has unreduced values"),
-        ([("v", rows), ("w", sharded((8, 4), other, Replicate(), Shard(0)))], "w is on .* and v on .*make one for"),
-        ([("v", rows), ("w", nn.Parameter(torch.ones(2, 2)))], r"w is on no mesh \(a plain tensor\) and v on"),
+    row, elsewhere = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [1, 2])
+    apart = DTensor.from_local(torch.ones(4, 4), elsewhere, [Shard(0)], run_check=False)
+    scattered = sharded((8, 3, 3), row, _StridedShard(0, split_factor=2))
+    for parameters, arguments, message in (
+        ([("w", sharded((8, 4), row, Partial()))], {}, r"w has unreduced values"),
+        ([("w", nn.Parameter(apart))], {}, r"w is on DeviceMesh.*, which rank 0 is not in; give Muon on each rank"),
+        (
+            [("experts.w", scattered)],
+            {},
+            r"experts.w \(8, 3, 3\) is sharded as \(_S.*, where a rank's part is no block",
+        ),
+        ([("w", sharded((4, 8, 3), row, Shard(1)))], {"flatten": {"w": True}}, r"w \(4, 8, 3\) is sharded along a dim"),
     ):
         with pytest.raises(UserError, match=message):
-            megatron_muon.Muon(parameters)
+            megatron_muon.Muon(parameters, **arguments)

@@ -54,9 +54,9 @@ def on_disk(tmp_path: Path) -> tuple[nn.Module, megatron_muon.Muon, Callable[[],
     optimizer.step()
 
     def cut() -> None:
-        optimizer.store.read(0)  # what was read ahead is dropped
-        os.ftruncate(optimizer.store.disk.file._file.fileno(), 0)
-        optimizer.store._read_ahead()
+        optimizer.stores[0].read(0)  # what was read ahead is dropped
+        os.ftruncate(optimizer.stores[0].disk.file._file.fileno(), 0)
+        optimizer.stores[0]._read_ahead()
 
     return net, optimizer, cut
 
@@ -82,14 +82,14 @@ def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(on_disk
 def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(on_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the buffer does not hold is read in the step, when other matrices may have moved."""
     net, optimizer, _ = on_disk
-    optimizer.store.read(0)  # what was read ahead is dropped
-    optimizer.store._order = []  # nothing is read ahead
+    optimizer.stores[0].read(0)  # what was read ahead is dropped
+    optimizer.stores[0]._order = []  # nothing is read ahead
     give_gradients(net.parameters(), 1)
     before = values(net)
     read = os.preadv
 
     def failing(descriptor: int, buffers: Any, offset: int) -> int:
-        if offset == optimizer.store.disk._offsets[1]:
+        if offset == optimizer.stores[0].disk._offsets[1]:
             raise OSError(5, "Input/output error")
         return read(descriptor, buffers, offset)
 
@@ -144,12 +144,12 @@ def test_int8_momentum_of_a_matrix_without_gradient_keeps_its_bits() -> None:
     optimizer = make(net, momentum_dtype="int8")
     give_gradients(net.parameters())
     optimizer.step()
-    before = optimizer.store.read(0)
+    before = optimizer.stores[0].read(0)
     for step in range(1, 20):
         give_gradients(net.parameters(), step)
         net["up"].weight.grad = None if step % 2 else torch.full((24, 16), torch.nan)
         optimizer.step()
-    assert torch.equal(optimizer.store.read(0), before)
+    assert torch.equal(optimizer.stores[0].read(0), before)
 
 
 # ------------------------------------------------------------------------------------------------ around a step

@@ -17,7 +17,7 @@ from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.muon import Muon
-from megatron_muon.fsdp.step import CapturedStep
+from megatron_muon.fsdp.step import put_on_device
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import HARDWARE
@@ -156,11 +156,12 @@ class Captured:
         self.step(0)
 
     def capture(self) -> None:
-        muon = self.muon
-        muon._captured = CapturedStep(super(Muon, muon)._enqueue, muon._matrices, muon.param_groups)
+        put_on_device(self.muon.param_groups, torch.device("cpu"))
+        for part in self.muon.parts:
+            part.capture(self.muon.param_groups)
 
     def _graph(self) -> RecordedGraph:
-        state = [self.muon.state[p]["momentum_buffer"] for p in self.muon._matrices]
+        state = [self.muon.state[p]["momentum_buffer"] for p in self.weights.values()]
         self.graphs.append(RecordedGraph([*self.weights.values(), *state]))
         return self.graphs[-1]
 

@@ -17,6 +17,7 @@ from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, every
 from megatron_muon.core.layout import Shard as Held
 from megatron_muon.fsdp import cuts
 from megatron_muon.fsdp.cuts import Places, bucket_shards, placed_shards
+from megatron_muon.fsdp.views import View
 
 
 @given(
@@ -72,7 +73,7 @@ def test_dtensors_are_cut_as_torch_cuts_them(mesh: tuple[int, ...], placements: 
     whole = torch.arange(63).view(shape)
     ranks = np.arange(np.prod(mesh)).reshape(mesh)
     order = sorted(range(len(mesh)), key=lambda axis: isinstance(placements[axis], _StridedShard))
-    shards = placed_shards(shape, ranks, placements)
+    shards = placed_shards(View(shape), ranks, placements)[0]
     for place, rank in np.ndenumerate(ranks):
         mine = whole
         for axis in order:

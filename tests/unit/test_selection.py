@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import matching
+from megatron_muon.fsdp.patterns import matching
 from megatron_muon.megatron.model import matrices as mp
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16

@@ -169,7 +169,7 @@ def test_buffers_are_given_back_between_steps() -> None:
     for is_free in (False, True):
         mine = parameters()
         optimizer = megatron_muon.Muon(zip("abc", mine, strict=True), fp32_matmul_prec="highest", free_buffers=is_free)
-        storage = optimizer.exchange.arena.memory.untyped_storage()
+        storage = optimizer.parts[0].exchange.arena.memory.untyped_storage()
         for step in range(3):
             sizes.append(storage.nbytes())
             for p, gradient in zip(mine, gradients(step), strict=True):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.layout import Layout, Matrix, Shard
+from megatron_muon.core.layout import Layout, Matrix, Rectangle, Shard
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import Stack
 
@@ -26,7 +26,7 @@ class Held:
     group: dist.ProcessGroup  # of the layout
     device: torch.device  # where weights and gradients lie
     experts: Sequence[int]  # how many matrices each of the layout's matrices stacks
-    columns: Sequence[tuple[int, int]] | None = None  # (first, number) of each shard, empty ones too; None: all
+    rectangles: Sequence[Rectangle] | None = None  # of `shards`, where empty ones have columns or rows of their own
     scales: Sequence[torch.Tensor] = ()  # factors of each update, (rows, 1) fp32, where a rule applies them
     replicated: bool = False  # every rank holds whole matrices and all of their state
     repeated: bool = False  # every rank orthogonalises every matrix

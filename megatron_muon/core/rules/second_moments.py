@@ -74,7 +74,8 @@ class NorMuon(Rule):
         self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
         self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
-        self._columns = held.columns or [(0, matrix.shape[1]) for matrix in held.layout.matrices]
+        held_here = [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in held.shards]
+        self._rectangles = held.rectangles or held_here
         self._done: set[int] = set()
 
     @override
@@ -134,16 +135,14 @@ class NorMuon(Rule):
         (experts, rows, _), shard, whole = self._stacks[index], self._shards[index], self._whole[index]
         if self.held.replicated:
             return whole
-        first_holder = shard is not None and shard.rank == self._rank
-        if not self._by_row[index] and experts == 1:
-            if sending and (shard is None or shard.row_start or not first_holder):
-                return None
-            first, count = self._columns[index]
-            return whole[first : first + count]
-        if shard is None or (sending and not first_holder):
+        by_row = self._by_row[index]
+        if sending and (shard is None or shard.rank != self._rank or (shard.col_start if by_row else shard.row_start)):
             return None
-        if self._by_row[index]:
-            return None if sending and shard.col_start else whole[shard.row_start : shard.row_start + shard.rows]
+        if by_row or experts == 1:
+            row, rows, col, cols = self._rectangles[index]
+            return whole[row : row + rows] if by_row else whole[col : col + cols]
+        if shard is None:
+            return None
         first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
         return whole.view(experts, -1)[first:last].view(-1)
 

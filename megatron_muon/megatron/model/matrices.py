@@ -23,7 +23,8 @@ from torch import nn
 
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
-from megatron_muon.fsdp.selection import Row, blocks, matching, steps_of, table, why_not_muon
+from megatron_muon.fsdp.patterns import matching, steps_of
+from megatron_muon.fsdp.selection import Row, blocks, table, why_not_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"

@@ -172,9 +172,14 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
     selection = select(model.named_parameters())
-    shapes = {p: (p.shape[0], p.shape[1]) for group in selection.muon for p in group["params"]}
-    cut = {shape: placed_shards(shape, np.arange(world_size), [Shard(0)]) for shape in set(shapes.values())}
-    layout = Layout(world_size, tuple(Matrix(selection.names[p], shape, cut[shape]) for p, shape in shapes.items()))
+    views, ranks = selection.views, np.arange(world_size)
+    cut = {view: placed_shards(view, ranks, [Shard(0)]) for view in set(views.values())}
+    matrices = [
+        Matrix(name, view.matrix, shards)
+        for p, view in views.items()
+        for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
+    ]
+    layout = Layout(world_size, tuple(matrices))
     return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
 
 

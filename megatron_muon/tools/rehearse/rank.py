@@ -114,7 +114,6 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
             process_group,
             device,
             experts=[1] * len(names),
-            columns=[(shard.col_start, shard.cols) for shard in shards],
             over_tp=config.muon_tp_mode != "blockwise",
         )
         plan, groups = rehearsal.plans.get(key), [{"params": list(names)}]

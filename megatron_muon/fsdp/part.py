@@ -1,0 +1,157 @@
+"""The core's step for the matrices of one set of ranks, as views of the parameters that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, override
+
+import torch
+
+from megatron_muon.core.layout import Rectangle
+from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
+from megatron_muon.core.rows import sharded_like
+from megatron_muon.fsdp.step import CapturedStep, local_parts
+from megatron_muon.fsdp.views import View
+
+
+class Source(NamedTuple):
+    """A parameter, and what stands in the core's optimizer for the matrices that it holds."""
+
+    parameter: torch.Tensor
+    view: View
+    matrices: list[torch.Tensor]  # the parameter itself, or views; empty tensors for those that other ranks hold
+    first: int  # place of the first among all matrices of the part
+    held: range  # those of which this rank has a part, if any rank has more
+
+    def places(self) -> range:
+        """Those of which this rank has a part, among all matrices of the part."""
+        return range(self.first + self.held.start, self.first + self.held.stop)
+
+    def parts(self, other: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank has of each of these in `other`, a tensor like the parameter."""
+        return self.view.tensors(local_parts([other])[0])
+
+
+def source_of(parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
+    """How this rank, which holds `rectangles`, has a parameter stand."""
+    if view.is_itself:
+        return Source(parameter, view, [parameter], first, range(1))
+    local = local_parts([parameter.detach()])[0]
+    here = view.tensors(local)
+    begin = next((number for number, (_, rows, _, cols) in enumerate(rectangles) if rows or cols), 0)
+    elsewhere = [local.new_empty(0, 0) for _ in range(view.count - len(here))]
+    matrices = [*elsewhere[:begin], *here, *elsewhere[begin:]]
+    return Source(parameter, view, matrices, first, range(begin, begin + len(here)))
+
+
+class Part(ShardedMuon):
+    """`ShardedMuon` for matrices that parameters hold, with the groups, gradients and state of the whole optimizer.
+
+    Args:
+        sources: the parameters, in the order of their matrices.
+        groups: for each group of matrices, its place among the groups of the whole optimizer, and its settings.
+
+    Attributes:
+        shown: the state of each parameter, of its shape and sharded alike; this optimizer's own are views of it.
+        captured: replays the step, once it is captured.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], groups: Sequence[tuple[int, dict[str, Any]]], *args: Any, **options: Any
+    ) -> None:
+        self.sources = list(sources)
+        self.captured: CapturedStep | None = None
+        self.shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._numbers = [number for number, _ in groups]
+        self._apart = [source for source in sources if not source.view.is_itself]
+        self._lies_at = [local_parts([source.parameter])[0].data_ptr() for source in self._apart]
+        momentum: dict[int, torch.Tensor] = {}
+        for source in self._apart if options.get("store") is None else ():
+            local = local_parts([source.parameter])[0]
+            zeros = torch.zeros(local.numel(), dtype=torch.float32, device=local.device)
+            self.shown[source.parameter] = {MOMENTUM: sharded_like(source.parameter, zeros)}
+            momentum |= zip(source.places(), source.parts(self.shown[source.parameter][MOMENTUM]), strict=True)
+        super().__init__([group for _, group in groups], *args, momentum=momentum, **options)
+
+    @override
+    def initialize_state(self) -> None:
+        for source in self._apart:
+            shown, like = self.shown.setdefault(source.parameter, {}), source.view.whole(source.parameter)
+            for rule in self.rules:
+                for slot in (slot for slot in rule.slots if slot not in shown):
+                    shown[slot] = rule.zeros(slot, source.first, like)
+                    local = local_parts([shown[slot]])[0]
+                    parts = local.unbind() if source.view.is_stack else [local]
+                    for place, part in zip(source.places(), parts, strict=True):
+                        self.state[self._matrices[place]][slot] = part
+        super().initialize_state()
+        for source in self.sources:
+            if source.view.is_itself:
+                self.shown[source.parameter] = self.state[source.parameter]
+            if self.store is not None:  # what looks for a slot of momentum finds this one; see MuonState.state_dict
+                self.shown[source.parameter][MOMENTUM] = torch.empty(0)
+
+    def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take the settings of all groups."""
+        for number, group in zip(self._numbers, self.param_groups, strict=True):
+            group.update({name: value for name, value in groups[number].items() if name != "params"})
+
+    def take_gradients(self) -> None:
+        """Take the gradients of parameters for a step, and their weights where these lie elsewhere by now."""
+        for number, source in enumerate(self._apart):
+            local, gradient = local_parts([source.parameter])[0], source.parameter.grad
+            if local.data_ptr() != self._lies_at[number]:
+                self._lies_at[number] = local.data_ptr()
+                for place, part in zip(source.places(), source.parts(source.parameter.detach()), strict=True):
+                    self._matrices[place].data = part
+            if gradient is not None:
+                for place, part in zip(source.places(), source.parts(gradient), strict=True):
+                    self._matrices[place].grad = part
+
+    def give_back(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Let go of gradients after a step, and count it in all groups."""
+        for source in self._apart:
+            for place in source.places():
+                self._matrices[place].grad = None
+        self.show_settings(groups)
+
+    def show_settings(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Have all groups say what this optimizer has added to, or counted in, its own."""
+        for number, group in zip(self._numbers, self.param_groups, strict=True):
+            added = {name: value for name, value in group.items() if name not in groups[number]}
+            groups[number].update(added | {STEPS: group[STEPS]} if STEPS in group else added)
+
+    @override
+    def _enqueue(self) -> None:
+        (self.captured or super()._enqueue)()
+
+    def capture(self, groups: Sequence[dict[str, Any]]) -> None:
+        """From now on have the step captured; `groups` have its settings, as tensors."""
+        self.captured = CapturedStep(super()._enqueue, self._matrices, groups)
+
+    @override
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """As of `ShardedMuon`, for each parameter."""
+        if self.store is None:
+            return {source.parameter: self.shown[source.parameter][MOMENTUM] for source in self.sources}
+        memory = self.store.scratch([local_parts([source.parameter])[0].numel() for source in self.sources])
+        state = {}
+        for source, flat in zip(self.sources, memory, strict=True):
+            state[source.parameter] = sharded_like(source.parameter, flat)
+            for place, part in zip(source.places(), source.parts(state[source.parameter]), strict=True):
+                if part.numel() and not empty:
+                    part.copy_(self.store.read(place))
+        return state
+
+    @override
+    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take momentum of parameters, as `momentum_state` gives it."""
+        if self.store is None:
+            for parameter, momentum in state.items():
+                local_parts([self.shown[parameter][MOMENTUM]])[0].copy_(local_parts([momentum])[0])
+            return
+        by_matrix = dict[torch.Tensor, torch.Tensor]()
+        for source in (source for source in self.sources if source.parameter in state):
+            parts = source.parts(state[source.parameter])
+            by_matrix |= {self._matrices[place]: part for place, part in zip(source.places(), parts, strict=True)}
+        super().load_momentum(by_matrix)

@@ -1,0 +1,120 @@
+"""How Muon reads a parameter as matrices.
+
+    2D                  a matrix
+    3D                  a stack of experts `(E, m, n)`: E matrices, each orthogonalised and scaled alone
+    more, by `flatten=` all dimensions but the first are columns: `(out, in * k * k)` of a convolution
+    `transposed=`       weights that are stored as (inputs, outputs): the rows of a matrix are their columns
+
+Gradients, weights and state stay as they are; what the core gets are views of the part that this rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+from megatron_muon.core.layout import Rectangle
+
+
+@dataclass(frozen=True)
+class View:
+    """How a parameter of this shape, over all ranks, is read.
+
+    `flat` may be with more than two dimensions alone.
+    """
+
+    shape: tuple[int, ...]
+    flat: bool = False
+    transposed: bool = False
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it holds several matrices."""
+        return len(self.shape) == 3 and not self.flat
+
+    @property
+    def is_itself(self) -> bool:
+        """Whether the parameter is the matrix."""
+        return len(self.shape) == 2 and not self.transposed
+
+    @property
+    def count(self) -> int:
+        """How many matrices it holds."""
+        return self.shape[0] if self.is_stack else 1
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of each of its matrices."""
+        rows, cols = self.shape[1:] if self.is_stack else (self.shape[0], math.prod(self.shape[1:]))
+        return (cols, rows) if self.transposed else (rows, cols)
+
+    def names(self, name: str) -> list[str]:
+        """A name for each of its matrices."""
+        return [f"{name}[{number}]" for number in range(self.count)] if self.is_stack else [name]
+
+    def described(self) -> str:
+        """What the table says of it; nothing of a matrix."""
+        size = " x ".join(map(str, self.matrix))
+        if self.is_stack:
+            return f"{self.count} experts of {size}"
+        return "" if self.is_itself else f"as {size}"
+
+    def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
+        """What a rank has of each matrix that holds `sizes` of each dimension, from `offsets` on.
+
+        Raises:
+            ValueError: flattened columns are cut.
+        """
+        if self.flat and tuple(sizes[1:]) != self.shape[1:]:
+            raise ValueError("flattened columns are cut")
+        first, stacked = (offsets[0], sizes[0]) if self.is_stack else (0, 1)
+        row, col = ((offsets[dim], sizes[dim]) for dim in (int(self.is_stack), int(self.is_stack) + 1))
+        if self.flat:
+            col = 0, math.prod(self.shape[1:])
+        mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
+        return [mine if first <= number < first + stacked else (0, 0, 0, 0) for number in range(self.count)]
+
+    def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices, 2D each, that `local`, this rank's part of the parameter or of its like, has elements of."""
+        if self.is_stack:
+            return list((local.mT if self.transposed else local).unbind())
+        folded = local.flatten(1) if self.flat else local
+        return [folded.mT if self.transposed else folded]
+
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """`parameter` as it is read, `(rows, cols)` or `(E, rows, cols)`; a DTensor where it is one. Memory is shared.
+
+        torch's own operations refuse some of the placements of expert parallelism.
+        """
+        folded = parameter.detach()
+        if not isinstance(parameter, DTensor):
+            folded = folded.flatten(1) if self.flat else folded
+            return folded.mT if self.transposed else folded
+        local = parameter._local_tensor
+        local = local.flatten(1) if self.flat else local
+        placements = list(parameter.placements)
+        last = 2 if self.is_stack else 1
+        if self.transposed:
+            local = local.mT
+            for place, cut in enumerate(placements):
+                if not isinstance(cut, Replicate) and (dim := cast(Shard, cut).dim) >= last - 1:
+                    other = 2 * last - 1 - dim
+                    placements[place] = (
+                        _StridedShard(other, split_factor=cut.split_factor)
+                        if isinstance(cut, _StridedShard)
+                        else Shard(other)
+                    )
+        shape = torch.Size((self.count, *self.matrix) if self.is_stack else self.matrix)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def is_replicated(parameter: torch.Tensor) -> bool:
+    """Whether all ranks of its mesh hold all of it."""
+    return not isinstance(parameter, DTensor) or all(isinstance(each, Replicate) for each in parameter.placements)
