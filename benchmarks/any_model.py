@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 -m benchmarks.any_model --hidden-size 512 --num-layers 8 --repeat 9
 
     torchrun ... --dion DIR        with microsoft/dion's Muon too, of a checkout, which has no package
+    torchrun ... --experts 16      of each layer a stack of experts alone, (16, hidden size, 2 x hidden size)
 
 The others: muon-fsdp2 (`pip install muon-fsdp2`, left out where it is missing), torch.optim.Muon on the DTensors, whose
 products gather whole matrices on every rank, and torch.optim.AdamW. All have the same shards and gradients, fp32, and
@@ -48,28 +49,36 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden, bias=False)
 
 
-class Transformer(nn.Module):
-    """The parameters of a transformer; it is never run."""
+class Experts(nn.Module):
+    """A stack of experts."""
 
-    def __init__(self, hidden: int, layers: int) -> None:
+    def __init__(self, count: int, hidden: int) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(count, hidden, 2 * hidden) / hidden**0.5)
+
+
+class Transformer(nn.Module):
+    """The parameters of a transformer, or of the experts of one; it is never run."""
+
+    def __init__(self, hidden: int, layers: int, experts: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.layers = nn.ModuleList(Experts(experts, hidden) if experts else Block(hidden) for _ in range(layers))
 
 
-def model(hidden: int, layers: int, mesh: DeviceMesh, device: torch.device) -> Transformer:
+def model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Transformer:
     """A transformer that is sharded by layer."""
     torch.manual_seed(0)
     with device:
-        whole = Transformer(hidden, layers)
+        whole = Transformer(args.hidden_size, args.num_layers, args.experts)
     for block in whole.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(whole, mesh=mesh)
     return whole
 
 
-def optimizers(mesh: DeviceMesh, dion: str | None) -> dict[str, Maker]:
-    """Makers, from matrices and the rest; `dion` is a checkout."""
+def optimizers(mesh: DeviceMesh, dion: str | None, *, stacks: bool) -> dict[str, Maker]:
+    """Makers, from matrices and the rest; `dion` is a checkout. Some do not take `stacks`."""
     muon: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
 
     def ours(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -105,14 +114,18 @@ def optimizers(mesh: DeviceMesh, dion: str | None) -> dict[str, Maker]:
         "torch.optim.Muon": torchs,
         "torch.optim.AdamW": adamw,
     }
-    if importlib.util.find_spec("muon_fsdp2") is None:
+    if stacks or importlib.util.find_spec("muon_fsdp2") is None:
         del found["muon-fsdp2"]
+    if stacks:
+        del found["torch.optim.Muon"]
     if dion is not None and not Path(dion, "dion", "muon.py").is_file():
         if dist.get_rank() == 0:
             print(f"--dion {dion} is not a checkout of microsoft/dion: left out")
     elif dion is not None:
         sys.path.insert(0, dion)
-        found |= {"dion": dions(gram=False), "dion, Gram iteration": dions(gram=True)}
+        found["dion"] = dions(gram=False)
+        if importlib.util.find_spec("gram_newton_schulz") is not None:
+            found["dion, Gram iteration"] = dions(gram=True)
     return found
 
 
@@ -121,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=0, metavar="E", help="layers are stacks of so many experts")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--dion", metavar="DIR", help="a checkout of microsoft/dion")
@@ -134,10 +148,10 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     contenders: dict[str, Any] = {}
     gradients: dict[int, torch.Tensor] = {}
-    for name, make in optimizers(mesh, args.dion).items():
+    for name, make in optimizers(mesh, args.dion, stacks=bool(args.experts)).items():
         if args.only and name not in ("megatron_muon", *args.only):
             continue
-        module = model(args.hidden_size, args.num_layers, mesh, device)
+        module = model(args, mesh, device)
         matrices = [p for key, p in module.named_parameters() if "embed" not in key]
         contenders[name] = (
             make(matrices, [p for key, p in module.named_parameters() if "embed" in key]),
@@ -157,7 +171,8 @@ def main() -> None:
                 times[name].append(elapsed)
     if dist.get_rank() == 0:
         ours = statistics.median(times["megatron_muon"])
-        print(f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {args.num_layers} layers, {device.type}")
+        layers = f"{args.num_layers} layers" + (f" of {args.experts} experts" if args.experts else "")
+        print(f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {layers}, {device.type}")
         print(f"{'optimizer step':<20}{'median ms':>10}{'min ms':>10}{'/ megatron_muon':>18}")
         for name, found in times.items():
             median = statistics.median(found)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ class ShardedMuon(torch.optim.Optimizer):
         names: Mapping[torch.Tensor, str],
         store: MomentumStore | None = None,
         weights: Storage | None = None,
-        momentum: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        momentum: Mapping[int, torch.Tensor] | None = None,
         skip_missing: bool = False,
     ) -> None:
         for name, value in defaults.items():
@@ -101,15 +100,13 @@ class ShardedMuon(torch.optim.Optimizer):
         chunks, device = exchange.chunks, exchange.arena.memory.device
         in_order = [index for chunk in chunks for index in chunk.indices]
         assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
-        own = dict(momentum)
-        self._flat_momentum: list[torch.Tensor | None] = [None] * len(chunks)
-        for chunk in chunks if store is None else ():
-            rows = [held for held in chunk.rows if held.of not in momentum]
-            flat = torch.zeros(sum(held.shard.numel for held in rows), dtype=torch.float32, device=device)
-            if len(rows) == len(chunk.rows):
-                self._flat_momentum[chunk.number] = flat
-            parts = flat.split([held.shard.numel for held in rows])
-            own |= {held.of: part.view(held.shard.rows, -1) for held, part in zip(rows, parts, strict=True)}
+        own, self._flat_momentum = dict(momentum or {}), list[torch.Tensor | None]()
+        for chunk in chunks:
+            rows = [held for held in chunk.rows if store is None and held.of not in own]
+            sizes = [held.shard.numel for held in rows]
+            flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+            self._flat_momentum.append(flat if len(rows) == len(chunk.rows) else None)
+            own |= {each.of: view.view(each.shard.rows, -1) for each, view in zip(rows, flat.split(sizes), strict=True)}
         self._shown = {index: sharded_like(self._matrices[index], view) for index, view in own.items()}
         self._momentum = store or Storage(own.__getitem__)
         self._in_order, self._held_on_device = (

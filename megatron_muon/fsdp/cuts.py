@@ -76,27 +76,15 @@ def layout_of(
             Matrix("", view.matrix, shards).check_tiling()
         return found
 
-    def folded(parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...] | None:
-        """The shards of what lies in a buffer of Megatron-FSDP's, its dimensions but the first taken together."""
-        if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
-            return buffer_cut(model.param_and_grad_buffer).shards(parameter, shape)
-        if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
-            assert not isinstance(group, Alone)
-            return dbuffer_shards(members.main_weight, _place_within(members, parameter), shape, group)
-        return None
-
     def shards_of(name: str, parameter: Any, view: View) -> list[tuple[Shard, ...]]:
         if isinstance(group, Alone) or not isinstance(parameter, DTensor):
             return [everywhere(view.matrix, group.size())] * view.count
-        shape = view.shape[0], math.prod(view.shape[1:])
-        if (shards := folded(parameter, shape)) is not None:
-            if view.is_itself:
-                return [shards]
-            boxes: list[Box] = [((0,) * len(view.shape), (0,) * len(view.shape))] * group.size()
-            for shard in shards:
-                for rank in shard.holders:
-                    boxes[rank] = (shard.row_start, *(0 for _ in view.shape[1:])), (shard.rows, *view.shape[1:])
-            return _as_matrices(view, boxes)
+        folded = view.shape[0], math.prod(view.shape[1:])  # as Megatron-FSDP's buffers have it
+        if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+            return _unfolded(view, buffer_cut(model.param_and_grad_buffer).shards(parameter, folded), group.size())
+        if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+            place = _place_within(members, parameter)
+            return _unfolded(view, dbuffer_shards(members.main_weight, place, folded, group), group.size())
         try:
             return placed(view, parameter.device_mesh, tuple(parameter.placements))
         except LayoutError:
@@ -114,7 +102,13 @@ def layout_of(
             mine.append((row % several[0].shape[0], rows, col % several[0].shape[1], cols))
             view = View(several[0].shape)
         else:
-            mine += _read(name, view, *box_of(name, parameter))
+            offsets, sizes = box_of(name, parameter)
+            if view.flat and sizes[1:] != view.shape[1:]:
+                raise UserError(
+                    f"{name} {view.shape} is sharded along a dimension that flatten= makes columns, of which this rank "
+                    f"has {sizes}; shard its first dimension, or leave it out of flatten="
+                )
+            mine += view.rectangles(offsets, sizes)
         cut += [replace(one, shards=of) for one, of in zip(several, shards_of(name, parameter, view), strict=True)]
     layout = Layout(group.size(), tuple(cut))
     check_alike(layout, mine, group, remedy=remedy)
@@ -178,17 +172,6 @@ def box_of(name: str, parameter: torch.Tensor) -> Box:
         mesh, placements = parameter.device_mesh, parameter.placements
         _, offsets = of_dtensors.compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
     return tuple(offsets), tuple(sizes)
-
-
-def _read(name: str, view: View, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
-    """What this rank has of each matrix of a parameter."""
-    try:
-        return view.rectangles(offsets, sizes)
-    except ValueError:
-        raise UserError(
-            f"{name} {view.shape} is sharded along a dimension that flatten= makes columns, of which this rank has "
-            f"{tuple(sizes)}; shard its first dimension, or leave it out of flatten="
-        ) from None
 
 
 def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
@@ -328,6 +311,18 @@ def placed_shards(view: View, ranks: _Ranks, placements: Sequence[Placement]) ->
             view.shape, ranks.shape, list(place), placements
         )
         boxes[int(rank)] = offsets, sizes
+    return _as_matrices(view, boxes)
+
+
+def _unfolded(view: View, shards: tuple[Shard, ...], ranks: int) -> list[tuple[Shard, ...]]:
+    """The shards of each matrix of a parameter whose dimensions but the first are taken together in `shards`."""
+    if view.is_itself:
+        return [shards]
+    inner = view.shape[1:]
+    boxes: list[Box] = [((0,) * len(view.shape), (0,) * len(view.shape))] * ranks
+    for shard in shards:
+        for rank in shard.holders:
+            boxes[rank] = (shard.row_start, *(0 for _ in inner)), (shard.rows, *inner)
     return _as_matrices(view, boxes)
 
 

@@ -23,14 +23,14 @@ from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
-from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
+from megatron_muon.fsdp.build import make_parts, offload_run
 from megatron_muon.fsdp.part import Part, Source, source_of
-from megatron_muon.fsdp.patterns import steps_of
 from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
 from megatron_muon.fsdp.views import is_replicated
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
 
 _ALIKE = (
@@ -182,15 +182,21 @@ class Muon(MuonState):
             split = selection.splits.get(p, whole(view.matrix[0]))
             matrices = [Matrix(name, view.matrix, (), split, steps.get(names[p], 0)) for name in view.names(names[p])]
             by_ranks.setdefault(cuts.ranks_of(names[p], p), {})[p] = matrices
-        for ranks in sorted(by_ranks):  # in one order on all of them, before anything else that is collective
-            checks.compare_settings(given, selection.groups, self._together(ranks))
-        groups = {ranks: self._group(ranks, next(iter(by_ranks[ranks]))) for ranks in sorted(by_ranks)}
-        self.group = groups[max(groups, key=lambda ranks: (len(ranks), ranks))]
+        in_order = sorted(by_ranks)  # the same on all ranks, as all that follows is collective
+        for ranks in in_order:
+            checks.compare_settings(given, selection.groups, ranks or self._beside())
+        groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
+        self.group = groups[in_order.index(max(in_order, key=len))]
         self._state_group = None if isinstance(self.group, Alone) else self.group
         self._run = offload_run(arguments.settings_of(given), self._state_group)
         self.parts = []
-        for ranks, group in groups.items():
+        for ranks, group in zip(in_order, groups, strict=True):
             self.parts.append(self._part(by_ranks[ranks], group))
+        schemes = {part.exchange.scheme for part in self.parts}
+        if given["team_size"] != AUTO and OWNER not in schemes:
+            raise UserError(
+                f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold; leave it out"
+            )
         self.digest = "-".join(part.exchange.plan.digest() for part in self.parts if part.exchange.plan is not None)
         self._placed = [(p, checks.placement_of(p)) for p in parameters]
 
@@ -205,10 +211,6 @@ class Muon(MuonState):
             view = selection.views[p]
             sources.append(source_of(p, view, mine[first : first + view.count], first))
         replicated = all(is_replicated(p) for p in parameters)
-        if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
-            raise UserError(
-                f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold; leave it out"
-            )
         exchange, rules, store = make_parts(
             Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),
             settings,
@@ -220,12 +222,10 @@ class Muon(MuonState):
         )
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
-        of_groups = []
         standing = {source.parameter: source.matrices for source in sources}
-        for number, options in enumerate(selection.groups):
-            members = [one for p in options["params"] for one in standing.get(p, [])]
-            if members and options[OPTIMIZER] == MUON:
-                of_groups.append((number, {**options, "params": members}))
+        members = [[one for p in options["params"] for one in standing.get(p, [])] for options in selection.groups]
+        numbered = enumerate(zip(selection.groups, members, strict=True))
+        of_groups = [(number, {**options, "params": some}) for number, (options, some) in numbered if some]
         defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
         of_matrices = zip(itertools.chain(*standing.values()), layout.matrices, strict=True)
         return Part(
@@ -253,17 +253,15 @@ class Muon(MuonState):
         for part in self.parts:
             part.capture(groups)
 
-    def _together(self, ranks: tuple[int, ...]) -> Sequence[int]:
-        """The ranks that make a part together; those of plain tensors are not known by a mesh."""
-        if ranks:
-            return ranks
+    def _beside(self) -> Sequence[int]:
+        """The ranks that make Muon for plain tensors together, which no mesh names."""
         if self._settings["share_replicated"]:
             return dist.get_process_group_ranks(self._settings["process_group"])
         in_files = self._settings["offload"] == "nvme" and dist.is_initialized()
         return range(dist.get_world_size()) if in_files else ()
 
-    def _group(self, ranks: tuple[int, ...], parameter: torch.Tensor) -> Any:
-        """The process group of a part. Collective over its ranks."""
+    def _group(self, parameter: torch.Tensor) -> Any:
+        """The process group of a part with this parameter. Collective over its ranks."""
         if isinstance(parameter, DTensor):
             return cuts.group_of(parameter.device_mesh)
         return self._settings["process_group"] or dist.group.WORLD if self._settings["share_replicated"] else Alone()

@@ -22,8 +22,8 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.numbers import check_number
-from megatron_muon.fsdp.patterns import matching
 from megatron_muon.fsdp.views import View
+from megatron_muon.patterns import matching
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
@@ -224,18 +224,12 @@ def select(
 
 def _check_shape(name: str, parameter: torch.Tensor, *, flat: bool, may_be_stack: bool) -> None:
     """Refuse, by a UserError, what Muon cannot read as a matrix or a stack of them."""
-    shape = tuple(parameter.shape)
-    is_stack = parameter.ndim == 3 and may_be_stack and not flat
+    is_stack = parameter.ndim == 3 and may_be_stack and 1 not in parameter.shape[1:]
     if not parameter.numel() or not (parameter.ndim == 2 or flat or is_stack):
         raise UserError(
-            f"{name} has shape {shape}, Muon takes matrices of two dimensions and stacks of experts of three; pass "
-            "model.named_parameters(), leave it out of matrices=, name it in flatten=, or put it into a group with "
-            "optimizer='adamw'"
-        )
-    if is_stack and 1 in shape[1:]:
-        raise UserError(
-            f"{name} has shape {shape}, a stack of vectors and not of matrices; leave it out of matrices=, or put it "
-            "into a group with optimizer='adamw'"
+            f"{name} has shape {tuple(parameter.shape)}, Muon takes matrices of two dimensions and stacks of matrices "
+            "of three; pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or put it into a "
+            "group with optimizer='adamw'"
         )
 
 

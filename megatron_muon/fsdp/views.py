@@ -13,11 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Replicate
 
 from megatron_muon.core.layout import Rectangle
 
@@ -68,11 +67,8 @@ class View:
     def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
         """What a rank has of each matrix that holds `sizes` of each dimension, from `offsets` on.
 
-        Raises:
-            ValueError: flattened columns are cut.
+        Of a flat one the dimensions that are columns are whole.
         """
-        if self.flat and tuple(sizes[1:]) != self.shape[1:]:
-            raise ValueError("flattened columns are cut")
         first, stacked = (offsets[0], sizes[0]) if self.is_stack else (0, 1)
         row, col = ((offsets[dim], sizes[dim]) for dim in (int(self.is_stack), int(self.is_stack) + 1))
         if self.flat:
@@ -88,31 +84,9 @@ class View:
         return [folded.mT if self.transposed else folded]
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """`parameter` as it is read, `(rows, cols)` or `(E, rows, cols)`; a DTensor where it is one. Memory is shared.
-
-        torch's own operations refuse some of the placements of expert parallelism.
-        """
-        folded = parameter.detach()
-        if not isinstance(parameter, DTensor):
-            folded = folded.flatten(1) if self.flat else folded
-            return folded.mT if self.transposed else folded
-        local = parameter._local_tensor
-        local = local.flatten(1) if self.flat else local
-        placements = list(parameter.placements)
-        last = 2 if self.is_stack else 1
-        if self.transposed:
-            local = local.mT
-            for place, cut in enumerate(placements):
-                if not isinstance(cut, Replicate) and (dim := cast(Shard, cut).dim) >= last - 1:
-                    other = 2 * last - 1 - dim
-                    placements[place] = (
-                        _StridedShard(other, split_factor=cut.split_factor)
-                        if isinstance(cut, _StridedShard)
-                        else Shard(other)
-                    )
-        shape = torch.Size((self.count, *self.matrix) if self.is_stack else self.matrix)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+        """`parameter`, a DTensor too, as it is read, `(rows, cols)` or `(E, rows, cols)`, in the same memory."""
+        folded = parameter.detach().flatten(1) if self.flat else parameter.detach()
+        return folded.mT if self.transposed else folded
 
 
 def is_replicated(parameter: torch.Tensor) -> bool:

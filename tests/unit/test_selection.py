@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.patterns import matching
 from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.patterns import matching
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
 

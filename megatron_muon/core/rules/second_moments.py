@@ -74,8 +74,7 @@ class NorMuon(Rule):
         self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
         self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
-        held_here = [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in held.shards]
-        self._rectangles = held.rectangles or held_here
+        self._rectangles = held.rectangles or [(s.row_start, s.rows, s.col_start, s.cols) for s in held.shards]
         self._done: set[int] = set()
 
     @override
@@ -139,8 +138,8 @@ class NorMuon(Rule):
         if sending and (shard is None or shard.rank != self._rank or (shard.col_start if by_row else shard.row_start)):
             return None
         if by_row or experts == 1:
-            row, rows, col, cols = self._rectangles[index]
-            return whole[row : row + rows] if by_row else whole[col : col + cols]
+            row, count, col, cols = self._rectangles[index]
+            return whole[row : row + count] if by_row else whole[col : col + cols]
         if shard is None:
             return None
         first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank

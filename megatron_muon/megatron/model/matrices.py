@@ -23,9 +23,9 @@ from torch import nn
 
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
-from megatron_muon.fsdp.patterns import matching, steps_of
 from megatron_muon.fsdp.selection import Row, blocks, table, why_not_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.patterns import matching, steps_of
 
 EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
