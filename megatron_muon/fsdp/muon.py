@@ -209,7 +209,7 @@ class Muon(MuonState):
         for p in parameters:
             first = sources[-1].first + sources[-1].view.count if sources else 0
             view = selection.views[p]
-            sources.append(source_of(p, view, mine[first : first + view.count], first))
+            sources.append(source_of(selection.names[p], p, view, mine[first : first + view.count], first))
         replicated = all(is_replicated(p) for p in parameters)
         exchange, rules, store = make_parts(
             Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),

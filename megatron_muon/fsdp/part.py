@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, override
 
 import torch
 
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
 from megatron_muon.core.rows import sharded_like
@@ -32,12 +33,14 @@ class Source(NamedTuple):
         return self.view.tensors(local_parts([other])[0])
 
 
-def source_of(parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
-    """How this rank, which holds `rectangles`, has a parameter stand."""
+def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
+    """How this rank, which holds `rectangles`, has a parameter stand; a UserError where that cannot be by views."""
     if view.is_itself:
         return Source(parameter, view, [parameter], first, range(1))
     local = local_parts([parameter.detach()])[0]
     here = view.tensors(local)
+    if any(part.data_ptr() != local.data_ptr() for part in here[:1] if part.numel()):
+        raise UserError(f"{name} is not contiguous, strides {local.stride()}; make it so, or leave it out of flatten=")
     begin = next((number for number, (_, rows, _, cols) in enumerate(rectangles) if rows or cols), 0)
     elsewhere = [local.new_empty(0, 0) for _ in range(view.count - len(here))]
     matrices = [*elsewhere[:begin], *here, *elsewhere[begin:]]

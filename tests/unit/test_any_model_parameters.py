@@ -94,6 +94,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "3D without names": (groups(of(2, 3, 4)), r"parameter 0 has shape \(2, 3, 4\)"),
     "4D by group": (groups({"params": [("w", of(2, 3, 4, 5))], "optimizer": "muon"}), r"w has shape \(2, 3, 4, 5\)"),
     "a stack of biases": (groups({"params": [("w", of(2, 1, 4))], "optimizer": "muon"}), r"w has shape \(2, 1, 4\)"),
+    "channels_last": (
+        lambda: megatron_muon.Muon(
+            [("conv", nn.Parameter(torch.ones(2, 3, 3, 3).to(memory_format=torch.channels_last)))], flatten={"*": True}
+        ),
+        "conv is not contiguous, strides .* leave it out of flatten=",
+    ),
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),
