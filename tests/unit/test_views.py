@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -80,8 +79,3 @@ def test_every_rank_has_its_elements_of_every_matrix(
                 held += mine.flatten().tolist()
         assert sorted(held) == sorted(local.flatten().tolist())
         assert next(read, None) is None
-
-
-def test_flattened_columns_that_are_cut_are_refused() -> None:
-    with pytest.raises(ValueError, match="flattened columns are cut"):
-        placed_shards(View((4, 3, 2, 2), flat=True), np.arange(2), [Shard(1)])
