@@ -187,8 +187,8 @@ class Muon(MuonState):
             checks.compare_settings(given, selection.groups, ranks or self._beside())
         groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
         self.group = groups[in_order.index(max(in_order, key=len))]
-        self._state_group = None if isinstance(self.group, Alone) else self.group
-        self._run = offload_run(arguments.settings_of(given), self._state_group)
+        self._state_groups = [None if isinstance(group, Alone) else group for group in groups]
+        self._run = offload_run(arguments.settings_of(given))
         self.parts = []
         for ranks, group in zip(in_order, groups, strict=True):
             self.parts.append(self._part(by_ranks[ranks], group))
@@ -211,6 +211,8 @@ class Muon(MuonState):
             view = selection.views[p]
             sources.append(source_of(selection.names[p], p, view, mine[first : first + view.count], first))
         replicated = all(is_replicated(p) for p in parameters)
+        if self._run is not None:
+            self._run.group = None if isinstance(group, Alone) else group
         exchange, rules, store = make_parts(
             Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),
             settings,

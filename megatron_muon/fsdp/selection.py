@@ -146,7 +146,9 @@ def why_not_muon(name: str, parameter: torch.Tensor, *, flat: bool = False) -> s
         return f"{parameter.ndim}D"
     if not parameter.numel():
         return "no elements"
-    if is_stack and not flat and 1 in parameter.shape[1:]:
+    if flat:  # named by the user, a patch embedding too, which is a convolution and no table
+        return ""
+    if is_stack and 1 in parameter.shape[1:]:
         return "vectors"
     if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return "table"

@@ -28,7 +28,7 @@ class MuonState(torch.optim.Optimizer):
     _settings: dict[str, Any]  # that it was made with
     _run: OffloadRun | None  # what keeps momentum elsewhere; None once it is closed
     _warned: set[str]
-    _state_group: Any  # of the ranks that agree on what has failed
+    _state_groups: list[Any]  # of the ranks that agree on what has failed, in one order on all of them
 
     def _take_up_exchanged(self) -> None:
         """Take up parameters that a framework has put into `param_groups`: for `Muon`, which can be made anew."""
@@ -61,8 +61,8 @@ class MuonState(torch.optim.Optimizer):
 
         Collective over `group`, or all ranks that have matrices together, where momentum is in files.
         """
-        failure = worst_failure(self.stores, group or self._state_group) if self.stores else None
-        if failure is None:
+        failures = [worst_failure(self.stores, each) for each in ([group] if group else self._state_groups)]
+        if (failure := min(filter(None, failures), default=None)) is None:
             return
         nothing_is_lost, text = failure
         if not nothing_is_lost:

@@ -43,10 +43,8 @@ FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 HYPERBALL = {"hyperball": True, "weight_decay": 0.0, "adamw_weight_decay": 0.1}
 ON_FOUR = {
-    "hsdp": ("fsdp2", {"shape": (2, 2)}),
     "tensor parallel": ("fsdp2_tp", {}),
     "tensor parallel, normuon": ("fsdp2_tp", {"moment2_method": "normuon"}),
-    "hsdp, hyperball": ("fsdp2", {"shape": (2, 2), **HYPERBALL}),
     "tensor parallel, hyperball": ("fsdp2_tp", HYPERBALL),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -101,11 +99,10 @@ def test_every_framework_trains_as_one_process(ranks: Pool, framework: str, worl
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-@pytest.mark.parametrize("layout", wide_but([name for name in ON_FOUR if name != "hsdp, hyperball"], ON_FOUR))
-def test_meshes_of_two_dimensions(ranks: Pool, layout: str) -> None:
+@pytest.mark.parametrize("layout", ON_FOUR)
+def test_tensor_parallelism_beside_fsdp2(ranks: Pool, layout: str) -> None:
     kind, options = ON_FOUR[layout]
-    alone = {name: value for name, value in options.items() if name != "shape"}
-    _, expected = ranks(1, weights, kind="plain", options=alone)[0]
+    _, expected = ranks(1, weights, kind="plain", options=options)[0]
     assert_close(ranks(4, weights, kind=kind, options=options)[0][1], expected)
 
 
@@ -148,10 +145,7 @@ def losses_under(rank: int, world_size: int, *, policy: str) -> list[float]:
 
 
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "1": (1, "plain", {}),
-    "2": (2, "fsdp2", {}),
-    "3": (3, "fsdp2", {}),
-    "hsdp": (4, "fsdp2", {"shape": (2, 2)}),
+    "fsdp2": (3, "fsdp2", {}),
     "ddp": (2, "ddp", {}),
     "library, 2": (2, "megatron_fsdp", {}),
     "library, 3": (3, "megatron_fsdp", {}),
@@ -196,23 +190,19 @@ def resumed(
     ("settings", "chain"),
     wide_but(
         [
-            ("plain", ("2", "hsdp", "1", "3")),
-            ("int8 momentum", ("2", "1", "hsdp")),
+            ("plain", ("ddp", "fsdp2", "ddp")),
             ("host", ("library, 3", "library, 2")),
         ],
         [
-            ("plain", ("2", "hsdp", "1", "3")),
-            ("plain", ("ddp", "3", "ddp")),
-            ("normuon", ("2", "3", "hsdp", "1")),
-            ("adamuon", ("2", "1", "hsdp")),
-            ("int8 momentum", ("2", "1", "hsdp")),
-            ("host", ("1", "3", "hsdp")),
+            ("plain", ("ddp", "fsdp2", "ddp")),
             *((settings, ("library, 3", "library, 2")) for settings in ("plain", "host", "normuon")),
         ],
     ),
 )
 def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tuple[str, ...], tmp_path: Path) -> None:
-    """Two steps in each layout of the chain are the steps of one process, uninterrupted."""
+    """Two steps in each layout of the chain are the steps of one process, uninterrupted; those of DTensors are in
+    test_every_matrix.py.
+    """
     given = SETTINGS[settings]
     _, expected = ranks(1, weights, kind="plain", options=given, steps=2 * len(chain))[0]
     for number, layout in enumerate(chain):

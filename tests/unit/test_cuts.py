@@ -11,13 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, everywhere, from_rectangles
 from megatron_muon.core.layout import Shard as Held
 from megatron_muon.fsdp import cuts
-from megatron_muon.fsdp.cuts import Places, bucket_shards, placed_shards
-from megatron_muon.fsdp.views import View
+from megatron_muon.fsdp.cuts import Places, bucket_shards
 
 
 @given(
@@ -52,40 +50,6 @@ def test_every_rank_gets_its_rows_of_a_bucket(
     found = bucket_shards(start, piece, part, shape, Places(places))
     assert found == tuple(sorted(as_shards(rectangles), key=lambda shard: shard.rank))
     Layout(len(ranks), (Matrix("w", shape, found),))
-
-
-PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [
-    ((5,), [Shard(0)]),
-    ((16,), [Shard(0)]),
-    ((2, 3), [Replicate(), Shard(0)]),
-    ((2, 3), [Shard(0), Shard(1)]),
-    ((2, 3), [Shard(0), Shard(0)]),
-    ((3, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
-    ((2, 2, 2), [Replicate(), Shard(0), Shard(1)]),
-    ((4,), [Replicate()]),
-]
-
-
-@pytest.mark.parametrize(("mesh", "placements"), PLACEMENTS)
-def test_dtensors_are_cut_as_torch_cuts_them(mesh: tuple[int, ...], placements: list[Placement]) -> None:
-    """torch.chunk along one axis of the mesh after the other, those of tensor parallelism first."""
-    shape = (9, 7)
-    whole = torch.arange(63).view(shape)
-    ranks = np.arange(np.prod(mesh)).reshape(mesh)
-    order = sorted(range(len(mesh)), key=lambda axis: isinstance(placements[axis], _StridedShard))
-    shards = placed_shards(View(shape), ranks, placements)[0]
-    for place, rank in np.ndenumerate(ranks):
-        mine = whole
-        for axis in order:
-            if not isinstance(placements[axis], Replicate):
-                pieces = mine.chunk(mesh[axis], dim=placements[axis].dim)  # type: ignore[attr-defined]
-                mine = pieces[place[axis]] if place[axis] < len(pieces) else mine[:0]
-        held = [shard for shard in shards if int(rank) in shard.holders]
-        assert len(held) == bool(mine.numel())
-        for shard in held:
-            rows = slice(shard.row_start, shard.row_start + shard.rows)
-            assert torch.equal(whole[rows, shard.col_start : shard.col_start + shard.cols], mine)
-    Layout(ranks.size, (Matrix("w", shape, shards),))
 
 
 @pytest.mark.parametrize(("mesh", "kinds"), [((3,), "F"), ((2, 3), "RF"), ((2, 3), "FF"), ((2, 2), "RR")])
