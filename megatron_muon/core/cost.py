@@ -6,6 +6,7 @@ arithmetic on shapes, for training, `plan` and the floor of `benchmarks.step` al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -146,6 +147,7 @@ class Iteration:
         """The same with as many steps as a matrix asks for, `Matrix.steps`."""
         return replace(self, steps=steps) if steps else self
 
+    @functools.cache  # noqa: B019  # there are few kinds of blocks, and few instances
     def flops(self, rows: int, cols: int, team: int = 1, steps: int = 0) -> int:
         """Operations of the iteration that a block of `(rows, cols)` gets, on each rank of a team that cuts it."""
         taken = self.with_steps(steps)

@@ -81,6 +81,7 @@ class Plan:
         sizes = Counter(len(team.ranks) for team in self.teams)
         return {
             "matrices": len(self.layout.matrices),
+            "travelling": sum(map(len, self.waves)),
             "owners": sum(load > 0 for load in self.loads),
             "matrices_of_teams": {str(size): count for size, count in sorted(sizes.items()) if size > 1},
             "max_over_mean": self.imbalance,
@@ -216,7 +217,8 @@ class _Needs:
         kinds: Counter[BlockKind] = Counter()
         for (blocks, cuts, _, steps), count in alike.items():
             kinds.update({kind: each * count for kind, each in stacks(blocks, cuts, steps).items()})
-        fillers = [memory.whole([layout.matrices[index]]) for index in itertools.chain(*self.whole)]
+        local = (layout.matrices[index] for index in itertools.chain(*self.whole))
+        fillers = [memory.whole([one]) for one in {(one.shape, one.split, one.steps): one for one in local}.values()]
         least_beside = max([0, *fillers, *(each.beside for each in taken)])
         # Beside the waves: temporaries, or matrices that need no wire.
         self.beside = max(memory.of_stacks(kinds), least_beside)

@@ -297,9 +297,7 @@ def test_an_optimizer_made_before_fully_shard_trains_if_its_parameters_are_excha
     assert_close(found, expected)
 
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
+SIZES = {
     "vocab_size": 64,
     "hidden_size": 36,
     "intermediate_size": 50,
@@ -307,33 +305,94 @@ LLAMA = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
+MIXTURE = {**SIZES, "num_hidden_layers": 2, "moe_intermediate_size": 20, "num_experts_per_tok": 2}
+DEEPSEEK = {"num_key_value_heads": 6, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 8} | {
+    "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1
+}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], int]] = {  # a config, and how many matrices Muon has of the model
+    "llama": ({"model_type": "llama", **SIZES}, 3 * 7),
+    "qwen3_moe": ({"model_type": "qwen3_moe", **MIXTURE, "num_experts": 8}, 2 * (5 + 8 * 2)),
+    "qwen3_moe, two experts": ({"model_type": "qwen3_moe", **MIXTURE, "num_experts": 2}, 2 * (5 + 2 * 2)),
+    "mixtral": ({"model_type": "mixtral", **MIXTURE, "num_local_experts": 4}, 2 * (5 + 4 * 2)),
+    "deepseek_v3": (
+        {"model_type": "deepseek_v3", **MIXTURE, **DEEPSEEK, "n_routed_experts": 8}, 2 * 5 + 3 + 1 + 8 * 2 + 3
+    ),
+}  # fmt: skip
 
 
-def digest_of_llama(rank: int, world_size: int, *, config: str) -> tuple[str, int]:
-    """In a worker: the digest of the plan and the number of matrices under `fully_shard`."""
+def digest_of_model(rank: int, world_size: int, *, config: str, ep: int) -> str:
+    """In a worker: the digest of a model under `fully_shard`, with experts over `ep` ranks before as in torchtitan."""
+    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    mesh = init_device_mesh("cpu", (world_size,))
+    everyone = init_device_mesh("cpu", (world_size,))
+    of_experts = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("data", "experts"))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = megatron_muon.Muon(model.named_parameters())
-    return optimizer.digest, sum(len(group["params"]) for group in optimizer.selection.muon)
+        experts = getattr(layer.mlp, "experts", None)
+        if ep > 1 and experts is not None:
+            for name, p in list(experts.named_parameters(recurse=False)):
+                spread = distribute_tensor(p.detach(), of_experts["experts"], [Shard(0)])
+                experts.register_parameter(name, nn.Parameter(spread))
+            rows = (lambda _: Shard(1)) if len(p) < world_size else None
+            fully_shard(experts, mesh=of_experts["data"], shard_placement_fn=rows)
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    return str(megatron_muon.Muon(model.named_parameters()).digest)
 
 
-@pytest.mark.parametrize("world_size", wide_but([3], [2, 3, 4]))
-def test_a_plan_of_a_hugging_face_model_is_the_runs(ranks: Pool, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "world_size", "ep"),
+    wide_but(
+        [("llama", 3, 1), ("qwen3_moe", 4, 2), ("qwen3_moe, two experts", 4, 2)],
+        [
+            *(("llama", size, 1) for size in (2, 3, 4)),
+            *((model, 4, ep) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for ep in (1, 2, 4)),
+            *(("qwen3_moe, two experts", 4, ep) for ep in (1, 2)),
+            ("qwen3_moe", 3, 1),
+        ],
+    ),
+)
+def test_a_plan_of_a_hugging_face_model_is_the_runs(
+    ranks: Pool, model: str, world_size: int, ep: int, tmp_path: Path
+) -> None:
+    settings, matrices = MODELS[model]
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA), "utf-8")
-    given = ["plan", "--hf", str(config), "--world-size", str(world_size), "--json", str(tmp_path / "plan.json")]
-    assert main([*given, "--hardware", "cpu-2core"]) == 0
-    figures = json.loads((tmp_path / "plan.json").read_text("utf-8"))
-    digest, matrices = ranks(world_size, digest_of_llama, config=str(config))[0]
-    assert (figures["digest"], figures["matrices"]) == (digest, matrices)
-    assert matrices == 3 * 7
+    config.write_text(json.dumps(settings), "utf-8")
+
+    def planned(ep: int) -> dict[str, Any]:
+        given = ["plan", "--hf", str(config), "--world-size", str(world_size), "--ep", str(ep)]
+        assert main([*given, "--json", str(tmp_path / "plan.json"), "--hardware", "cpu-2core"]) == 0
+        figures: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+        return figures
+
+    figures = planned(ep)
+    assert {figures["digest"]} == set(ranks(world_size, digest_of_model, config=str(config), ep=ep))
+    assert figures["matrices"] == matrices
+    if ep not in (1, world_size):  # whole experts lie alike without expert parallelism and with one rank for each part
+        assert planned(1)["digest"] != figures["digest"]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "text"),
+    [
+        ("llama", (4, 2), "has no stacks of experts for Muon; leave --ep 2 out"),
+        ("qwen3_moe", (6, 4), "--ep 4 does not spread 8 experts of 40 rows evenly over --world-size 6; use 1 or 2"),
+        ("qwen3_moe", (12, 4), "--ep 4 does not spread 8 experts of 40 rows evenly over --world-size 12; use 1"),
+    ],
+)
+def test_experts_that_cannot_be_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, sizes: tuple[int, int], text: str
+) -> None:
+    """On 12 ranks three would have to share the 40 rows of an expert, which torch refuses to cut unevenly."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODELS[model][0]), "utf-8")
+    assert main(["plan", "--hf", str(config), *map(str, ("--world-size", sizes[0], "--ep", sizes[1]))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
 
 
 WITHOUT_MEGATRON = """

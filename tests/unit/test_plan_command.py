@@ -213,6 +213,7 @@ def test_configs_that_cannot_be_planned(
         ("plan", (*OF_QUICKSTART, 2, "--mfu", 1.5), "--mfu must be above 0 and at most 1, got 1.5"),
         ("plan", (*OF_QUICKSTART, 2, "--json", "no/plan.json"), "cannot write"),
         ("plan", ("--hf", "model", "--world-size", 2, "--muon-ns", "gram"), "leave --muon-ns gram out"),
+        ("plan", (*OF_QUICKSTART, 2, "--ep", 2), "--ep is for --hf; with --config give --expert-model-parallel-size 2"),
         ("rehearse", (*OF_QUICKSTART, 4, "--ranks", 0, 4), "--ranks 4 is not a rank of 4"),
         ("rehearse", (*OF_QUICKSTART, 0), "must be a whole number of at least 1"),
         ("rehearse", (*OF_QUICKSTART, 2, "--muon-exchange", "allgather"), "allgather is not rehearsed"),

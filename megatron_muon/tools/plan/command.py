@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_muon import shipped
-from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix
+from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix, Shard
 from megatron_muon.core.memory import Memory, moment_bytes
 from megatron_muon.core.plan import all_gather_bytes
 from megatron_muon.errors import UserError, install, quiet_imports
@@ -24,12 +24,16 @@ from megatron_muon.tools.parser import CommandParser, positive, write_json
 from megatron_muon.tools.plan import training_step
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, GroupPlan, Hardware, KindPlan, Settings, plan_kinds
 
+if TYPE_CHECKING:
+    from megatron_muon.fsdp.views import View
+
 EXAMPLES = """\
 examples:
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64 --muon-exchange-buffer-mb 512 --muon-team-size 2
   megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --details --json plan.json
   megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64   (FSDP2, for megatron_muon.Muon)
+  megatron-muon plan --hf configs/transformers/qwen3-30b-a3b.json --world-size 64 --ep 8
 """
 
 Figures = dict[str, Any]
@@ -59,6 +63,8 @@ def configure(parser: CommandParser) -> None:
     model.add_argument("--config", type=Path, metavar="FILE.yaml", help="experiment file")
     model.add_argument("--hf", type=Path, metavar="MODEL",
         help="a transformers folder or config.json, under FSDP2 over all ranks with megatron_muon.Muon")  # fmt: skip
+    add("--ep", type=positive, metavar="N",
+        help="with --hf, ranks over which the experts of a layer are spread before fully_shard (1)")  # fmt: skip
     add_run(parser, tuple(HARDWARE))
     add("--details", action="store_true", help="also show every figure of the JSON file")
     add("--mfu", type=float, default=training_step.MFU, metavar="SHARE",
@@ -90,13 +96,15 @@ def run(args: argparse.Namespace) -> int:
     hardware, model = hardware_of(args), None
     if not 0 < args.mfu <= 1:
         raise UserError(f"--mfu must be above 0 and at most 1, got {args.mfu:g}; {training_step.MFU:g} is usual")
+    if args.ep is not None and args.config is not None:
+        raise UserError(f"--ep is for --hf; with --config give --expert-model-parallel-size {args.ep}")
     if args.config is not None:
         config, groups, model = read_config(args.config, args.world_size, hardware, args.flags)
         settings = settings_of(config, hardware)
     elif args.flags:
         raise UserError(f"--hf plans with the defaults of megatron_muon.Muon; leave {' '.join(args.flags)} out")
     else:
-        settings, groups = read_transformers(args.hf, args.world_size, hardware)
+        settings, groups = read_transformers(args.hf, args.world_size, hardware, args.ep or 1)
     kinds, unmet = plan_kinds(groups, settings, hardware)
     figures = {**figures_of(kinds, args.world_size, settings, hardware), "notes": unmet}
     if model is not None and not hardware.processor:
@@ -138,20 +146,18 @@ def settings_of(config: Any, hardware: Hardware) -> Settings:
     return Settings(config.muon_exchange_buffer_mb, Memory(2 if exchanged else 4, iteration, moment), team_size)
 
 
-def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[Settings, list[Group]]:
+def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int = 1) -> tuple[Settings, list[Group]]:
     """The matrices of the model that a `transformers` folder or config.json describes, by `fully_shard` over all ranks.
 
-    The model is built on the meta device; nothing is downloaded. The settings are the defaults of `Muon`.
+    The experts of each layer are spread over `ep` ranks before that. The model is built on the meta device; nothing is
+    downloaded. The settings are the defaults of `Muon`.
 
     Raises:
-        UserError: transformers is not installed, or has no such model.
+        UserError: transformers is not installed, or has no such model; its experts cannot be spread so.
     """
-    import numpy as np
     import torch
-    from torch.distributed.tensor.placement_types import Shard
 
     from megatron_muon.fsdp import arguments
-    from megatron_muon.fsdp.cuts import placed_shards
     from megatron_muon.fsdp.selection import select
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -172,15 +178,44 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware) -> tuple[
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
     selection = select(model.named_parameters())
-    views, ranks = selection.views, np.arange(world_size)
-    cut = {view: placed_shards(view, ranks, [Shard(0)]) for view in set(views.values())}
+    if ep > 1 and not any(view.is_stack for view in selection.views.values()):
+        raise UserError(f"--hf {path} has no stacks of experts for Muon; leave --ep {ep} out")
+    cut = {view: _shards_of(view, world_size, ep) for view in dict.fromkeys(selection.views.values())}
     matrices = [
         Matrix(name, view.matrix, shards)
-        for p, view in views.items()
+        for p, view in selection.views.items()
         for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
     ]
     layout = Layout(world_size, tuple(matrices))
     return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
+
+
+def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
+    """The shards of each matrix of a parameter under `fully_shard`, stacks of experts over `ep` ranks before that.
+
+    The mesh of experts is `(world_size / ep, ep)`: its first dimension shares the experts of an expert-parallel rank,
+    or, where these are fewer, the rows of each, evenly, as `fully_shard` wants it.
+
+    Source: torchtitan's layout, pytorch/torchtitan#1561.
+    """
+    import numpy as np
+    from torch.distributed.tensor import placement_types
+
+    from megatron_muon.fsdp.cuts import placed_shards
+
+    ranks, cut = np.arange(world_size), placement_types.Shard
+    if ep == 1 or not view.is_stack:
+        return placed_shards(view, ranks, [cut(0)])
+    experts, rows, few = view.count, view.shape[1], view.count < world_size
+    both = [number for number in range(1, experts + 1) if experts % number == world_size % number == 0]
+    possible = [number for number in both if not few or rows % (world_size // number) == 0 or number == 1]
+    if ep not in possible:
+        raise UserError(
+            f"--ep {ep} does not spread {experts} experts of {rows} rows evenly over --world-size {world_size}; use "
+            f"{', '.join(map(str, possible[:-1]))}{' or ' * (len(possible) > 1)}{possible[-1]}"
+        )
+    over_data = cut(1) if few else placement_types._StridedShard(0, split_factor=ep)
+    return placed_shards(view, ranks.reshape(-1, ep), [over_data, cut(0)])
 
 
 def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, hardware: Hardware) -> Figures:
@@ -189,7 +224,7 @@ def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, h
     groups = [_of_group(kind.group.name, item) for kind, item in zip(kinds, plans, strict=True)]
     loads = [item.plan.loads for item in plans]
     mean = sum(sum(each) / len(each) for each in loads)
-    sums = ("matrices", "parameters", "waves", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
+    sums = ("matrices", "travelling", "parameters", "waves", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
     return {
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
@@ -262,6 +297,7 @@ def show(figures: Figures, source: str, *, details: bool) -> None:
         ("Newton-Schulz", duration(figures["ns_ms"])),
         ("exchange", duration(figures["exchange_ms"])),
         ("extra memory, at most", size(figures["extra_bytes"])),
+        ("matrices, of which travel", f"{figures['matrices']:,}, {figures['travelling']:,}"),
         ("most received by a rank", size(figures["exchange_bytes"])),
         ("owners' load, max / mean", f"{figures['max_over_mean']:.3f}"),
     ]

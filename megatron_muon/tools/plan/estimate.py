@@ -170,8 +170,7 @@ def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
 def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int = 0) -> GroupPlan:
     """Make the plan of a rank's group as training would, and estimate it."""
     layout, iteration, members = group.layout, settings.memory.iteration, group.members(rank)
-    cost = functools.cache(iteration.flops)
-    costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
+    costs = [float(sum(iteration.flops(*block, 1, each.steps) for block in each.blocks)) for each in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
