@@ -102,7 +102,9 @@ def check(given: Mapping[str, Any]) -> None:
         "offload='nvme' and offload_dir belong together; give both or neither": (
             has_files != (given["offload_dir"] is not None)
         ),
-        "process_group is for share_replicated=True; leave it out, or share": has_group and not shared,
+        "process_group is for share_replicated=True or offload='nvme'; leave it out": (
+            has_group and not shared and not has_files
+        ),
         "share_replicated needs ranks to share with; call torch.distributed.init_process_group()": (
             shared and not dist.is_initialized()
         ),

@@ -77,7 +77,8 @@ class Muon(MuonState):
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.
-        process_group: of the ranks that share; None takes all ranks.
+        process_group: of the ranks that share, or whose files fail together, where parameters are on no mesh, as in a
+            stage of a pipeline; None takes all ranks.
         hyperball: MuonHyperball; needs `weight_decay=0`. The step overwrites the gradients of matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
         cuda_graph: capture the step of the matrices in a CUDA graph at the third step, and replay it. `lr` and
@@ -183,11 +184,14 @@ class Muon(MuonState):
             matrices = [Matrix(name, view.matrix, (), split, steps.get(names[p], 0)) for name in view.names(names[p])]
             by_ranks.setdefault(cuts.ranks_of(names[p], p), {})[p] = matrices
         in_order = sorted(by_ranks)  # the same on all ranks, as all that follows is collective
+        in_files = given["offload"] == "nvme" and dist.is_initialized() and not any(in_order)  # else those of a mesh
+        beside = dist.get_process_group_ranks(given["process_group"]) if given["share_replicated"] or in_files else ()
         for ranks in in_order:
-            checks.compare_settings(given, selection.groups, ranks or self._beside())
+            checks.compare_settings(given, selection.groups, ranks or beside)
         groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
         self.group = groups[in_order.index(max(in_order, key=len))]
-        self._state_groups = [None if isinstance(group, Alone) else group for group in groups]
+        agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group  # on files of no mesh
+        self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]
         self._run = offload_run(arguments.settings_of(given))
         self.parts = []
         for ranks, group in zip(in_order, groups, strict=True):
@@ -212,7 +216,7 @@ class Muon(MuonState):
             sources.append(source_of(selection.names[p], p, view, mine[first : first + view.count], first))
         replicated = all(is_replicated(p) for p in parameters)
         if self._run is not None:
-            self._run.group = None if isinstance(group, Alone) else group
+            self._run.group = self._state_groups[len(self.parts)]
         exchange, rules, store = make_parts(
             Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),
             settings,
@@ -254,13 +258,6 @@ class Muon(MuonState):
         put_on_device(groups, device)
         for part in self.parts:
             part.capture(groups)
-
-    def _beside(self) -> Sequence[int]:
-        """The ranks that make Muon for plain tensors together, which no mesh names."""
-        if self._settings["share_replicated"]:
-            return dist.get_process_group_ranks(self._settings["process_group"])
-        in_files = self._settings["offload"] == "nvme" and dist.is_initialized()
-        return range(dist.get_world_size()) if in_files else ()
 
     def _group(self, parameter: torch.Tensor) -> Any:
         """The process group of a part with this parameter. Collective over its ranks."""
