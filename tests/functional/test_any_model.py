@@ -320,60 +320,59 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # a config, and how many matr
 }  # fmt: skip
 
 
-def digest_of_model(rank: int, world_size: int, *, config: str, ep: int) -> str:
-    """In a worker: the digest of a model under `fully_shard`, with experts over `ep` ranks before as in torchtitan."""
+RUNS: dict[str, tuple[int, list[tuple[str, int]]]] = {  # ranks, and models with the ranks over which experts lie
+    **{f"llama on {size}": (size, [("llama", 1)]) for size in (2, 3, 4)},
+    "experts on 4": (4, [("qwen3_moe", 2), ("qwen3_moe, two experts", 2)]),
+    "mixtures on 4": (4, [(model, ep) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for ep in (1, 2, 4)]),
+    "experts on 3": (3, [("qwen3_moe", 1), ("qwen3_moe, two experts", 1)]),
+}
+
+
+def digests_of_models(rank: int, world_size: int, *, folder: str, models: list[tuple[str, int]]) -> list[str]:
+    """In a worker: digests of models under `fully_shard`, with experts over ranks before, as in torchtitan."""
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
-    everyone = init_device_mesh("cpu", (world_size,))
-    of_experts = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("data", "experts"))
-    for layer in model.model.layers:
-        experts = getattr(layer.mlp, "experts", None)
-        if ep > 1 and experts is not None:
-            for name, p in list(experts.named_parameters(recurse=False)):
-                spread = distribute_tensor(p.detach(), of_experts["experts"], [Shard(0)])
-                experts.register_parameter(name, nn.Parameter(spread))
-            rows = (lambda _: Shard(1)) if len(p) < world_size else None
-            fully_shard(experts, mesh=of_experts["data"], shard_placement_fn=rows)
-        fully_shard(layer, mesh=everyone)
-    fully_shard(model, mesh=everyone)
-    return str(megatron_muon.Muon(model.named_parameters()).digest)
+    everyone, found = init_device_mesh("cpu", (world_size,)), []
+    for name, ep in models:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{folder}/{name}.json"))
+        of_experts = init_device_mesh("cpu", (world_size // ep, ep), mesh_dim_names=("data", "experts"))
+        for layer in model.model.layers:
+            experts = getattr(layer.mlp, "experts", None)
+            if ep > 1 and experts is not None:
+                for part, p in list(experts.named_parameters(recurse=False)):
+                    spread = distribute_tensor(p.detach(), of_experts["experts"], [Shard(0)])
+                    experts.register_parameter(part, nn.Parameter(spread))
+                rows = (lambda _: Shard(1)) if len(p) < world_size else None
+                fully_shard(experts, mesh=of_experts["data"], shard_placement_fn=rows)
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+        found.append(megatron_muon.Muon(model.named_parameters()).digest)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("model", "world_size", "ep"),
-    wide_but(
-        [("llama", 3, 1), ("qwen3_moe", 4, 2), ("qwen3_moe, two experts", 4, 2)],
-        [
-            *(("llama", size, 1) for size in (2, 3, 4)),
-            *((model, 4, ep) for model in ("qwen3_moe", "mixtral", "deepseek_v3") for ep in (1, 2, 4)),
-            *(("qwen3_moe, two experts", 4, ep) for ep in (1, 2)),
-            ("qwen3_moe", 3, 1),
-        ],
-    ),
-)
-def test_a_plan_of_a_hugging_face_model_is_the_runs(
-    ranks: Pool, model: str, world_size: int, ep: int, tmp_path: Path
-) -> None:
-    settings, matrices = MODELS[model]
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(settings), "utf-8")
+@pytest.mark.parametrize("run", wide_but(["llama on 3", "experts on 4"], RUNS))
+def test_a_plan_of_a_hugging_face_model_is_the_runs(ranks: Pool, run: str, tmp_path: Path) -> None:
+    world_size, models = RUNS[run]
+    for name, _ in models:
+        (tmp_path / f"{name}.json").write_text(json.dumps(MODELS[name][0]), "utf-8")
 
-    def planned(ep: int) -> dict[str, Any]:
-        given = ["plan", "--hf", str(config), "--world-size", str(world_size), "--ep", str(ep)]
+    def planned(name: str, ep: int) -> dict[str, Any]:
+        given = ["plan", "--hf", str(tmp_path / f"{name}.json"), "--world-size", str(world_size), "--ep", str(ep)]
         assert main([*given, "--json", str(tmp_path / "plan.json"), "--hardware", "cpu-2core"]) == 0
         figures: dict[str, Any] = json.loads((tmp_path / "plan.json").read_text("utf-8"))
         return figures
 
-    figures = planned(ep)
-    assert {figures["digest"]} == set(ranks(world_size, digest_of_model, config=str(config), ep=ep))
-    assert figures["matrices"] == matrices
-    if ep not in (1, world_size):  # whole experts lie alike without expert parallelism and with one rank for each part
-        assert planned(1)["digest"] != figures["digest"]
+    figures = [planned(*of) for of in models]
+    for found in ranks(world_size, digests_of_models, folder=str(tmp_path), models=models):
+        assert found == [each["digest"] for each in figures]
+    for (name, ep), each in zip(models, figures, strict=True):
+        assert each["matrices"] == MODELS[name][1]
+        if ep not in (1, world_size):  # with an expert-parallel rank for each rank, experts lie as without
+            assert planned(name, 1)["digest"] != each["digest"]
 
 
 @pytest.mark.parametrize(
