@@ -96,13 +96,13 @@ def layout_of(
     mine, cut = [], []
     for parameter, several in matrices.items():
         name, view = several[0].name.removesuffix("[0]"), (views or {}).get(parameter)
+        offsets, sizes = box_of(name, parameter)
         if view is None:
-            row, rows, col, cols = rectangle_of(name, parameter)
+            (rows, cols), inner = several[0].shape, math.prod(sizes[1:-1])
             # A part begins at a multiple of its size, so the remainder is the place within the part.
-            mine.append((row % several[0].shape[0], rows, col % several[0].shape[1], cols))
+            mine.append((offsets[0] * inner % rows, sizes[0] * inner, offsets[-1] % cols, sizes[-1]))
             view = View(several[0].shape)
         else:
-            offsets, sizes = box_of(name, parameter)
             if view.flat and sizes[1:] != view.shape[1:]:
                 raise UserError(
                     f"{name} {view.shape} is sharded along a dimension that flatten= makes columns, of which this rank "
@@ -134,17 +134,6 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     ranks = sorted(mesh.mesh.flatten().tolist())
     assert dist.group.WORLD is not None
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else group_among(ranks, dist.group.WORLD)
-
-
-def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
-    """What this rank holds of a matrix, or of a stack of matrices, one below the other.
-
-    A UserError where it is sharded in a way that Muon does not take.
-    """
-    offsets, sizes = box_of(name, parameter)
-    if parameter.ndim == 3:
-        return offsets[0] * sizes[1], sizes[0] * sizes[1], 0, sizes[2]
-    return offsets[0], sizes[0], offsets[1], sizes[1]
 
 
 def box_of(name: str, parameter: torch.Tensor) -> Box:

@@ -28,9 +28,9 @@ class Source(NamedTuple):
         """Those of which this rank has a part, among all matrices of the part."""
         return range(self.first + self.held.start, self.first + self.held.stop)
 
-    def parts(self, other: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank has of each of these in `other`, a tensor like the parameter."""
-        return self.view.tensors(local_parts([other])[0])
+    def of(self, other: torch.Tensor) -> zip[tuple[int, torch.Tensor]]:
+        """Each of these places with what this rank has of the matrix in `other`, a tensor like the parameter."""
+        return zip(self.places(), self.view.tensors(local_parts([other])[0]), strict=True)
 
 
 def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
@@ -73,7 +73,7 @@ class Part(ShardedMuon):
             local = local_parts([source.parameter])[0]
             zeros = torch.zeros(local.numel(), dtype=torch.float32, device=local.device)
             self.shown[source.parameter] = {MOMENTUM: sharded_like(source.parameter, zeros)}
-            momentum |= zip(source.places(), source.parts(self.shown[source.parameter][MOMENTUM]), strict=True)
+            momentum |= source.of(self.shown[source.parameter][MOMENTUM])
         super().__init__([group for _, group in groups], *args, momentum=momentum, **options)
 
     @override
@@ -101,22 +101,24 @@ class Part(ShardedMuon):
 
     def take_gradients(self) -> None:
         """Take the gradients of parameters for a step, and their weights where these lie elsewhere by now."""
+        self._let_go()  # a step that failed has kept some
         for number, source in enumerate(self._apart):
             local, gradient = local_parts([source.parameter])[0], source.parameter.grad
             if local.data_ptr() != self._lies_at[number]:
                 self._lies_at[number] = local.data_ptr()
-                for place, part in zip(source.places(), source.parts(source.parameter.detach()), strict=True):
+                for place, part in source.of(source.parameter.detach()):
                     self._matrices[place].data = part
-            if gradient is not None:
-                for place, part in zip(source.places(), source.parts(gradient), strict=True):
-                    self._matrices[place].grad = part
+            for place, part in source.of(gradient) if gradient is not None else ():
+                self._matrices[place].grad = part
 
     def give_back(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let go of gradients after a step, and count it in all groups."""
-        for source in self._apart:
-            for place in source.places():
-                self._matrices[place].grad = None
+        self._let_go()
         self.show_settings(groups)
+
+    def _let_go(self) -> None:
+        for place in (place for source in self._apart for place in source.places()):
+            self._matrices[place].grad = None
 
     def show_settings(self, groups: Sequence[dict[str, Any]]) -> None:
         """Have all groups say what this optimizer has added to, or counted in, its own."""
@@ -141,7 +143,7 @@ class Part(ShardedMuon):
         state = {}
         for source, flat in zip(self.sources, memory, strict=True):
             state[source.parameter] = sharded_like(source.parameter, flat)
-            for place, part in zip(source.places(), source.parts(state[source.parameter]), strict=True):
+            for place, part in source.of(state[source.parameter]):
                 if part.numel() and not empty:
                     part.copy_(self.store.read(place))
         return state
@@ -153,8 +155,5 @@ class Part(ShardedMuon):
             for parameter, momentum in state.items():
                 local_parts([self.shown[parameter][MOMENTUM]])[0].copy_(local_parts([momentum])[0])
             return
-        by_matrix = dict[torch.Tensor, torch.Tensor]()
-        for source in (source for source in self.sources if source.parameter in state):
-            parts = source.parts(state[source.parameter])
-            by_matrix |= {self._matrices[place]: part for place, part in zip(source.places(), parts, strict=True)}
-        super().load_momentum(by_matrix)
+        given = (source.of(state[source.parameter]) for source in self.sources if source.parameter in state)
+        super().load_momentum({self._matrices[place]: part for parts in given for place, part in parts})
