@@ -165,7 +165,7 @@ def continued(rank: int, world_size: int, *, file: str, pairs: list[tuple[str, s
 
 # Programs whose ranks hold other experts under one name give these names of their own to save them.
 SAVED = {size: [layout for layout, of in SIZES if of == size and layout not in APART] for size in (1, 2, 3, 4)}
-FEW = {1: ["plain"], 3: ["fsdp within experts"], 4: ["ep x fsdp", "fsdp x tp"]}
+FEW = {1: ["plain"], 4: ["ep x fsdp", "fsdp x tp"]}
 
 
 @pytest.mark.parametrize(
