@@ -190,6 +190,11 @@ class Muon(MuonState):
             checks.compare_settings(given, selection.groups, ranks or beside)
         groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
         self.group = groups[in_order.index(max(in_order, key=len))]
+        if given["metrics_interval"] and any(set(ranks) - set(max(in_order, key=len)) for ranks in in_order):
+            raise UserError(
+                f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of ranks that hold a "
+                f"parameter together, and {in_order} cross; use metrics_interval=0"
+            )
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group  # on files of no mesh
         self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]
         self._run = offload_run(arguments.settings_of(given))
