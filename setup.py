@@ -81,6 +81,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.9"],
         "plots": ["markdown-it-py>=3.0", "matplotlib>=3.8"],
         "wandb": ["wandb>=0.18"],
+        "trainers": ["accelerate>=1.10", "pytorch-lightning>=2.5", "transformers>=5.0", "trl>=1.0"],
         "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],
         "dev": [
             "hypothesis>=6.100",

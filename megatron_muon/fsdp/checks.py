@@ -1,4 +1,4 @@
-"""What `Muon` refuses: settings that differ between ranks, parameters that it was not made for, some gradients.
+"""What `Muon` refuses: settings that differ between ranks, parameters it was not made for, some gradients, a scaler.
 
 Settings are compared before the first collective, which may hang or abort where they differ, through the store by which
 the ranks found each other: a few small requests from each rank, with a time limit that no backend has to keep.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -144,3 +145,19 @@ def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bo
     if group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return bool(largest == 0)
+
+
+class NoScaler:
+    """The attribute that torch.amp.GradScaler, before its step, asks an optimizer for: there, a UserError.
+
+    Lightning reads it without a scaler too, and gets False.
+    """
+
+    def __get__(self, optimizer: object, owner: type) -> bool:
+        if sys._getframe(1).f_globals.get("__name__") == torch.amp.grad_scaler.__name__:
+            raise UserError(
+                "GradScaler is for fp16, which Muon does not support: with parameters on several meshes it can skip a "
+                "step on one rank alone, and the others wait; train in bf16 without it (torch.autocast with "
+                "torch.bfloat16; bf16=True in transformers, precision='bf16-mixed' in Lightning)"
+            )
+        return False

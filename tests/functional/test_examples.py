@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import cli
 
@@ -34,6 +36,45 @@ def test_examples_learn(script: str, ranks: int, matrices: int, first: float, la
     assert len(losses) == 6
     assert losses[-1] < min(last, losses[0])
     assert losses[0] < first
+
+
+TRAINERS = [
+    ("transformers_trainer.py", 1, [], "accelerate"),
+    ("transformers_trainer.py", 2, [], "accelerate"),
+    ("transformers_trainer.py", 1, ["--trl"], "trl"),
+    ("transformers_trainer.py", 2, ["--trl", "--compile"], "trl"),
+    ("accelerate_fsdp2.py", 1, ["--compile"], "accelerate"),
+    ("accelerate_fsdp2.py", 2, [], "accelerate"),
+    ("lightning_fsdp2.py", 1, [], "pytorch_lightning"),
+    ("lightning_fsdp2.py", 2, ["--compile"], "pytorch_lightning"),
+    ("torchtitan_container.py", 2, [], "torchtitan"),
+]
+
+
+def losses_after_the_checkpoint(script: str, ranks: int, flags: list[str], folder: Path) -> list[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    path = str(cli.ROOT / "examples" / "trainers" / script)
+    run = cli.run([sys.executable, *torchrun, path, "--folder", "run", *flags], folder, cold=True).checked()
+    losses = re.findall(r"^step +(\d+)  loss ([\d.]+)$", run.output, re.MULTILINE)
+    assert [int(step) for step, _ in losses] == [*range(7, 13)], run.output
+    return [loss for _, loss in losses]
+
+
+@pytest.mark.parametrize(("script", "ranks", "flags", "package"), TRAINERS)
+def test_a_trainer_goes_on_to_the_last_bit(
+    script: str, ranks: int, flags: list[str], package: str, tmp_path: Path
+) -> None:
+    """Of twelve steps, six are repeated from the trainer's own checkpoint; 5.5 is the loss of uniform guesses."""
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}; the lock file leaves trainers out, as they bring 20 packages")
+    through = losses_after_the_checkpoint(script, ranks, flags, tmp_path)
+    assert losses_after_the_checkpoint(script, ranks, [*flags, "--resume"], tmp_path) == through
+    assert float(through[-1]) < 4.5
+    if (saved := tmp_path / "run/checkpoint-6/optimizer.pt").exists():  # a negative control
+        state = torch.load(saved)
+        assert sum(slots["momentum_buffer"].zero_().numel() for slots in state["state"].values() if len(slots) == 1)
+        torch.save(state, saved)
+        assert losses_after_the_checkpoint(script, ranks, [*flags, "--resume"], tmp_path)[1:] != through[1:]
 
 
 def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:

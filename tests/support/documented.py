@@ -65,6 +65,7 @@ LEFT_OUT = {
     r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
     r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
+    r".* examples/trainers/": "needs the extra `trainers`; see test_examples.py",
 }
 """Commands that are not typed, by a pattern of their beginning, with the reason."""
 
@@ -96,7 +97,7 @@ def pages() -> list[str]:
 def commands(page: str) -> list[Command]:
     """The commands of a page, in their order."""
     found = []
-    for block in _blocks((ROOT / page).read_text("utf-8")):
+    for block in blocks((ROOT / page).read_text("utf-8")):
         found += [Command(page, number, text) for number, text in _joined(block) if PROGRAM.match(text)]
     return found
 
@@ -119,7 +120,7 @@ def copy_repository(folder: Path) -> None:
     (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
 
 
-def _blocks(text: str) -> Iterator[list[tuple[int, str]]]:
+def blocks(text: str) -> Iterator[list[tuple[int, str]]]:
     """Code blocks: numbered lines without their indentation."""
     block: list[tuple[int, str]] = []
     fenced, after_blank = False, True

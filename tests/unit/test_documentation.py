@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from benchmarks import step, train
 from megatron_muon import cli
 from megatron_muon.megatron.flags.arguments import add_muon_arguments, build_parser
 from megatron_muon.tools.parser import CommandParser
-from tests.support.documented import ROOT, pages
+from tests.support.documented import PROGRAM, ROOT, blocks, pages
 
 PAGES = [ROOT / page for page in pages()]
 OTHERS = {
@@ -23,6 +23,7 @@ OTHERS = {
     *("--cpu-bind", "--cpus-per-task", "--qos"),
     *("--pid", "--repeats"),  # py-spy, a test by hand
     *("--dion", "--only"),  # benchmarks.any_model
+    *("--trl", "--compile"),  # examples/trainers
     *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
 }
 
@@ -104,3 +105,16 @@ def test_flags_in_the_pages_exist():
     for page in PAGES:
         mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w*-])", page.read_text("utf-8")))
         assert mentioned - known == set(), page.name
+
+
+def test_the_code_of_the_page_on_trainers_is_that_of_its_examples():
+    """Which tests run."""
+
+    def stripped(lines: Iterable[str]) -> str:
+        return "\n".join(line.strip() for line in lines if line.strip())
+
+    examples = "\n".join(stripped(file.open(encoding="utf-8")) for file in (ROOT / "examples/trainers").glob("*.py"))
+    code = [stripped(line for _, line in block) for block in blocks((ROOT / "docs/trainers.md").read_text("utf-8"))]
+    snippets = [block for block in code if not PROGRAM.match(block)]
+    assert len(snippets) == 4
+    assert [block for block in snippets if block not in examples] == []
