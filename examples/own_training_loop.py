@@ -75,10 +75,9 @@ def batch(generator: torch.Generator, device: torch.device) -> torch.Tensor:
 def main() -> None:
     """Train for 30 steps."""
     device = start()
-    megatron_muon.mend_megatron_fsdp()  # Muon 1 of 2: before the model is wrapped
     with quiet_imports():  # and about what it has deprecated
         model = wrapped_model(device)
-    config = megatron_muon.MuonOptimizerConfig(  # Muon 2 of 2: the optimizer
+    config = megatron_muon.MuonOptimizerConfig(  # Muon: the optimizer
         optimizer="muon",
         lr=0.02,
         min_lr=0.0,

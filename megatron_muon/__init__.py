@@ -5,10 +5,9 @@ matrix; the package brings the two together. For any PyTorch model, under FSDP2,
 
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4)   # after the model is sharded
 
-For Megatron under its own command line (`pretrain_gpt.py`), and in training loops of one's own:
+For Megatron under its own command line (`pretrain_gpt.py`), in its scripts, and in training loops of one's own:
 
-    megatron_muon.mend_megatron_fsdp()                                   # before the model is wrapped
-    optimizer = megatron_muon.get_megatron_muon_optimizer(config, [model])
+    megatron_muon.enable()    # before Megatron parses flags, or before get_megatron_optimizer is called
 
 Importing this package is cheap and changes nothing: neither torch nor megatron-core is imported, nothing is patched.
 What is named above is imported when it is first used.
@@ -22,15 +21,17 @@ from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
     from megatron_muon.fsdp.muon import Muon
+    from megatron_muon.megatron.enable import enable
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.megatron.settings import MuonOptimizerConfig
 
-__all__ = ["Muon", "MuonOptimizerConfig", "__version__", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
+__all__ = ["Muon", "MuonOptimizerConfig", "__version__", "enable", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
 
 _PLACES = {
     "Muon": "megatron_muon.fsdp.muon",
     "MuonOptimizerConfig": "megatron_muon.megatron.settings",
+    "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
     "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
 }

@@ -24,13 +24,18 @@ def _field(default: Any, /, **flag: Any) -> Any:
 
 @dataclass
 class RunSettings:
-    """For every run, with Muon and without."""
+    """For every run of pretrain_gpt.py, with Muon and without."""
 
     config: str | None = _field(None, metavar="FILE.yaml")
     """experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto takes CUDA where it is"""
+
+
+@dataclass
+class LoadSettings:
+    """For loading a checkpoint under Megatron-FSDP."""
 
     muon_allow_missing_state: bool = False
     """with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning"""

@@ -56,7 +56,7 @@ def nodes_of(group: dist.ProcessGroup) -> list[int]:
 
 def is_first_rank() -> bool:
     """Whether this is rank 0, or a process without others."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def say(text: str) -> None:

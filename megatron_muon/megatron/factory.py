@@ -36,9 +36,9 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.patches.fsdp import is_mended
+from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.settings import steps_for
 
@@ -49,7 +49,7 @@ def get_megatron_muon_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MuonChainedOptimizer:
-    """The optimizer for model chunks wrapped in Megatron-FSDP.
+    """The optimizer for model chunks wrapped in Megatron-FSDP, which is mended (`mend_megatron_fsdp`).
 
     Args:
         config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this package's settings.
@@ -107,14 +107,12 @@ def get_megatron_muon_optimizer(
 
 def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimizerConfig:
     """The config with this package's settings, all of which are supported and the same on all ranks. Collective."""
-    settings = config if isinstance(config, MuonOptimizerConfig) else MuonOptimizerConfig(**vars(config))
+    settings = with_settings(config)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         remedy = "wrap it first, or use megatron-core's own optimizer"
         raise UserError(f"the model is not wrapped in Megatron-FSDP; {remedy}")
-    if not is_mended():
-        remedy = "call megatron_muon.mend_megatron_fsdp() before the model is wrapped"
-        raise UserError(f"Megatron-FSDP of megatron-core 0.19 gets some gradients wrong; {remedy}")
+    mend_megatron_fsdp()
     compare_settings(vars(settings), [], range(dist.get_world_size()))
     check_supported(settings, model_chunks)
     return settings

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatron_muon import shipped
 from megatron_muon.checkpoint import files
+from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.errors import (
     ExitStatus,
     OffloadError,
@@ -28,7 +29,6 @@ from megatron_muon.errors import (
 )
 from megatron_muon.megatron import STATUS_FOLDER, tell
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.prepare import DEFAULTS, Launch, explained, prepare, refused
 from megatron_muon.megatron.provenance import check_versions
 
@@ -94,7 +94,7 @@ def _start(argv: Sequence[str]) -> None:
         _install(launch)
     alone = None if _has_group() else settle_one_process(os.environ)
     with contextlib.ExitStack() as held, own_warnings_in_one_line():
-        if _is_first():
+        if is_first_rank():
             config = shipped.note(launch.config.path) if launch.config else ""
             for note in filter(None, (config, *launch.notes, alone)):
                 print(f"megatron-muon: {note}", flush=True)
@@ -105,20 +105,12 @@ def _start(argv: Sequence[str]) -> None:
 
 
 def _install(launch: Launch) -> None:
-    """Patch megatron-core, and replace sys.argv, which it parses."""
-    from megatron_muon.megatron.patches import install as patches
+    """Replace sys.argv, which Megatron parses, and have megatron-core patched when it does."""
+    from megatron_muon.megatron.patches import install
     from megatron_muon.patching import Patches
 
-    args = launch.args
-    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
-    patches.install(
-        Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp, profile=args.profile
-    )
+    install.follow(Patches(), every_run=True)
     sys.argv = [sys.argv[0], *launch.argv, *(["--config", str(launch.config.path)] if launch.config else [])]
-
-
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _end_with(parent: int) -> None:
@@ -159,7 +151,7 @@ def _has_group() -> bool:
 def _help() -> None:
     """Print all flags, on the first rank."""
     check_versions()
-    if not _is_first():
+    if not is_first_rank():
         return
     with quiet_imports():
         parser = arguments.build_parser()
@@ -210,7 +202,7 @@ def _train() -> None:
 
     tell("stage", stage="initializing Megatron")
     with explained():
-        args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
+        args = parse_and_validate_args(extra_args_provider=arguments.add_run_arguments, args_defaults=DEFAULTS)
         config = pretrain_cfg_container_from_args(args, gpt_config(args))
     together = False
     try:

@@ -27,7 +27,6 @@ from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.provenance import check_versions
@@ -187,7 +186,7 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
     checked.rank, checked.world_size = 0, world_size
     checked._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     try:
-        with _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
+        with _as_in_training():
             _validate(checked)
             calculator.init_num_microbatches_calculator(
                 rank=checked.rank,
@@ -217,7 +216,7 @@ def complete(args: argparse.Namespace) -> None:
 
     from megatron_muon.megatron.data.tokenizers import build_megatron
 
-    with _as_in_training(True):
+    with _as_in_training():
         _validate(args)
         if args.vocab_size is None:
             try:
@@ -242,8 +241,8 @@ def _validate(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
-    """What `patches.install` changes of the validation and the configurations, for a while; prints are kept back.
+def _as_in_training() -> Iterator[None]:
+    """What a training changes of the validation, for a while; prints are kept back.
 
     `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
     """
@@ -253,9 +252,7 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
     with explained(), Patches() as changes, contextlib.redirect_stdout(io.StringIO()), quiet_imports():
         loading.run_no_pickles(changes)
-        if muon_under_fsdp:
-            patches.accept_muon(changes)
-            patches.use_factory(changes)
+        patches.accept_muon(changes)
         yield
 
 

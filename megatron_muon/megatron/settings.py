@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,15 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
     """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name."""
 
     muon_tp_mode: str = TP_MODE  # a plain OptimizerConfig keeps megatron-core's default
+
+
+def with_settings(config: OptimizerConfig, settings: Mapping[str, Any] | None = None) -> MuonOptimizerConfig:
+    """A config of megatron-core or of a subclass with this package's settings: its own attributes, else `settings`."""
+    if isinstance(config, MuonOptimizerConfig):
+        return config
+    names = {field.name for field in fields(MuonOptimizerConfig)}
+    given = {**(settings or {}), **vars(config)}
+    return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import step, train
 from megatron_muon import cli
-from megatron_muon.megatron.flags.arguments import add_muon_arguments, build_parser
+from megatron_muon.megatron.flags.arguments import add_muon_arguments, add_run_arguments, build_parser
 from megatron_muon.tools.parser import CommandParser
 from tests.support.documented import PROGRAM, ROOT, blocks, pages
 
@@ -77,7 +77,7 @@ def test_the_readme_links_every_page():
 def test_every_flag_of_ours_is_on_the_page():
     parser = argparse.ArgumentParser()
     parser.add_argument("--muon-fp32-matmul-prec", choices=["medium"])
-    add_muon_arguments(parser)
+    add_muon_arguments(add_run_arguments(parser))
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     page = (ROOT / "docs" / "flags.md").read_text("utf-8")
     assert len(flags) > 20

@@ -120,6 +120,7 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(gpt, "gpt_config", lambda *_: None)
             patched.setattr(megatron.training, "pretrain", fails)
             patched.setattr(dist, "is_initialized", lambda: is_initialized[0])
+            patched.setattr(dist, "get_rank", lambda: 1)
             patched.setattr(dist, "destroy_process_group", destroy)
             for name, value in {**TORCHRUN, STATUS_FOLDER: str(tmp_path)}.items():
                 patched.setenv(name, value)

@@ -2,8 +2,11 @@
 
 import argparse
 import contextlib
+import functools
+import sys
 import types
 
+import megatron.core.optimizer as optimizers
 import megatron.core.tensor_parallel.layers as tensor_parallel_layers
 import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
@@ -11,38 +14,63 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.patches import install as mcore_patches
-from megatron_muon.megatron.settings import MuonOptimizerConfig
 
-PATCHED = [
-    (dataset_utils, "compile_helpers"),
+FOLLOWED = [
+    (arguments, "add_megatron_arguments"),
     (arguments, "validate_args"),
-    (training, "get_megatron_optimizer"),
-    (training, "OptimizerConfig"),
+    (optimizers, "_get_megatron_emerging_optimizer"),
     (training, "clip_qk"),
-    (checkpointing, "handle_swiglu_in_state_dict"),
-    (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
+]
+OF_EVERY_RUN = [  # progress watches any optimizer; none runs what pickles name
+    (dataset_utils, "compile_helpers"),
+    (training, "get_megatron_optimizer"),
     (checkpointing, "_load_base_checkpoint"),
     (FileSystemReader, "read_metadata"),
     (DefaultLoadPlanner, "load_bytes"),
 ]
-OF_EVERY_RUN = [PATCHED[0], PATCHED[2], *PATCHED[-3:]]  # progress watches any optimizer; none runs what pickles name
+UNDER_FSDP = [
+    (checkpointing, "handle_swiglu_in_state_dict"),
+    (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
+]
+OF_MUON = [(training, "checkpoint_and_decide_exit"), (ParamAndGradBuffer, "reduce_scatter_gradients")]
+PATCHED = [*FOLLOWED, *OF_EVERY_RUN, *UNDER_FSDP, *OF_MUON]
+MUON = "--optimizer muon --use-megatron-fsdp"
 
 
-@pytest.mark.parametrize(("muon_under_fsdp", "expected"), [(True, PATCHED), (False, OF_EVERY_RUN)])
-def test_a_run_gets_its_patches_and_undo_restores_the_very_objects(patches, muon_under_fsdp, expected):
+@pytest.mark.parametrize(
+    ("flags", "every_run", "expected"),
+    [
+        (MUON, False, PATCHED),
+        ("--use-megatron-fsdp", False, FOLLOWED),
+        ("--optimizer muon", False, FOLLOWED),
+        ("--use-megatron-fsdp", True, [*FOLLOWED, *OF_EVERY_RUN, *UNDER_FSDP]),
+        ("", True, [*FOLLOWED, *OF_EVERY_RUN]),
+    ],
+)
+def test_a_run_gets_its_patches_and_undo_restores_the_very_objects(
+    patches, monkeypatch, capsys, flags, every_run, expected
+):
     before = [getattr(owner, name) for owner, name in PATCHED]
 
     def changed():
         return [each for each, was in zip(PATCHED, before, strict=True) if getattr(*each) is not was]
 
-    mcore_patches.install(patches, muon_under_fsdp=muon_under_fsdp)
+    mcore_patches.follow(patches, every_run=every_run)
+    assert changed() == FOLLOWED
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags.split()])
+    for _ in range(2):  # Megatron parses again for some of its features
+        arguments.parse_args()
     assert changed() == expected
+    assert capsys.readouterr().out.count("megatron-muon: patched for this run: ") == (expected != FOLLOWED)
     patches.undo()
     assert changed() == []
 
@@ -51,9 +79,11 @@ def other(*_args: object) -> None:
     """A function that takes nothing by the names that patches rely on."""
 
 
+use_factory = functools.partial(mcore_patches.use_factory, given={})
 OTHER_SIGNATURE = [
-    (mcore_patches.use_factory, training, "get_megatron_optimizer"),
-    (mcore_patches.use_factory, training, "clip_qk"),
+    (mcore_patches.follow, arguments, "add_megatron_arguments"),
+    (use_factory, optimizers, "_get_megatron_emerging_optimizer"),
+    (use_factory, training, "clip_qk"),
     (mcore_patches.accept_muon, arguments, "validate_args"),
     (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
     (saving.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
@@ -67,16 +97,13 @@ OTHER_CODE = [
     (saving.split_swiglu, handlers, "make_fsdp_dtensor"),
     (saving.write_tracker_at_once, checkpointing, "save_checkpoint"),
 ]
-ABSENT = [
-    (mcore_patches.use_shipped_dataset_helper, dataset_utils, "compile_helpers"),
-    (mcore_patches.use_factory, training, "OptimizerConfig"),
-]
+ABSENT = [(mcore_patches.use_shipped_dataset_helper, dataset_utils, "compile_helpers")]
 
 BEFORE = {
     "preprocess_fsdp_dtensor_state_dict": 1,
     "handle_swiglu_in_state_dict": 1,
-    "OptimizerConfig": 1,
-    "clip_qk": 2,
+    "clip_qk": 1,
+    "add_megatron_arguments": 3,
 }
 """What the patch of each has replaced before."""
 
@@ -132,7 +159,13 @@ def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypa
 
     monkeypatch.setattr(arguments, "validate_args", validate_args)
     mcore_patches.accept_muon(patches)
-    given = {"optimizer": "muon", "transformer_impl": implementation, "qk_clip": True, "log_max_attention_logit": True}
+    given = {
+        "optimizer": "muon",
+        "use_megatron_fsdp": True,
+        "transformer_impl": implementation,
+        "muon_exchange": "owner",
+    }
+    given |= {"qk_clip": True, "log_max_attention_logit": True}
     args = argparse.Namespace(**given)
     with pytest.raises(AssertionError) if refused else contextlib.nullcontext():
         arguments.validate_args(args)
@@ -140,24 +173,71 @@ def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypa
     assert vars(args) == given
 
 
-def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
-    called = {}
+def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patches, monkeypatch):
+    """Also a caller that imported it by name before; so did Megatron-Bridge what its checkpoints split SwiGLU with.
+
+    A config of megatron-core's own class ended in a TypeError.
+    """
+    called, bridge = {}, types.ModuleType("bridge")
+    bridge.handle = handlers.handle_swiglu_in_state_dict
+    monkeypatch.setitem(sys.modules, "bridge", bridge)
 
     def factory(config, model_chunks, config_overrides=None, pg_collection=None):
         called.update(config=config, chunks=model_chunks, overrides=config_overrides)
         return optimizer
 
+    def chunk(**config):
+        return types.SimpleNamespace(ddp_config=types.SimpleNamespace(**config), named_parameters=lambda: 1 / 0)
+
     optimizer = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
     monkeypatch.setattr("megatron_muon.megatron.factory.get_megatron_muon_optimizer", factory)
-    monkeypatch.setattr(mcore_patches, "get_args", lambda: options)
-    options = argparse.Namespace(tensorboard_dir=None, wandb_project="")
-    mcore_patches.use_factory(patches)
-    assert training.OptimizerConfig is MuonOptimizerConfig
-    config = MuonOptimizerConfig(lr=0.1, muon_metrics_interval=10)
-    made = training.get_megatron_optimizer(config, ["chunk"], config_overrides="overrides", use_gloo=True)
-    assert training.clip_qk(["chunk"], log_max_only=True) is optimizer.qk_clip.largest, "what the step has measured"
-    assert (made, called) == (optimizer, {"config": config, "chunks": ["chunk"], "overrides": "overrides"})
-    assert config.muon_metrics_interval == 0  # nothing to write them to
+    mcore_patches.use_factory(patches, {"muon_exchange": "allgather", "muon_lr": 3.0})
+    config = OptimizerConfig(optimizer="muon", lr=0.1)
+    config.muon_lr = 2.0  # as a program sets it that has no flags
+    with pytest.raises(ZeroDivisionError):  # Megatron's own goes through the parameters
+        get_megatron_optimizer(config, [chunk(use_megatron_fsdp=False)], {}, pg_collection=True)
+    assert bridge.handle is handlers.handle_swiglu_in_state_dict
+    sharded = chunk(use_megatron_fsdp=True)
+    assert get_megatron_optimizer(config, [sharded], {}) is optimizer
+    assert training.clip_qk([sharded], log_max_only=True) is optimizer.qk_clip.largest, "what the step has measured"
+    assert bridge.handle is checkpointing.handle_swiglu_in_state_dict is not handlers.handle_swiglu_in_state_dict
+    assert called["chunks"] == [sharded]
+    settings = called["config"]
+    assert (settings.lr, settings.muon_lr, settings.muon_exchange) == (0.1, 2.0, "allgather")
+    assert settings.muon_tp_mode == config.muon_tp_mode == "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--muon-exchange allgather", "--muon-exchange needs --optimizer muon --use-megatron-fsdp"),
+        ("--use-megatron-fsdp --no-verify-checkpoint", "--no-verify-checkpoint needs --optimizer muon"),
+        (f"{MUON} --muon-ns-device cpu", "--muon-ns-device needs --muon-offload cpu or nvme"),
+        (f"{MUON} --muon-exchange-buffer-mb nan", "--muon-exchange-buffer-mb nan is not finite"),
+        (f"{MUON} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not work"),
+    ],
+)
+def test_a_flag_that_would_do_nothing_is_one_line_as_soon_as_it_is_read(patches, monkeypatch, flags, says):
+    mcore_patches.follow(patches)
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags.split()])
+    with pytest.raises(UserError) as error:
+        arguments.parse_args()
+    assert str(error.value).startswith(says)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_module_imported_by_name_is_patched_too(patches, monkeypatch):
+    """`from megatron.training.arguments import validate_args` before `enable` kept the function that refuses Muon."""
+    script = types.ModuleType("script")
+    script.check, script.own = arguments.validate_args, other
+    monkeypatch.setitem(sys.modules, "script", script)
+    mcore_patches.follow(patches)
+    assert script.check is arguments.validate_args
+    assert script.own is other
+    with pytest.raises(UserError, match=r"^--optimizer muon: its flags were parsed without .*enable\(\) earlier"):
+        script.check(argparse.Namespace(optimizer="muon", use_megatron_fsdp=True))
+    patches.undo()
+    assert script.check is arguments.validate_args
 
 
 def test_a_bias_is_added_in_place_to_what_one_rank_has(patches, monkeypatch):

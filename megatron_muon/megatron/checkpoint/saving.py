@@ -1,6 +1,6 @@
 """The patches of megatron-core that saving fsdp_dtensor checkpoints needs, one function each, for Muon and for Adam.
 
-What only loading needs is in `loading`, and installed from here.
+What only loading needs is in `loading`.
 """
 
 from __future__ import annotations
@@ -38,25 +38,8 @@ from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.checkpoint import loading
 from megatron_muon.megatron.state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
-
-
-def install(patches: Patches, *, adam: bool) -> None:
-    """Install what a run under Megatron-FSDP needs; `adam`: its optimizer is built by megatron-core's own factory."""
-    split_swiglu(patches)
-    save_beside_and_rename(patches)
-    write_tracker_at_once(patches)
-    explain_failed_saves(patches)
-    have_main_weights_at_hand(patches)
-    loading.load_what_is_there(patches)
-    loading.explain_load_refusals(patches)
-    loading.keep_loaded_main_weights(patches)
-    try_saving_before_training(patches)
-    remember_signals(patches)
-    if adam:
-        keep_adam_state_alike(patches)
 
 
 def save_beside_and_rename(patches: Patches) -> None:

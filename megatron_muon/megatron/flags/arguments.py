@@ -20,7 +20,7 @@ from megatron_muon.errors import UserError, install
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, Rules, muon_rules, refuse
-from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
+from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings
 
 MODEL_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--hybrid-layer-pattern"),
@@ -44,20 +44,23 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's flags to megatron.training's parser."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that pretrain_gpt.py has and no other script."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     ArgumentGroupFactory(RunSettings).build_group(parser, title="this package")
-    ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
-    allow_full_precision(parser)
     return parser
 
 
-def allow_full_precision(parser: argparse.ArgumentParser) -> None:
-    """Add "highest", torch's name for products in full fp32, to the choices of --muon-fp32-matmul-prec."""
+def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags that any script has, and "highest", torch's full fp32, to those of --muon-fp32-matmul-prec."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    ArgumentGroupFactory(LoadSettings).build_group(parser, title="loading under megatron-fsdp")
+    ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
     precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
     precision.choices = list(dict.fromkeys([*(precision.choices or ()), "highest"]))
+    return parser
 
 
 def build_parser() -> Parser:
@@ -66,7 +69,7 @@ def build_parser() -> Parser:
 
     parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)  # `launch` shows help
     add_megatron_arguments(parser)
-    add_muon_arguments(parser)
+    add_muon_arguments(add_run_arguments(parser))
     for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -155,9 +158,6 @@ def _of_run(args: argparse.Namespace, *, on_cpu: bool, elsewhere: bool) -> Rules
     """Flags of Megatron that do nothing, or something else, in a run."""
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
     yield pattern, f"--hybrid-layer-pattern {pattern} makes a hybrid model, which a run does not train; leave it out"
-    pipeline = args.pipeline_model_parallel_size  # the mesh is made of all ranks
-    without = f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
-    yield args.use_megatron_fsdp and pipeline > 1, without
     torchs, first, end = args.use_pytorch_profiler, args.profile_step_start, args.profile_step_end
     written = args.profile and (args.tensorboard_dir if torchs else not on_cpu)
     yield (

@@ -141,6 +141,9 @@ def needs_whole_updates(settings: Any) -> bool:
 def _optimizer(run: MuonRun) -> Rules:
     values, under_fsdp, optimizer = run.values, run.values.use_megatron_fsdp, run.values.optimizer
     is_adaptive, with_muon = optimizer == "adaptive_muon", optimizer in MUONS or run.has_model
+    pipeline = values.pipeline_model_parallel_size  # the mesh is made of all ranks
+    without = f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
+    yield under_fsdp and pipeline > 1, without
     layer_wise = optimizer == "dist_muon" or getattr(values, "use_layer_wise_distributed_optimizer", False)
     yield values.fp16 and with_muon, f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or fp32"
     shards = "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's shards; use muon"

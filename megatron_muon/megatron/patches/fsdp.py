@@ -19,21 +19,16 @@ from megatron_muon.patching import Patches
 def mend_megatron_fsdp(patches: Patches | None = None) -> None:
     """Correct what Megatron-FSDP of megatron-core 0.19 does to gradients, for any optimizer; twice is once.
 
-    For a training loop of one's own, before the model is wrapped; the command line does it by itself. `patches` records
-    what is replaced; None leaves it in place until the process ends. A RuntimeError, with nothing patched, where this
-    megatron-core is not as expected.
+    For a training loop of one's own, before its first backward pass; this package's optimizer does it by itself.
+    `patches` records what is replaced; None leaves it in place until the process ends. A RuntimeError, with nothing
+    patched, where this megatron-core is not as expected.
     """
-    if is_mended():
+    if hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__"):
         return
     patches = Patches() if patches is None else patches
     reduce_without_frozen(patches)
     mend_factors(patches)
     reduce_over_instances(patches)
-
-
-def is_mended() -> bool:
-    """Whether `mend_megatron_fsdp` is in place."""
-    return hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__")
 
 
 def reduce_without_frozen(patches: Patches) -> None:
@@ -65,27 +60,34 @@ def mend_factors(patches: Patches) -> None:
     finished.
     """
 
-    @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
-    def with_factors(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, ddp_config, *args, **kwargs)
-        self.lone_gradients = []
-        sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-        sharded = sharded and not ddp_config.average_in_collective  # whose average takes no factor
-        for group in self.parameter_groups:
-            gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
-            if helper is not None and gradients is not None:
-                helper.gradient_scaling_factor = gradients.gradient_scaling_factor
-            reduced = helper or gradients
-            lone = sharded and reduced is not None and not reduced.is_data_distributed
-            if lone and reduced.gradient_scaling_factor is not None:
-                self.lone_gradients.append((gradients, reduced.gradient_scaling_factor))
-                reduced.gradient_scaling_factor = None
+    @patches.around(GradReducePipeline, "reduce_gradients")
+    def with_factors(reduce: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(self.buffer, "lone_gradients"):  # before its first gradient
+            self.buffer.lone_gradients = _lone_gradients(self.buffer)
+        reduce(self, *args, **kwargs)
 
     @patches.around(MegatronFSDP, "attach_grad_to_optimizer_state")
     def average(attach: Callable[..., None], self: Any) -> None:
-        for gradients, factor in self.param_and_grad_buffer.lone_gradients:
+        for gradients, factor in getattr(self.param_and_grad_buffer, "lone_gradients", ()):
             gradients.data.mul_(factor)
         attach(self)
+
+
+def _lone_gradients(buffer: Any) -> list[tuple[Any, float]]:
+    """Give the helpers of a buffer their factors, and take those of lone ranks away: gradients, and what they lack."""
+    found, config = [], buffer.ddp_config
+    sharded = config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    sharded = sharded and not config.average_in_collective  # whose average takes no factor
+    for group in buffer.parameter_groups:
+        gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
+        if helper is not None and gradients is not None:
+            helper.gradient_scaling_factor = gradients.gradient_scaling_factor
+        reduced = helper or gradients
+        lone = sharded and reduced is not None and not reduced.is_data_distributed
+        if lone and reduced.gradient_scaling_factor is not None:
+            found.append((gradients, reduced.gradient_scaling_factor))
+            reduced.gradient_scaling_factor = None
+    return found
 
 
 def reduce_over_instances(patches: Patches) -> None:

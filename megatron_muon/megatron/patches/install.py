@@ -1,49 +1,129 @@
-"""The patches of megatron-core that a run needs, most of them for Muon under Megatron-FSDP, one function each."""
+"""The patches of megatron-core that a run needs, most of them for Muon under Megatron-FSDP, one function each.
+
+`follow` comes before flags are parsed, `install` when they are: in pretrain_gpt.py, and in any script by
+`megatron_muon.enable`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import importlib
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from types import FunctionType
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
+import megatron.core.optimizer as optimizers
 import megatron.core.pipeline_parallel.schedules as schedules
 import megatron.core.tensor_parallel.layers as layers
 import megatron.training.arguments as arguments
+import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import torch
 from megatron.training import get_args
 
+from megatron_muon import cpu
+from megatron_muon.core.numbers import check_numbers
 from megatron_muon.core.probe import span
-from megatron_muon.errors import OffloadError, SaveError
+from megatron_muon.core.ranks import say
+from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading, saving
-from megatron_muon.megatron.flags.arguments import allow_full_precision
+from megatron_muon.megatron.flags.arguments import add_muon_arguments
+from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, MuonRun, muon_rules, refuse
+from megatron_muon.megatron.gpu import settle_device
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import log_to_both, show_progress
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.settings import with_settings
 from megatron_muon.patching import Patches
+from megatron_muon.settings import LoadSettings
+
+TOO_LATE = "call megatron_muon.enable() earlier, before Megatron parses flags and makes an optimizer"
+_OURS = (*FIELDS, *(field.name for field in fields(LoadSettings)))
 
 
-def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False, profile: bool = False) -> None:
-    """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most."""
-    use_shipped_dataset_helper(patches)
-    accept_full_precision(patches)
+def follow(patches: Patches, settings: Mapping[str, Any] | None = None, *, every_run: bool = False) -> None:
+    """Give megatron.training's parsers this package's flags, and `install` what a run needs when its flags are read.
+
+    That is a run with Muon under Megatron-FSDP, or `every_run`. `settings` are defaults of the flags, and of the config
+    that an optimizer is made from without flags.
+    """
+    given, installed = dict(settings or {}), list[str]()
+    accept_muon(patches)
+    use_factory(patches, given)
+
+    @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
+    def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_muon_arguments(add(parser))
+        parser.set_defaults(**given)
+        patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))  # by parse_args, too
+        return parser
+
+    def parse_known_args(parser: Any, parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        flags, unknown = parse(*args, **kwargs)
+        if muon := _has_muon(flags):
+            if not torch.cuda.is_available():
+                settle_device("auto")
+            check_numbers(flags)
+            refuse(muon_rules(MuonRun(values=flags, on_cpu=cpu.installed(), has_model=False)))
+            given.update({name: getattr(flags, name) for name in FIELDS})
+            if not (flags.tensorboard_dir or flags.wandb_project):
+                given["muon_metrics_interval"] = 0  # nobody would see them
+        else:
+            ours = [
+                each for each in parser._actions if each.dest in _OURS and getattr(flags, each.dest) != each.default
+            ]
+            needs = "needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
+            refuse((not every_run, f"{each.option_strings[0]} {needs}") for each in ours)
+        if (muon or every_run) and not installed:
+            under_fsdp = flags.use_megatron_fsdp
+            installed.extend(install(patches, muon_under_fsdp=muon, megatron_fsdp=under_fsdp, profile=flags.profile))
+            _replace_copies(patches)
+            say(f"megatron-muon: patched for this run: {', '.join(installed)}")
+        return flags, unknown
+
+    _replace_copies(patches)
+
+
+def _has_muon(args: argparse.Namespace) -> bool:
+    return bool(args.use_megatron_fsdp and args.optimizer in MUONS)
+
+
+def _replace_copies(patches: Patches) -> None:
+    """Give modules that imported a function of megatron.training by name what has been put in its place."""
+    functions = [each for owner in (arguments, checkpointing, training) for each in vars(owner).values()]
+    now = {inspect.unwrap(function): function for function in functions if hasattr(function, "__wrapped__")}
+    for module in list(sys.modules.values()):
+        if not getattr(module, "__name__", "").startswith(("megatron.core", "megatron.training", "megatron_muon")):
+            for name, value in list(vars(module).items()):
+                if type(value) is FunctionType and value in now:
+                    patches.replace(module, name, now[value])
+
+
+def install(
+    patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False, profile: bool = False
+) -> list[str]:
+    """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most. Returns the names."""
+    chosen: list[Callable[[Patches], None]] = [use_shipped_dataset_helper]
     if muon_under_fsdp:
-        accept_muon(patches)
-        use_factory(patches)
-        stop_after_offload_failure(patches)
-        mend_megatron_fsdp(patches)
-    show_progress(patches, on_gpu=torch.cuda.is_available())
-    log_to_both(patches)
+        chosen += [stop_after_offload_failure, mend_megatron_fsdp]
+    chosen += [show_progress, log_to_both]
     if profile:
-        count_global_steps(patches)
-        name_parts(patches)
+        chosen += [count_global_steps, name_parts]
     if muon_under_fsdp or megatron_fsdp:
-        let_experts_have_biases(patches)
-        saving.install(patches, adam=not muon_under_fsdp)
-    loading.run_no_pickles(patches)
+        chosen += [let_experts_have_biases, saving.split_swiglu, saving.save_beside_and_rename]
+        chosen += [saving.write_tracker_at_once, saving.explain_failed_saves, saving.have_main_weights_at_hand]
+        chosen += [loading.load_what_is_there, loading.explain_load_refusals, loading.keep_loaded_main_weights]
+        chosen += [saving.try_saving_before_training, saving.remember_signals]
+    if megatron_fsdp and not muon_under_fsdp:
+        chosen += [saving.keep_adam_state_alike]
+    chosen += [loading.run_no_pickles]
+    for patch in chosen:
+        patch(patches)
+    return [patch.__name__ for patch in chosen]
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:
@@ -55,19 +135,6 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
             importlib.import_module("megatron.core.datasets.helpers_cpp")
         except ImportError:
             build()
-
-
-def accept_full_precision(patches: Patches) -> None:
-    """Let every parser of the run take `--muon-fp32-matmul-prec highest`.
-
-    0.19 parses the command line again in ft_integration.setup, where a value that a flag does not know ends the run.
-    """
-
-    @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
-    def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add(parser)
-        allow_full_precision(parser)
-        return parser
 
 
 def let_experts_have_biases(patches: Patches) -> None:
@@ -83,7 +150,7 @@ def let_experts_have_biases(patches: Patches) -> None:
 
 
 def accept_muon(patches: Patches) -> None:
-    """Validate a run of `--optimizer muon` as one of Adam, and one of local attention as one that needs no logits.
+    """Validate Muon under Megatron-FSDP as Adam, and local attention in it as one that needs no logits.
 
     0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation sets for Adam under
     Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for --qk-clip and --log-max-attention-logit, and
@@ -94,6 +161,10 @@ def accept_muon(patches: Patches) -> None:
     def validate_args(
         validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
     ) -> Any:
+        if not _has_muon(args):
+            return validate(args, defaults or {})
+        if not hasattr(args, FIELDS[0]):
+            raise UserError(f"--optimizer {args.optimizer}: its flags were parsed without this package's; {TOO_LATE}")
         shown: dict[str, Any] = {"optimizer": "adam"}
         if args.transformer_impl == "local":
             shown |= {"qk_clip": False, "log_max_attention_logit": False}
@@ -105,35 +176,42 @@ def accept_muon(patches: Patches) -> None:
             vars(args).update(before)
 
 
-def use_factory(patches: Patches) -> None:
-    """Have the training loop build its optimizer with our factory, from a config that carries our flags.
+def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
+    """Have whoever calls get_megatron_optimizer for Muon under Megatron-FSDP get this package's optimizer.
 
-    Its step clips queries and keys. 0.19's clip_qk, which the loop calls afterwards, looks for
+    `given` are the settings that a config of megatron-core's class lacks.
+
+    The optimizer's step clips queries and keys. 0.19's clip_qk, which the training loop calls afterwards, looks for
     `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the next step installs anew
     from its main weights; here it returns the logit that the step has measured, still on the device.
     """
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
 
     made: list[Any] = []
+    takes = ["config", "model_chunks", "config_overrides", "pg_collection"]
 
+    @patches.around(optimizers, "_get_megatron_emerging_optimizer", takes=takes)
     def get_optimizer(
-        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
+        build: Callable[..., Any],
+        config: Any,
+        model_chunks: Any,
+        config_overrides: Any = None,
+        pg_collection: Any = None,
     ) -> Any:
-        args = get_args()
-        if not (args.tensorboard_dir or args.wandb_project):
-            config.muon_metrics_interval = 0  # nobody would see them
-        made[:] = [get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)]
+        under_fsdp = getattr(getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False)
+        if config.optimizer not in MUONS or not under_fsdp:
+            return build(config, model_chunks, config_overrides, pg_collection)
+        if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):  # no flags: a loop of one's own
+            saving.split_swiglu(patches)
+            _replace_copies(patches)
+            say("megatron-muon: patched for this loop: mend_megatron_fsdp, split_swiglu")
+        settings = with_settings(config, given)
+        made[:] = [get_megatron_muon_optimizer(settings, model_chunks, config_overrides, pg_collection)]
         return made[0]
 
-    def clip_qk(model: Any, log_max_only: bool = False) -> torch.Tensor:
-        largest: torch.Tensor = made[0].qk_clip.largest
-        return largest
-
-    patches.replace(
-        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
-    )
-    patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
-    patches.replace(training, "clip_qk", clip_qk, takes=["model", "log_max_only"])
+    @patches.around(training, "clip_qk", takes=["model", "log_max_only"])
+    def clip_qk(clip: Callable[..., Any], model: Any, log_max_only: bool = False) -> Any:
+        return made[0].qk_clip.largest if made else clip(model, log_max_only)
 
 
 def stop_after_offload_failure(patches: Patches) -> None:

@@ -64,9 +64,9 @@ class Clock(NamedTuple):
         return cls(iteration, time.monotonic(), timers("interval-time").active_time(), in_optimizer)
 
 
-def show_progress(patches: Patches, *, on_gpu: bool) -> None:
+def show_progress(patches: Patches) -> None:
     """Report what a training does, with speed and time left, and log Muon's metrics."""
-    progress = Progress(on_gpu=on_gpu)
+    progress = Progress(on_gpu=torch.cuda.is_available())
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step", takes=["iteration"])(progress.step)
     patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(

@@ -1,0 +1,149 @@
+"""`megatron_muon.enable()` in a Megatron script and in a training loop of one's own: as pretrain_gpt.py, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_muon.errors import UserError
+from tests.support import cli, model
+from tests.support.case import Case, batches
+from tests.support.cases import MOE
+from tests.support.pool import Pool
+
+SCRIPT = cli.ROOT / "tests" / "support" / "own_megatron.py"
+FSDP = (
+    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
+    *("--ckpt-format", "fsdp_dtensor", "--use-distributed-optimizer"),
+)
+MUON = (*FSDP, "--optimizer", "muon", "--muon-exchange-buffer-mb", "1")
+STEPS = ("--global-batch-size", "4", "--train-iters", "4")
+ON_CPU = (
+    *("--eval-interval", "1000", "--distributed-backend", "gloo", "--num-workers", "0"),
+    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
+    *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+)
+"""What pretrain_gpt.py fills in."""
+
+
+def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
+    """Run the script on two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    flags = (*cli.TINY, *STEPS, *ON_CPU, *flags)
+    return cli.run([*torchrun, *flags], folder, env={"ENABLE": enabled}, cold=cold).checked()
+
+
+def weights(run: cli.Run) -> set[str]:
+    """A checksum for each rank."""
+    found = set(re.findall(r"weights of rank (\d: \d+)", run.output))
+    assert len(found) == 2, run.tail
+    return found
+
+
+def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path, corpus):
+    """It is enabled first and cold, then after Megatron's functions were imported by name, and twice."""
+    flags = (*corpus, *MUON, "--save", "checkpoints", "--save-interval", "3")
+    ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
+    first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
+    resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")
+    assert len(ours.losses) == 4
+    assert ours.losses[3] < ours.losses[0] - 0.5
+    assert first.losses == ours.losses[:3]
+    assert resumed.losses == ours.losses[3:]
+    for run in (first, resumed):
+        (patched,) = re.findall("^megatron-muon: patched for this run: (.*)$", run.output, re.MULTILINE)
+        assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(patched.split(", "))
+
+
+@pytest.mark.parametrize("flags", [(), FSDP])
+def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpus, flags):
+    before, after = (own(tmp_path, enabled, *corpus, *flags) for enabled in ("", "last"))
+    assert before.losses == after.losses
+    assert weights(before) == weights(after)
+    assert weights(before) != weights(own(tmp_path, "", *corpus, *flags, "--seed", "8"))
+    assert "megatron-muon" not in after.output
+
+
+def own_loop(rank: int, world_size: int) -> list[str]:
+    """In a worker: what differs where Megatron's own factory makes the optimizer of a plain config, enabled that late.
+
+    Gradients of experts are reduced by one rank each here, which megatron-core 0.19 does wrongly.
+    """
+    import torch
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import megatron_muon
+
+    case = MOE.but(expert_parallel=2, optimizer={"clip_grad": 0.3, "muon_momentum_dtype": "bf16"})
+
+    def from_megatron(case: Case, wrapped: torch.nn.Module, groups: Any) -> Any:
+        theirs = {field.name for field in dataclasses.fields(OptimizerConfig)}
+        config = OptimizerConfig(
+            use_distributed_optimizer=True, **{name: case.settings[name] for name in theirs & case.settings.keys()}
+        )
+        megatron_muon.enable(**{name: case.settings[name] for name in case.settings.keys() - theirs})
+        return get_megatron_optimizer(config, [wrapped], None, pg_collection=groups)
+
+    seen: list[dict[str, Any]] = []
+    for build in (model._optimizer, from_megatron):
+        with mock.patch.object(model, "_optimizer", build):
+            trainer = model.Trainer(case)
+        results = [trainer.train(tokens, micro_batches=2) for tokens in batches(3)]
+        seen.append({**trainer.bits(), "steps": torch.tensor([(loss, *result[:2]) for loss, result in results])})
+        sys.modules["__main__"].installed.undo()  # the next model is wrapped in what megatron-core ships
+    assert seen[0].keys() == seen[1].keys()
+    return [name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])]
+
+
+def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(ranks: Pool) -> None:
+    """Megatron-FSDP was mended before the model was wrapped, or not at all."""
+    assert ranks(2, own_loop) == [[], []]
+
+
+def misused(rank: int, world_size: int, *, how: str) -> str:
+    """In a worker: the error that a call that does nothing ends in."""
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+    from megatron.training import global_vars
+
+    import megatron_muon
+
+    again: dict[str, Any] = {}
+    if how == "parsed":
+        global_vars._GLOBAL_ARGS = object()
+    elif how == "made":
+        shard = torch.nn.Parameter(torch.ones(2, 2))
+        shard.megatron_fsdp_dist_index = None  # type: ignore[attr-defined]  # as Megatron-FSDP marks it
+        kept = TensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2)), shard])
+        assert kept
+    elif how == "again":
+        megatron_muon.enable(muon_lr=0.1)
+        megatron_muon.enable()
+        again = {"muon_lr": 0.2}
+    else:
+        again = {how: 1}
+    with pytest.raises(UserError) as error:
+        megatron_muon.enable(**again)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("parsed", "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags and makes"),
+        ("made", "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags and makes"),
+        ("again", "was called before, with {'muon_lr': 0.1}; call it once"),
+        ("muon_exchnage", "has no setting muon_exchnage; did you mean muon_exchange?"),
+        ("muon_nesterov", "has no setting muon_nesterov; Megatron's own belong in its config"),
+    ],
+)
+def test_a_call_that_would_do_nothing_is_one_line(ranks: Pool, how: str, says: str) -> None:
+    (error,) = ranks(1, misused, how=how)
+    assert error.startswith(f"megatron_muon.enable {says}")
+    assert "\n" not in error
