@@ -191,8 +191,9 @@ class Muon(MuonState):
         for ranks in in_order:
             checks.compare_settings(given, selection.groups, ranks or beside)
         groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
-        self.group = groups[in_order.index(max(in_order, key=len))]
-        if given["metrics_interval"] and any(set(ranks) - set(max(in_order, key=len)) for ranks in in_order):
+        largest = max(in_order, key=len)
+        self.group = groups[in_order.index(largest)]
+        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in in_order):
             raise UserError(
                 f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of ranks that hold a "
                 f"parameter together, and {in_order} cross; use metrics_interval=0"

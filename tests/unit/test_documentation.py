@@ -22,7 +22,7 @@ OTHERS = {
     *("--exclusive", "--export", "--wrap", "--signal", "--no-requeue"),  # SLURM
     *("--cpu-bind", "--cpus-per-task", "--qos"),
     *("--pid", "--repeats"),  # py-spy, a test by hand
-    *("--dion", "--only"),  # benchmarks.any_model
+    *("--dion", "--only", "--experts"),  # benchmarks.any_model
     *("--trl", "--compile"),  # examples/trainers
     *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
 }
