@@ -95,7 +95,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._weights = weights or Storage(lambda index: local_rows(self._matrices[index]))
         self._skip_missing = skip_missing
         self._missing = set[int]()
-        self._failed: torch.Tensor | None = None  # with skip_missing: which matrices some rank cannot update, bool
+        self._failed: torch.Tensor | None = None  # with skip_missing: NaN for matrices that some rank cannot update
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         chunks, device = exchange.chunks, exchange.arena.memory.device
         in_order = [index for chunk in chunks for index in chunk.indices]
@@ -209,28 +209,27 @@ class ShardedMuon(torch.optim.Optimizer):
             failed.index_add_(0, at, sums.mul_(0.0))
         if self.exchange.scheme != LOCAL and self.exchange.group.size() > 1:
             dist.all_reduce(failed, group=self.exchange.group)
-        self._failed = failed.isnan()
-        if device.type == "cpu" and not self._failed.any():  # where nothing waits for a device to tell
+        self._failed = failed
+        if device.type == "cpu" and not failed.isnan().any():  # where nothing waits for a device to tell
             self._failed = None
 
     def prepare(self, chunk: Chunk) -> None:
         """First phase: this rank's rows of the gradients, fp32, to `chunk.prepared`, where rules change them.
 
-        Rows of a matrix that some rank cannot update become NaN, so that no rank updates it.
+        Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no rank updates it.
         """
         with self.probe.phase("momentum"):
             self._collect_gradients(chunk)
-            failed = None
-            if self._failed is not None:
-                failed = self._failed[chunk.index].repeat_interleave(chunk.sizes, output_size=chunk.numel)
+            marks = None if self._failed is None else self._failed[chunk.index]
+            failed = None if marks is None else marks.isnan()
             flat = self._flat_momentum[chunk.number]
             for places, momentum in self._momentum.borrow(chunk.indices):
                 part = self._part(chunk, places, chunk.prepared, chunk.prepared_rows, momentum, flat, failed)
                 for rule in self.rules:
                     rule.before(part)
                 self.probe.momentum(part.indices, momentum, self.exchange.replicas)
-            if failed is not None:
-                chunk.prepared.masked_fill_(failed, torch.nan)
+            if marks is not None:
+                chunk.prepared.index_add_(0, chunk.firsts, marks)
 
     def packed(self, chunk: Chunk) -> None:
         """Nothing to do: prepared rows are read in the order of the stream."""
@@ -259,7 +258,7 @@ class ShardedMuon(torch.optim.Optimizer):
         indices = chunk.indices[chosen]
         if len(places) < len(chunk.indices):
             cut = slice(chunk.starts[places.start], chunk.starts[places.stop])
-            flat, rows, failed = flat[cut], rows[chosen], None if failed is None else failed[cut]
+            flat, rows, failed = flat[cut], rows[chosen], None if failed is None else failed[chosen]
         if flat.device != state[0].device:
             flat = flat.to(state[0].device)
             parts = flat.split([one.numel() for one in rows])

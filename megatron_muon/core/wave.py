@@ -23,7 +23,7 @@ class Chunk:
         starts: these first elements, and the end, `numel`.
         prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update is not finite.
         prepared_rows, updated_rows: views of both, `(rows, cols)` each.
-        firsts, sizes, index: first elements, numbers of elements and matrices on the device, int64.
+        firsts, index: first elements and matrices on the device, int64.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Chunk:
         self.indices = [held.of for held in rows]
         self.starts = [*(held.start for held in rows), numel]
         self.prepared_rows, self.updated_rows = self.views(prepared), self.views(updates)
-        self.firsts, self.sizes, self.index = (
+        self.firsts, self.index = (
             torch.tensor(numbers, dtype=torch.int64, device=prepared.device)
-            for numbers in (self.starts[:-1], [held.shard.numel for held in rows], self.indices)
+            for numbers in (self.starts[:-1], self.indices)
         )
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ w), element by element.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, override
@@ -32,12 +33,7 @@ class Momentum(Rule):
     @override
     def before(self, part: Part) -> None:
         if part.failed is not None:  # their momentum is mixed with itself
-            if part.flat_state is not None:
-                torch.where(part.failed, part.flat_state, part.flat, out=part.flat)
-            else:
-                masks = part.failed.split([one.numel() for one in part.rows])
-                for one, values, mask in zip(part.rows, part.state, masks, strict=True):
-                    torch.where(mask.view(one.shape), values, one, out=one)
+            self._keep(part, part.failed)
         for group, rows, momentum in part.by_group():
             share = group["momentum"]
             if len(rows) == 1 and self._nesterov:  # one tensor may be more than a launch of calls on lists takes
@@ -49,6 +45,24 @@ class Momentum(Rule):
                 torch._foreach_lerp_(rows, momentum, share)
             else:
                 torch._foreach_copy_(rows, momentum)
+
+    @staticmethod
+    def _keep(part: Part, failed: torch.Tensor) -> None:
+        """Put the momentum of matrices that fail in the place of their rows; one pass over neighbours of one size.
+
+        A mask of elements would cost more than the iteration: `repeat_interleave` gives a whole matrix to one warp.
+        """
+        if part.flat_state is None:
+            for rows, momentum, flag in zip(part.rows, part.state, failed.unbind(), strict=True):
+                torch.where(flag, momentum, rows, out=rows)
+            return
+        start, first = 0, 0
+        for numel, alike in itertools.groupby(one.numel() for one in part.rows):
+            count = len(list(alike))
+            end = start + count * numel
+            rows, momentum = (flat[start:end].view(count, numel) for flat in (part.flat, part.flat_state))
+            torch.where(failed[first : first + count, None], momentum, rows, out=rows)
+            start, first = end, first + count
 
 
 class CoupledDecay(Rule):

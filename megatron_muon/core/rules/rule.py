@@ -56,7 +56,7 @@ class Part:
     rows: list[torch.Tensor]  # views of it
     state: list[torch.Tensor]  # momentum before the exchange, weights after it
     flat_state: torch.Tensor | None = None  # all of it, in the order of `flat`, where it lies so
-    failed: torch.Tensor | None = None  # before the exchange: elements of `flat` that no rank updates; None: none
+    failed: torch.Tensor | None = None  # before the exchange: which matrices no rank updates, bool; None: none
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
