@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.step import put_on_device
@@ -101,6 +102,30 @@ def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> N
         third = enqueued(muon)
     assert len(second) > 50
     assert second == third
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_learning_rate_in_a_tensor_steps_as_the_number_does(variant: str) -> None:
+    """Story: with `cuda_graph=True`, MuonHyperball took the address of the tensor for the learning rate."""
+    settings = {"optimizer": "muon", "lr": 0.1, "weight_decay": 0.1, "muon_fp32_matmul_prec": "highest"}
+    config = MuonOptimizerConfig(**{**settings, **VARIANTS[variant]})
+    layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES)))
+    found = []
+    for as_tensor in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        held = Held(layout, Alone(), torch.device("cpu"), [1] * len(SHAPES))  # type: ignore[arg-type]
+        names = {parameter: f"w{i}" for i, parameter in enumerate(parameters)}
+        muon = make_muon([{"params": parameters}], held, config, names, offload=None)
+        if as_tensor:
+            muon.param_groups[0]["lr"] = torch.tensor(0.1)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            muon.step()
+        found.append(parameters)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_number_of_the_host_would_be_captured() -> None:

@@ -111,10 +111,9 @@ class Hyperball(Rule):
         radius, (of_update, product) = sums[0].sqrt(), sums[1:]
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0
-        for rate, alike in itertools.groupby(
-            rates, key=lambda rate: id(rate) if isinstance(rate, torch.Tensor) else rate
-        ):
-            end = start + len(list(alike))
+        for _, alike in itertools.groupby(rates, key=lambda rate: id(rate) if isinstance(rate, torch.Tensor) else rate):
+            rate, *others = alike
+            end = start + 1 + len(others)
             pace[self._starts[start] : self._starts[end]] *= rate
             start = end
         moved = sums[0] - 2.0 * pace * product + pace.square() * of_update  # the square of ||w - pace * update||
