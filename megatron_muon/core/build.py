@@ -17,13 +17,12 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
 from megatron_muon.core.layout import Layout, everywhere
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
-from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
+from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, make_route
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.slices import BlockKind, Team
-from megatron_muon.core.tuning import tune
+from megatron_muon.core.slices import Team
 
 
 def make_exchange(
@@ -58,7 +57,7 @@ def make_exchange(
     """
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
     if scheme in (LOCAL, GATHERED):
-        _prepare_kernel(layout, group, orthogonalizer)
+        _compile_kernel(layout, group, orthogonalizer)
         parts: Sequence[Sequence[int]] = ()
         if scheme == LOCAL:
             memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
@@ -78,7 +77,7 @@ def make_exchange(
         )
     _compare(plan, group)
     connect([group], buffers.device)
-    _prepare_kernel(layout, group, orthogonalizer, plan)
+    _compile_kernel(layout, group, orthogonalizer, plan)
     return exchange_by(
         scheme, plan.layout, group, orthogonalizer, buffers, rules,
         wire_dtype=wire_dtype, plan=plan, unmet=None if team_rules is None else team_rules.unmet(),
@@ -158,16 +157,11 @@ def _team_rules(
     return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
 
 
-def _prepare_kernel(
+def _compile_kernel(
     layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, plan: Plan | None = None
 ) -> None:
-    """Tune the symmetric kernel for the blocks of all ranks, and compile it for this rank's."""
-
-    def kinds(ranks: Sequence[int]) -> list[BlockKind]:
-        teams = [Team((ranks[0],), ())] * len(layout.matrices) if plan is None else plan.teams
-        slots = [team.slots(index, layout.matrices[index]) for index, team in enumerate(teams)]
-        return orthogonalizer.kernel_kinds([slot for slot in itertools.chain(*slots) if slot.rank in ranks])
-
-    if everyone := kinds(range(group.size())):
-        tune(kernel_operands(everyone), group, orthogonalizer.device)
-        orthogonalizer.warm_up(kinds([group.rank()]))
+    """Compile the symmetric kernel for the blocks that this rank orthogonalises."""
+    rank = group.rank()
+    teams = [Team((rank,), ())] * len(layout.matrices) if plan is None else plan.teams
+    slots = [team.slots(index, layout.matrices[index]) for index, team in enumerate(teams)]
+    orthogonalizer.warm_up(orthogonalizer.kernel_kinds([one for one in itertools.chain(*slots) if one.rank == rank]))

@@ -80,12 +80,12 @@ HALVES = Products(square=0.75, symmetric=0.75, from_rows=384, per_byte=100, per_
 
 Measured with torch 2.13 on an AVX-512 processor, one core: the whole iteration takes 0.85 to 0.93 of the time from 512
 rows on, in fp32 and bf16, and at 256 rows in bf16 it takes 1.1 times as long, because the parts become too small."""
-KERNEL = Products(square=0.5, from_rows=2048, multiple_of=8)
-"""emerging-optimizers' symmetric kernel on a GPU of compute capability 9 or higher, in bf16.
+KERNEL = Products(square=0.5, from_rows=4096, multiple_of=8)
+"""emerging-optimizers' symmetric kernel on a GPU of compute capability 9 or 10, in bf16.
 
-It takes one block at a time, as A A^T. Below 2,048 rows the lower triangle has fewer tiles of 128 x 128 than an H100
-has multiprocessors, 132, so a block alone leaves some of them idle; a batch of dense products is one launch that fills
-the device. Arithmetic, not measured on a GPU."""
+It takes one block at a time, as A A^T. On an H100 X X^T of 4,096 rows took two thirds of the dense product's time, of
+8,192 half, and the iteration gained 11 to 20 %; with 3,072 rows it took as long as dense products, with 2,048, where a
+batch of dense ones is one launch that fills the device, up to 1.6 times as long (docs/gpu.md)."""
 
 
 SUM_BYTES = 4
@@ -96,8 +96,8 @@ class ProductCounts(NamedTuple):
     """Products of an iteration on a block of `(n, m)`, n <= m."""
 
     gram: int  # X X^T
-    square: int  # squares of symmetric (n, n) matrices
-    symmetric: int  # products of two different symmetric (n, n) matrices
+    square: int  # squares of (n, n) matrices that are symmetric to the last bit
+    symmetric: int  # other products of symmetric (n, n) matrices
     wide: int  # (n, n) @ (n, m)
 
 
@@ -182,12 +182,12 @@ class Iteration:
         A standard step forms X X^T, its square and the product with X (https://kellerjordan.github.io/posts/muon,
         "Runtime analysis"). A run of the Gram iteration forms X X^T and applies its result to X once; each step
         squares, all but the first update the factor, all but the last update the Gram matrix
-        (https://github.com/Dao-AILab/gram-newton-schulz).
+        (https://github.com/Dao-AILab/gram-newton-schulz), whose squares count as other products from then on.
         """
         steps, runs = self.steps, len(self.runs)
         if method == STANDARD:
             return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
-        return ProductCounts(gram=runs, square=steps, symmetric=3 * (steps - runs), wide=runs)
+        return ProductCounts(gram=runs, square=runs, symmetric=4 * (steps - runs), wide=runs)
 
     def check(self, flag: str = "--muon-num-ns-steps") -> None:
         """Refuse, by a UserError, iterations whose result may be far from orthogonal; `flag` gave the steps."""

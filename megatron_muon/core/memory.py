@@ -27,8 +27,8 @@ MOST_TOGETHER = 2**25
 """The same of small blocks on a GPU, where launches would take longer than products."""
 
 WORK_OF_LAUNCHES = 400_000_000_000
-"""Operations that an H100 does in bf16 at 65 % of its rate in twice the time of 60 launches, 5 microseconds each. Read,
-not measured on a GPU."""
+"""Operations that an H100 does in bf16 at 65 % of its rate in twice the time of 60 launches, 5 microseconds each. One
+showed 60 % and 7 microseconds (docs/gpu.md)."""
 
 CHUNK = {"cpu": 2**20, "cuda": 2 * 320 * 65_536}
 """Elements of rows that are prepared, or whose updates are applied, together: in fp32, beside what travels. On a GPU as

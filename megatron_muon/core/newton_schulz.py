@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -142,7 +142,8 @@ def gram(
             square, inverse_norm = _normalized(square, least_norm)
         name, other = "q", "t"  # of the buffer that has q, and of the one beside it
         for step, (a, b, c) in enumerate(run):
-            factor = product("z", square, square, square, beta=b, alpha=c)  # Z without its a I
+            is_exact = step == 0  # R from three products is symmetric up to rounding
+            factor = product("z", square, square, square, beta=b, alpha=c, is_exact=is_exact)  # Z without its a I
             if step == 0:
                 q = factor if len(run) == 1 else work.take(name, factor, factor.shape).copy_(factor)
                 _with_diagonal(q, a, inverse_norm, work)
@@ -166,7 +167,8 @@ def gram(
 def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     """How `device` forms symmetric products in `dtype`.
 
-    emerging-optimizers' kernel wants bf16, Triton's tensor descriptors (3.4), and a GPU that has them in hardware.
+    emerging-optimizers' kernel wants bf16, Triton's tensor descriptors (3.4), and a GPU that has them in hardware and
+    shared memory for `Tiles`: GeForce and RTX cards of capability 12 have half of a data centre's.
     """
     if device.type == "cpu":
         return HALVES
@@ -174,7 +176,7 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
         device.type == "cuda"
         and dtype == torch.bfloat16
         and muon_utils.triton_kernels.HAS_TRITON_340
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
     )
     return KERNEL if kernel else DENSE
 
@@ -221,15 +223,18 @@ def _product(
     work: Work,
     beta: float = 0.0,
     alpha: float = 1.0,
+    is_exact: bool = True,
 ) -> torch.Tensor:
     """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, symmetric, in the buffer of this name.
 
-    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute.
+    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute. `is_exact`
+    says that `base` is symmetric to the last bit.
     """
     batch, m, n = left.shape
     products = products_on(left.device, left.dtype)
     out = work.take(name, left, (batch, m, m))
-    if products.shares(m, n)[0 if left is right else 1] == 1.0:
+    is_dense = products.shares(m, n)[0 if left is right else 1] == 1.0
+    if is_dense or (products is KERNEL and not is_exact):
         if base is None:
             return torch.bmm(left, right.mT, out=out)
         return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
@@ -248,22 +253,42 @@ def _product(
     return out
 
 
+class Tiles(NamedTuple):
+    """A configuration of the symmetric kernel: a program makes `rows` x `cols` of the result, `depth` at a time."""
+
+    rows: int
+    cols: int
+    depth: int
+    group: int
+    warps: int
+    stages: int
+
+
+SQUARE, WIDE = Tiles(128, 128, 64, 8, 4, 4), Tiles(128, 256, 64, 8, 8, 3)
+"""X X^T on an H100, of 180 configurations: square tiles were the fastest at 4,096 rows, within 1 %, wide ones at 8,192.
+
+A step with them took as long as with configurations that Triton's tuner chose from the best (docs/gpu.md); it would
+compile and time all 180 for each size at every start."""
+WIDE_FROM_ROWS = 6144
+
+
 def symmetric_kernel(
     a: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0
 ) -> None:
-    """alpha * a @ a^T + beta * c by emerging-optimizers' kernel, whose own function makes a tensor for the result.
+    """alpha * a @ a^T + beta * c by emerging-optimizers' kernel, whose own function tunes, and makes a tensor.
 
-    `a` is `(m, n)`, `c` and `out` `(m, m)`, all bf16 and contiguous; alpha and beta are constants of a compilation.
+    `a` is `(m, n)`, `c` and `out` `(m, m)`, all bf16 and contiguous; alpha and beta are constants of a compilation. `c`
+    is symmetric to the last bit: two programs write the elements of a tile on the diagonal, each from its half of `c`.
     """
     syrk, (m, n) = muon_utils.triton_kernels.syrk, a.shape
+    tiles = WIDE if m >= WIDE_FROM_ROWS else SQUARE
 
-    def described(tensor: torch.Tensor) -> Any:  # the kernel's hook sets the shape of blocks on each
-        return syrk.TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1])
+    def described(tensor: torch.Tensor, *block: int) -> Any:
+        return syrk.TensorDescriptor(tensor, tensor.shape, tensor.stride(), list(block))
 
-    def tiles(meta: Mapping[str, int]) -> tuple[int]:
-        return (-(-m // meta["TILE_M"]) * -(-m // meta["TILE_N"]),)
-
-    syrk.syrk_kernel_bf16[tiles](
-        described(out), described(out), described(a), described(a), None if c is None else described(c),
-        alpha, beta, False, False, m, n, WARP_SPECIALIZE=False,
+    syrk.syrk_kernel_bf16.fn[(-(-m // tiles.rows) * -(-m // tiles.cols),)](
+        described(out, tiles.rows, tiles.cols), described(out, tiles.cols, tiles.rows),
+        described(a, tiles.rows, tiles.depth), described(a, tiles.cols, tiles.depth),
+        None if c is None else described(c, tiles.rows, tiles.cols),
+        alpha, beta, False, False, m, n, *tiles[:4], False, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -196,12 +196,6 @@ class Orthogonalizer:
             return iterate(start, scaled, least_norm, total, work)
 
 
-def kernel_operands(kinds: Iterable[BlockKind]) -> list[tuple[int, int]]:
-    """The sizes `(rows, cols)` that the symmetric kernel meets in blocks of these kinds, ascending."""
-    sizes = {(kind.smaller, cols) for kind in kinds for cols in (kind.length, kind.smaller)}
-    return sorted(size for size in sizes if KERNEL.shares(*size)[0] < 1.0)
-
-
 @contextlib.contextmanager
 def _sums_in_fp32() -> Iterator[None]:
     """Keep cuBLAS from adding parts of a bf16 product in bf16, which its default allows and no proof here covers."""

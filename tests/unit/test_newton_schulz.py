@@ -179,14 +179,14 @@ def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
 
 
 def test_the_device_decides_from_which_ratio_gram_pays() -> None:
-    """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 17, equal at 2."""
-    n = 2048
+    """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 19, equal at 7 / 3."""
+    n = 4096
     kernel, standard = Iteration(products=KERNEL), Iteration(method=STANDARD, products=KERNEL)
-    assert kernel.method_for(n, 15 * n // 8) == STANDARD
-    assert kernel.method_for(n, 17 * n // 8) == GRAM
+    assert kernel.method_for(n, 18 * n // 8) == STANDARD
+    assert kernel.method_for(n, 19 * n // 8) == GRAM
     assert Iteration(products=DENSE).method_for(n, 15 * n // 8) == GRAM
     assert standard.flops(n, 4 * n) == (15 * 4 + 5) * n**3
-    assert Iteration(method=GRAM, products=KERNEL).flops(n, 4 * n) == (9 * 4 + 17) * n**3
+    assert Iteration(method=GRAM, products=KERNEL).flops(n, 4 * n) == (9 * 4 + 19) * n**3
     small = KERNEL.from_rows - 8
     assert kernel.flops(small, 4 * small) == Iteration(products=DENSE).flops(small, 4 * small)
     assert standard.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
@@ -227,7 +227,7 @@ def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(kernel, monke
     wide = [call for call in kernel if call[:2] == (16, 40)]
     squares = [call for call in kernel if call[:2] == (16, 16)]
     assert len(wide) == 2 * (5 if iterate is ns.standard else 3)
-    assert len(squares) == 2 * 5
+    assert len(squares) == 2 * (5 if iterate is ns.standard else 3)  # of matrices that are symmetric to the last bit
     monkeypatch.setattr(ns, "products_on", lambda device, dtype: DENSE)
     torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
 
@@ -255,7 +255,6 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
     slots = [slot for index, matrix in enumerate(matrices) for slot in team.slots(index, matrix) if slot.rank == 0]
     kinds = orthogonalizer.kernel_kinds(slots)
-    assert orthogonalize.kernel_operands(kinds) == sizes
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
     assert {call[:2] for call in compiled} == set(sizes)
@@ -273,9 +272,11 @@ def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:
     code = """
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from megatron_muon.core.newton_schulz import symmetric_kernel
+from megatron_muon.core.newton_schulz import SQUARE, symmetric_kernel
 kernels = muon_utils.triton_kernels
-kernels.syrk.syrk_kernel_bf16.configs[:] = kernels.syrk.syrk_kernel_bf16.configs[:1]
+names = ("TILE_M", "TILE_N", "TILE_K", "GROUP_SIZE_M")
+kernel = kernels.syrk.syrk_kernel_bf16
+kernel.configs[:] = [one for one in kernel.configs if tuple(one.kwargs[name] for name in names) == SQUARE[:4]][:1]
 a = torch.randn(136, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
 c, seen = kernels.tsyrk_ex(a), []
 for base, alpha, beta in ((None, 1.0, 0.0), (c, 0.5, 0.25), (c, 0.5, 2.0)):

@@ -65,7 +65,6 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
             patches.replace(torch.cuda, name, value)
         patches.replace(newton_schulz, "symmetric_kernel", kernel)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
-        patches.replace(muon_utils.triton_kernels, "tsyrk_ex", lambda a: a)  # which is tuned before the first step
         yield
 
 
