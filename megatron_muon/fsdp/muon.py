@@ -83,7 +83,7 @@ class Muon(MuonState):
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
         cuda_graph: capture the step of the matrices in a CUDA graph at the third step, and replay it. `lr` and
             `weight_decay` of groups are tensors then, to be filled, as torch's schedulers do. Gradients must stay where
-            they are: `zero_grad(set_to_none=False)`. It has never run on a GPU.
+            they are: `zero_grad(set_to_none=False)`. It has run on one GPU, not on several.
         metrics_interval: measure every so many steps; `metrics.latest` has what was found.
 
     Raises:

@@ -79,7 +79,8 @@ def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> Non
 class CapturedStep:
     """Runs a step of these parameters twice as it is, then captures it as a CUDA graph, and from then on replays it.
 
-    It has never run on a GPU: none was at hand. Tests replay recorded operations on a processor.
+    It has run on one GPU, with FSDP2 and NCCL on one rank (docs/gpu.md). Tests replay recorded operations on a
+    processor.
 
     A graph works on the memory that the captured step worked on; `put_on_device` makes numbers of groups part of it.
     """
