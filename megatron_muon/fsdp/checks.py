@@ -148,10 +148,7 @@ def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bo
 
 
 class NoScaler:
-    """The attribute that torch.amp.GradScaler, before its step, asks an optimizer for: there, a UserError.
-
-    Lightning reads it without a scaler too, and gets False.
-    """
+    """What torch.amp.GradScaler looks for before its step: a UserError. Lightning reads it without a scaler: False."""
 
     def __get__(self, optimizer: object, owner: type) -> bool:
         if sys._getframe(1).f_globals.get("__name__") == torch.amp.grad_scaler.__name__:

@@ -10,7 +10,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
@@ -28,7 +28,6 @@ from megatron_muon.fsdp.part import Part, Source, source_of
 from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
-from megatron_muon.fsdp.views import is_replicated
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
@@ -190,7 +189,9 @@ class Muon(MuonState):
         beside = dist.get_process_group_ranks(given["process_group"]) if given["share_replicated"] or in_files else ()
         for ranks in in_order:
             checks.compare_settings(given, selection.groups, ranks or beside)
-        groups = [self._group(next(iter(by_ranks[ranks]))) for ranks in in_order]
+        plain = given["process_group"] or dist.group.WORLD if given["share_replicated"] else Alone()
+        first = [next(iter(by_ranks[ranks])) for ranks in in_order]
+        groups: list[Any] = [cuts.group_of(p.device_mesh) if isinstance(p, DTensor) else plain for p in first]
         largest = max(in_order, key=len)
         self.group = groups[in_order.index(largest)]
         if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in in_order):
@@ -222,7 +223,8 @@ class Muon(MuonState):
             first = sources[-1].first + sources[-1].view.count if sources else 0
             view = selection.views[p]
             sources.append(source_of(selection.names[p], p, view, mine[first : first + view.count], first))
-        replicated = all(is_replicated(p) for p in parameters)
+        cuts_of = (cut for p in parameters if isinstance(p, DTensor) for cut in p.placements)
+        replicated = all(isinstance(cut, Replicate) for cut in cuts_of)
         if self._run is not None:
             self._run.group = self._state_groups[len(self.parts)]
         exchange, rules, store = make_parts(
@@ -266,12 +268,6 @@ class Muon(MuonState):
         put_on_device(groups, device)
         for part in self.parts:
             part.capture(groups)
-
-    def _group(self, parameter: torch.Tensor) -> Any:
-        """The process group of a part with this parameter. Collective over its ranks."""
-        if isinstance(parameter, DTensor):
-            return cuts.group_of(parameter.device_mesh)
-        return self._settings["process_group"] or dist.group.WORLD if self._settings["share_replicated"] else Alone()
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
@@ -365,7 +361,8 @@ class Muon(MuonState):
             for group in (group for group in self.param_groups if group[OPTIMIZER] == ADAMW):
                 step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
-            part.give_back(self.param_groups)
+            part.let_go()
+            part.show_settings(self.param_groups)
         self._has_stepped = True
         return loss
 

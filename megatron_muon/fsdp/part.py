@@ -101,7 +101,7 @@ class Part(ShardedMuon):
 
     def take_gradients(self) -> None:
         """Take the gradients of parameters for a step, and their weights where these lie elsewhere by now."""
-        self._let_go()  # a step that failed has kept some
+        self.let_go()  # a step that failed has kept some
         for number, source in enumerate(self._apart):
             local, gradient = local_parts([source.parameter])[0], source.parameter.grad
             if local.data_ptr() != self._lies_at[number]:
@@ -111,12 +111,8 @@ class Part(ShardedMuon):
             for place, part in source.of(gradient) if gradient is not None else ():
                 self._matrices[place].grad = part
 
-    def give_back(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Let go of gradients after a step, and count it in all groups."""
-        self._let_go()
-        self.show_settings(groups)
-
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Forget gradients, so that their memory can be freed."""
         for place in (place for source in self._apart for place in source.places()):
             self._matrices[place].grad = None
 

@@ -72,11 +72,7 @@ class MuonState(torch.optim.Optimizer):
             warnings.warn(f"{text}; save a checkpoint and look at the disk", stacklevel=3)
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """Momentum of each parameter as the state that a checkpoint holds: fp32, of its shape, sharded alike.
-
-        What is stored elsewhere is copied, outside of the process's own memory where it is on disk; `empty` leaves out
-        the values, as they will be loaded. Collective where momentum is in files and matrices are sharded.
-        """
+        """As of `ShardedMuon`, for each parameter. Collective where momentum is in files and matrices are sharded."""
         self._require_open()
         state = {p: momentum for part in self.parts for p, momentum in part.momentum_state(empty=empty).items()}
         is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)  # one rank alone may save it

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 
 from megatron_muon.core.layout import Rectangle
 
@@ -87,8 +85,3 @@ class View:
         """`parameter`, a DTensor too, as it is read, `(rows, cols)` or `(E, rows, cols)`, in the same memory."""
         folded = parameter.detach().flatten(1) if self.flat else parameter.detach()
         return folded.mT if self.transposed else folded
-
-
-def is_replicated(parameter: torch.Tensor) -> bool:
-    """Whether all ranks of its mesh hold all of it."""
-    return not isinstance(parameter, DTensor) or all(isinstance(each, Replicate) for each in parameter.placements)
