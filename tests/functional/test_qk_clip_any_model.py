@@ -56,25 +56,20 @@ def trained(model: nn.Module, batches: range, *, muon: bool, threshold: float = 
     return logits, {name.removeprefix("module."): frameworks.full(p).clone() for name, p in parameters.items()}
 
 
-def takes_muon(layout: str, name: str) -> bool:
-    return layout != "columns" and name == "latent"
-
-
 def on_ranks(rank: int, world_size: int) -> Any:
     """In a worker: every layout and model."""
     mine = range(rank, BATCHES, world_size)
     cases = [(layout, name) for layout in LAYOUTS for name in MODELS]
-    return {case: trained(sharded(model_of(case[1]), case[0]), mine, muon=takes_muon(*case)) for case in cases}
+    return {case: trained(sharded(model_of(case[1]), case[0]), mine, muon=case[1] == "latent") for case in cases}
 
 
 def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
     """Each rank sees other micro-batches, and cuts of rows fall within heads; without a clip weights are far away."""
-    every, alone = range(BATCHES), {}
-    for name, muon in {(name, takes_muon(layout, name)) for layout in LAYOUTS for name in MODELS}:
-        alone[name, muon] = trained(model_of(name), every, muon=muon)
+    every = range(BATCHES)
+    alone = {name: trained(model_of(name), every, muon=name == "latent") for name in MODELS}
     for of_rank in ranks(2, on_ranks):
         for (layout, name), (logits, weights) in of_rank.items():
-            expected_logits, expected = alone[name, takes_muon(layout, name)]
+            expected_logits, expected = alone[name]
             assert logits == pytest.approx(expected_logits, rel=1e-5), (layout, name)
             for parameter, value in expected.items():
                 shown = f"{layout}, {name}, {parameter}: "
@@ -82,5 +77,5 @@ def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
                     weights[parameter], value, rtol=0, atol=2e-6, msg=lambda m, shown=shown: shown + m
                 )
     without = trained(model_of("latent"), every, muon=True, threshold=1e6)[1]
-    expected = alone["latent", True][1]
+    expected = alone["latent"][1]
     assert max(float((without[name] - expected[name]).abs().max()) for name in expected) > 0.1
