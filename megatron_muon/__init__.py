@@ -25,12 +25,22 @@ if TYPE_CHECKING:
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.megatron.settings import MuonOptimizerConfig
+    from megatron_muon.qk_clip import QKClip
 
-__all__ = ["Muon", "MuonOptimizerConfig", "__version__", "enable", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
+__all__ = [
+    "Muon",
+    "MuonOptimizerConfig",
+    "QKClip",
+    "__version__",
+    "enable",
+    "get_megatron_muon_optimizer",
+    "mend_megatron_fsdp",
+]
 
 _PLACES = {
     "Muon": "megatron_muon.fsdp.muon",
     "MuonOptimizerConfig": "megatron_muon.megatron.settings",
+    "QKClip": "megatron_muon.qk_clip",
     "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
     "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",

@@ -1,12 +1,6 @@
-"""QK-clip: after a step the rows that make queries and keys shrink until attention logits are under a threshold again.
+"""QK-clip in Megatron: its attention keeps the logits of a step, and rows of the main weights are scaled by them.
 
-The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the factor gamma = min(1,
-threshold / S). Its query rows are scaled by gamma ** alpha and its key rows by gamma ** (1 - alpha). Heads of a query
-group share keys, so they share the factor of the group's largest logit. The rotary key of latent attention, which all
-heads share, stays: rotary queries are scaled by gamma. Main weights are scaled; momentum is left alone.
-
-Sources: Kimi K2, arXiv 2507.20534, Algorithm 1; `clip_qk` of SelfAttention and MLASelfAttention in megatron-core 0.19,
-which leave biases as they are. Here they are rows like others: without them logits would not shrink by gamma.
+What is scaled by how much stands in `megatron_muon/qk_clip.py`.
 """
 
 from __future__ import annotations
@@ -21,14 +15,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron_muon.core.rows import local_rows
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.cuts import noted_part
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.model.matrices import fused_rows
-
-OTHER, QUERY, KEY, ROTARY = range(4)
-"""What a row makes, by which its factor is chosen; that of `OTHER` is one."""
+from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, Scaled, Scaling, places
 
 
 def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
@@ -43,18 +34,6 @@ def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
     assert fused is not None
     query, *gate, key, value = fused.parts
     return {"linear_qkv": [(QUERY, query), *((OTHER, rows) for rows in gate), (KEY, key), (OTHER, value)]}
-
-
-def factors(
-    largest: torch.Tensor, group_of: torch.Tensor, *, groups: int, alpha: float, threshold: float
-) -> torch.Tensor:
-    """`(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows; queries take the share `alpha` of a factor.
-
-    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group.
-    """
-    of_groups = largest.new_full((groups,), -math.inf).scatter_reduce(0, group_of, largest, "amax")
-    gamma = torch.where(of_groups > threshold, threshold / of_groups, 1.0)
-    return torch.stack([torch.ones_like(gamma), gamma**alpha, gamma ** (1.0 - alpha), gamma])
 
 
 class QKClip:
@@ -75,24 +54,22 @@ class QKClip:
             raise UserError(f"{flag}: the model has no attention; leave {flag} out")
         self._cores = [attention.core_attention for _, _, attention in attentions]
         heads, rank = config.num_attention_heads, tensor_parallel.rank()
-        self._groups_of_layer = heads if config.multi_latent_attention else config.num_query_groups
-        self._groups = len(attentions) * self._groups_of_layer
+        of_layer = heads if config.multi_latent_attention else config.num_query_groups
+        groups = len(attentions) * of_layer
         here = heads // tensor_parallel.size()
         device = next(model_chunks[0].parameters()).device
         every = torch.arange(len(attentions) * heads, device=device)
-        self._group_of = every * self._groups_of_layer // heads
         self._mine = every.view(-1, heads)[:, rank * here : (rank + 1) * here].flatten()
         self._of_heads = torch.full_like(every, -math.inf, dtype=torch.float32)
         self.largest = self._of_heads.max()
-        self._scaled: list[torch.Tensor] = []
-        factor_of_rows: list[torch.Tensor] = []
-        for layer, (chunk, path, _) in enumerate(attentions if config.qk_clip else ()):
-            for name, parts in projections(config).items():
-                for parameter, rows in _shards(chunk, f"{path}.{name}.", rank):
-                    self._scaled.append(parameter)
-                    factor_of_rows.append(self._factor_of_rows(layer, parts)[rows])
-        self._rows = torch.cat([torch.empty(0, dtype=torch.int64), *factor_of_rows]).to(device)
-        self._sizes = [len(rows) for rows in factor_of_rows]
+        scaled = [
+            Scaled(parameter, places([parts], layer * of_layer, of_layer, groups=groups)[rows])
+            for layer, (chunk, path, _) in enumerate(attentions if config.qk_clip else ())
+            for name, parts in projections(config).items()
+            for parameter, rows in _shards(chunk, f"{path}.{name}.", rank)
+        ]
+        alpha, threshold = config.qk_clip_alpha, config.qk_clip_threshold
+        self._scale = Scaling(scaled, every * of_layer // heads, groups=groups, alpha=alpha, threshold=threshold)
 
     def forget(self) -> None:
         """Drop the logits of forward passes that no step follows, such as those of an evaluation."""
@@ -115,20 +92,7 @@ class QKClip:
 
     def clip(self) -> None:
         """Scale this rank's rows of the main weights by the logits that were measured last."""
-        if not self._scaled:
-            return
-        alpha, threshold = self._config.qk_clip_alpha, self._config.qk_clip_threshold
-        table = factors(self._of_heads, self._group_of, groups=self._groups, alpha=alpha, threshold=threshold)
-        for parameter, by_row in zip(self._scaled, table.flatten()[self._rows].split(self._sizes), strict=True):
-            rows = local_rows(parameter)
-            rows.mul_(by_row[:, None] if rows.ndim == 2 else by_row)
-
-    def _factor_of_rows(self, layer: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """For each row of a layer's projection, whole, the place of its factor in the flat table of `factors`."""
-        kinds = torch.cat([torch.full((rows,), kind) for kind, rows in parts])
-        groups = torch.arange(layer * self._groups_of_layer, (layer + 1) * self._groups_of_layer)
-        places: torch.Tensor = kinds * self._groups + groups[:, None]
-        return places.flatten()
+        self._scale(self._of_heads)
 
 
 def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:

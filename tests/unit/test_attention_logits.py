@@ -14,7 +14,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.qk_clip import KEY, OTHER, QUERY, ROTARY, QKClip, factors, projections, record_max_logits
+from megatron_muon.megatron.qk_clip import QKClip, projections, record_max_logits
+from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, factors
 
 ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 

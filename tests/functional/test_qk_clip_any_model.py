@@ -1,0 +1,81 @@
+"""QKClip on ranks: weights and logits are those of one process that takes all micro-batches.
+
+The start and the micro-batches are the same, so what differs is the rounding of gradients. Models with biases have SGD:
+the gradients of key biases are zero but for rounding, or nearly so, and AdamW would make steps of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_muon
+from tests.support import frameworks
+from tests.support.pool import Pool
+from tests.support.small_transformers import batch_of, model_of
+
+STEPS, BATCHES, THRESHOLD = 3, 4, 2.0
+LAYOUTS = ("rows", "columns", "hsdp", "ddp")
+MODELS = ("biases", "latent", "fused and transposed")
+
+
+def sharded(model: Any, layout: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    if layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    shape = (2, 1) if layout == "hsdp" else (2,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options: dict[str, Any] = {}
+    if layout == "columns":  # where FSDP2 takes them, which must be even
+        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None
+    for layer in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def trained(model: nn.Module, batches: range, *, muon: bool, threshold: float = THRESHOLD) -> Any:
+    """The largest logit of each step, and whole weights in the end; this rank takes `batches` of each step."""
+    parameters = dict(model.named_parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if muon:
+        optimizer = megatron_muon.Muon(model.named_parameters(), lr=1e-3, fp32_matmul_prec="highest")
+    clip, logits = megatron_muon.QKClip(model, threshold=threshold), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in batches:
+            (model(**batch_of(BATCHES * step + number), use_cache=False).loss / len(batches)).backward()
+        optimizer.step()
+        logits.append(float(clip.step()))
+    return logits, {name.removeprefix("module."): frameworks.full(p).clone() for name, p in parameters.items()}
+
+
+def on_ranks(rank: int, world_size: int) -> Any:
+    """In a worker: every layout and model."""
+    mine = range(rank, BATCHES, world_size)
+    cases = [(layout, name) for layout in LAYOUTS for name in MODELS]
+    return {case: trained(sharded(model_of(case[1]), case[0]), mine, muon=case[1] == "latent") for case in cases}
+
+
+def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
+    """Each rank sees other micro-batches, and cuts of rows fall within heads; without a clip weights are far away."""
+    every = range(BATCHES)
+    alone = {name: trained(model_of(name), every, muon=name == "latent") for name in MODELS}
+    for of_rank in ranks(2, on_ranks):
+        for (layout, name), (logits, weights) in of_rank.items():
+            expected_logits, expected = alone[name]
+            assert logits == pytest.approx(expected_logits, rel=1e-5), (layout, name)
+            for parameter, value in expected.items():
+                shown = f"{layout}, {name}, {parameter}: "
+                torch.testing.assert_close(
+                    weights[parameter], value, rtol=0, atol=2e-6, msg=lambda m, shown=shown: shown + m
+                )
+    without = trained(model_of("latent"), every, muon=True, threshold=1e6)[1]
+    expected = alone["latent"][1]
+    assert max(float((without[name] - expected[name]).abs().max()) for name in expected) > 0.1
