@@ -18,18 +18,12 @@ from tests.support.cases import MOE
 from tests.support.pool import Pool
 
 SCRIPT = cli.ROOT / "tests" / "support" / "own_megatron.py"
-FSDP = (
-    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
-    *("--ckpt-format", "fsdp_dtensor", "--use-distributed-optimizer"),
-)
-MUON = (*FSDP, "--optimizer", "muon", "--muon-exchange-buffer-mb", "1")
+PAGE = (cli.ROOT / "docs" / "own-megatron.md").read_text("utf-8")
+MUON, ON_CPU = (tuple(block.split()) for block in re.findall(r"^((?:    --.*\n)+)", PAGE, re.MULTILINE))
+"""The flags that the page shows."""
+assert MUON[:2] == ("--optimizer", "muon")
+FSDP = MUON[2:]
 STEPS = ("--global-batch-size", "4", "--train-iters", "4")
-ON_CPU = (
-    *("--eval-interval", "1000", "--distributed-backend", "gloo", "--num-workers", "0"),
-    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
-    *("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope-fusion"),
-)
-"""What pretrain_gpt.py fills in."""
 
 
 def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
@@ -48,7 +42,7 @@ def weights(run: cli.Run) -> set[str]:
 
 def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path, corpus):
     """It is enabled first and cold, then after Megatron's functions were imported by name, and twice."""
-    flags = (*corpus, *MUON, "--save", "checkpoints", "--save-interval", "3")
+    flags = (*corpus, *MUON, "--muon-exchange-buffer-mb", "1", "--save", "checkpoints", "--save-interval", "3")
     ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
     resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")

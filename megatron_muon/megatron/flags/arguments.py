@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def build_parser() -> Parser:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)  # `launch` shows help
-    add_megatron_arguments(parser)
+    inspect.unwrap(add_megatron_arguments)(parser)
     add_muon_arguments(add_run_arguments(parser))
     for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
         try:

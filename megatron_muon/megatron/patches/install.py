@@ -57,7 +57,9 @@ def follow(patches: Patches, settings: Mapping[str, Any] | None = None, *, every
 
     @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
     def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_muon_arguments(add(parser))
+        parser = add(parser)
+        if "--muon-exchange" not in parser._option_string_actions:  # followed twice
+            add_muon_arguments(parser)
         parser.set_defaults(**given)
         patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))  # by parse_args, too
         return parser
