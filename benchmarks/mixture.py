@@ -1,6 +1,6 @@
 """Trains a small mixture of experts of transformers by `megatron_muon.Muon` and by AdamW, at several rates and seeds.
 
-    megatron-muon data prepare --stdlib --output data/stdlib
+    megatron-muon data prepare --stdlib --output data/stdlib     # unless the quickstart has done it
     python -m benchmarks.mixture --steps 100 --seeds 3
 
 A Qwen3-MoE of 4 layers with 8 experts each, two for a token, on the quickstart's text, bytes, in one process in fp32,

@@ -97,3 +97,48 @@ def test_all_state_off_the_device_beside_others(tmp_path: Path) -> None:
     assert left["none"] != "0.00"
     assert left["cpu, all"] == left["nvme, all"] == "0.00"
     assert [path for path in (tmp_path / "state").rglob("*") if path.is_file()] == []
+
+
+def test_the_cost_of_qk_clip(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = [
+        "--hidden-size",
+        "128",
+        "--num-layers",
+        "1",
+        "--seq-length",
+        "16",
+        "--micro-batch-size",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    found = {"PYTHONPATH": str(cli.ROOT)}
+    run = cli.run([*torchrun, "-m", "benchmarks.qk_clip", *sizes], tmp_path, cold=True, env=found).checked()
+    assert (
+        len(re.findall(r"^(?:processor )?time, (?:without|interval 10?) +(?:[\d.]+ *){4}$", run.output, re.MULTILINE))
+        == 6
+    )
+
+
+def test_a_mixture_trained_by_muon_and_by_adamw(tmp_path: Path) -> None:
+    text, found = str(cli.ROOT / "docs"), {"PYTHONPATH": str(cli.ROOT)}
+    prepare = [sys.executable, "-m", "megatron_muon.cli", "data", "prepare", "--input", text, "--suffix", ".md"]
+    cli.run([*prepare, "--output", "text"], tmp_path, cold=True, env=found).checked()
+    train = [
+        sys.executable,
+        "-m",
+        "benchmarks.mixture",
+        "--data",
+        "text",
+        "--steps",
+        "2",
+        "--seeds",
+        "1",
+        "--rates",
+        "1e-3",
+    ]
+    run = cli.run(train, tmp_path, cold=True, env=found).checked()
+    losses = dict(re.findall(r"^(adamw|muon) +rate 0.001 +mean ([\d.]+)", run.output, re.MULTILINE))
+    assert {float(loss) < 6.0 for loss in losses.values()} == {True}
+    assert losses.keys() == {"adamw", "muon"}

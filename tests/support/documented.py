@@ -34,6 +34,8 @@ ELSEWHERE = {
     r"torchrun .* pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "functional/test_command_line.py",
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
+    r"python -m benchmarks\.mixture": "functional/test_examples.py",
+    r"python -m benchmarks\.gpu": "unit/test_gpu_checks.py",
     r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": "unit/test_plan_command.py",
     r"megatron-muon rehearse --config": "unit/test_plan_command.py",
     r"\./examples/": "functional/test_sweep.py",
