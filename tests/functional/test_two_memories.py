@@ -64,7 +64,8 @@ def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(ranks: Pool, tmp_
 
 ANY_MODEL = {
     **{name: (2, *FRAMEWORKS[name]) for name in ("fsdp2", "ddp", "ddp, shared", "megatron-fsdp")},
-    **{name: (4, *ON_FOUR[name]) for name in ("hsdp", "tensor parallel")},
+    "hsdp": (4, "fsdp2", {"shape": (2, 2)}),
+    "tensor parallel": (4, *ON_FOUR["tensor parallel"]),
 }
 
 

@@ -108,9 +108,15 @@ def ddp(**settings: Any) -> Training:
     return Training(model, muon(model, **settings))
 
 
-def fsdp2(options: Mapping[str, Any] | None = None, dtype: torch.dtype = torch.float32, **settings: Any) -> Training:
-    """`fully_shard` on a mesh of all ranks."""
-    mesh = init_device_mesh(device(), (dist.get_world_size(),))
+def fsdp2(
+    shape: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Training:
+    """`fully_shard` on a mesh of `shape`, of all ranks in a row without one."""
+    names = ("replicate", "shard")[-max(len(shape), 1) :]
+    mesh = init_device_mesh(device(), shape or (dist.get_world_size(),), mesh_dim_names=names)
     model = Net().to(device(), dtype)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **(options or {}))
