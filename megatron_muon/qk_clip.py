@@ -130,12 +130,12 @@ def largest_logits(
 
 
 def watch_attention() -> None:
-    """Have the SDPA attention of transformers keep the largest logits where a module asks for them; twice is once.
+    """Have the SDPA attention of transformers keep the largest logits of modules with a tensor for them; twice is once.
 
-    A module asks by a tensor `largest_attention_logits`, `(heads,)` in fp32, which takes the maximum with what is
-    there: layers that activation checkpointing runs twice count once. Forward passes in evaluation mode or without
-    gradients do not count. Only here are queries and keys as attention sees them, after rotary embeddings; transformers
-    has the registry for such functions.
+    A module's `largest_attention_logits`, `(heads,)` in fp32, becomes the maximum of the logits and of what it was:
+    layers that activation checkpointing runs twice count once. Forward passes in evaluation mode or without gradients
+    do not count. Only here are queries and keys as attention sees them, after rotary embeddings; the registry in which
+    this function takes SDPA's place is transformers' own, and other modules go through it unchanged.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -230,7 +230,7 @@ class QKClip:
         self._of_layers = self._of_heads.split([layer.heads for layer in self._layers])
         self._interval, self._steps = interval, 0
         watch_attention()
-        self._ask()
+        self._measure_next()
 
     def _add(self, path: str, linear: Any, of_rows: torch.Tensor) -> None:
         """Add this rank's rows of a projection's weight and bias."""
@@ -259,7 +259,7 @@ class QKClip:
         """
         largest = self._clip() if self._steps % self._interval == 0 else None
         self._steps += 1
-        self._ask()
+        self._measure_next()
         return largest
 
     @torch.no_grad()
@@ -278,12 +278,12 @@ class QKClip:
         self._scale(self._of_heads)
         return self._of_heads.max()
 
-    def _ask(self) -> None:
+    def _measure_next(self) -> None:
         """Have attention keep its logits until the next step, if that one measures."""
         self._of_heads.fill_(-math.inf)
-        asked = self._steps % self._interval == 0
+        is_due = self._steps % self._interval == 0
         for layer, of_layer in zip(self._layers, self._of_layers, strict=True):
-            layer.module.largest_attention_logits = of_layer if asked else None
+            layer.module.largest_attention_logits = of_layer if is_due else None
 
 
 class _Layer(NamedTuple):

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import megatron_muon
+from megatron_muon.errors import UserError
 from tests.support import frameworks
 from tests.support.pool import Pool
 from tests.support.small_transformers import batch_of, model_of
@@ -40,13 +42,13 @@ def sharded(model: Any, layout: str) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, batches: range, *, muon: bool, threshold: float = THRESHOLD) -> Any:
+def trained(model: nn.Module, batches: range, *, muon: bool, **options: Any) -> Any:
     """The largest logit of each step, and whole weights in the end; this rank takes `batches` of each step."""
     parameters = dict(model.named_parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if muon:
         optimizer = megatron_muon.Muon(model.named_parameters(), lr=1e-3, fp32_matmul_prec="highest")
-    clip, logits = megatron_muon.QKClip(model, threshold=threshold), []
+    clip, logits = megatron_muon.QKClip(model, **{"threshold": THRESHOLD, **options}), []
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in batches:
@@ -79,3 +81,32 @@ def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
     without = trained(model_of("latent"), every, muon=True, threshold=1e6)[1]
     expected = alone["latent"][1]
     assert max(float((without[name] - expected[name]).abs().max()) for name in expected) > 0.1
+
+
+def in_a_group(rank: int, world_size: int) -> Any:
+    """In a worker: plain weights that no other rank has, as in a pipeline."""
+    groups = [dist.new_group([each]) for each in range(world_size)]
+    mine = range(rank, BATCHES, world_size)
+    return trained(model_of("biases"), mine, muon=False, process_group=groups[rank])
+
+
+def test_a_process_group_keeps_logits_of_other_ranks_away(ranks: Pool) -> None:
+    for rank, (logits, _) in enumerate(ranks(2, in_a_group)):
+        expected, _ = trained(model_of("biases"), range(rank, BATCHES, 2), muon=False)
+        assert logits == pytest.approx(expected, rel=1e-5)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """In a worker: what is said of both versions of Megatron-FSDP as a library."""
+    found = []
+    for training in (frameworks.megatron_fsdp(), frameworks.experimental()):
+        with pytest.raises(UserError) as refused:
+            megatron_muon.QKClip(training.model)
+        found.append(str(refused.value))
+    return found
+
+
+def test_megatron_fsdp_as_a_library_is_refused(ranks: Pool) -> None:
+    """Its weights were scaled where the next step overwrites them: no logit shrank, and nothing was said."""
+    for message in ranks(1, refusals)[0]:
+        assert message.startswith("QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip")
