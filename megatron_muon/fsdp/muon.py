@@ -33,7 +33,8 @@ from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
 
 _ALIKE = (
-    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and ns_steps_for="
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, transposed=, "
+    "split= and ns_steps_for="
 )
 
 
@@ -194,10 +195,11 @@ class Muon(MuonState):
         groups: list[Any] = [cuts.group_of(p.device_mesh) if isinstance(p, DTensor) else plain for p in first]
         largest = max(in_order, key=len)
         self.group = groups[in_order.index(largest)]
-        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in in_order):
+        mixed = len(in_order) > 1 and not all(ranks and set(ranks) <= set(largest) for ranks in in_order)
+        if given["metrics_interval"] and mixed:
             raise UserError(
                 f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of ranks that hold a "
-                f"parameter together, and {in_order} cross; use metrics_interval=0"
+                f"parameter together, and of {in_order} some cross or are on no mesh; use metrics_interval=0"
             )
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group  # on files of no mesh
         self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]

@@ -21,10 +21,7 @@ from megatron_muon.core.layout import Rectangle
 
 @dataclass(frozen=True)
 class View:
-    """How a parameter of this shape, over all ranks, is read.
-
-    `flat` may be with more than two dimensions alone.
-    """
+    """How a parameter of this shape, over all ranks, is read; `flat` takes more than two dimensions."""
 
     shape: tuple[int, ...]
     flat: bool = False

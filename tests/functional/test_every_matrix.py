@@ -23,7 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.support import every_matrix as support
-from tests.support.every_matrix import LAYOUTS, MODELS, SETTINGS, STEPS, Held, Run
+from tests.support import placements
+from tests.support.every_matrix import MODELS, SETTINGS, STEPS, Run
+from tests.support.placements import LAYOUTS, Held
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
@@ -91,7 +93,7 @@ def stepped(rank: int, world_size: int, *, file: str, layout: str, cases: list[C
                 held.give(parameters, gradients)
                 optimizer.step()
                 if step == 3:
-                    bits.append(support.bits(parameters))
+                    bits.append(placements.bits(parameters))
             optimizer.close()
         found[model, settings] = held.differences(parameters, ends[model, settings]), bits[0] == bits[1]
     return found
@@ -136,7 +138,7 @@ def saved(rank: int, world_size: int, *, file: str, layouts: list[str], case: Ca
         for gradients in runs[model].gradients[: STEPS // 2]:
             held.give(parameters, gradients)
             optimizer.step()
-        module = support.tree(parameters)
+        module = placements.tree(parameters)
         dcp.save(state_of(module, optimizer), checkpoint_id=f"{folder}/{layout} {world_size}")
         optimizer.close()
 
@@ -152,7 +154,7 @@ def continued(rank: int, world_size: int, *, file: str, pairs: list[tuple[str, s
         held = Held(layout)
         parameters = held.parameters({name: torch.zeros_like(p) + 1e-3 for name, p in runs[model].start.items()})
         optimizer = MODELS[model].muon(parameters.items(), **settings_of(settings, folder))
-        module = support.tree(parameters)
+        module = placements.tree(parameters)
         dcp.load(state := state_of(module, optimizer), checkpoint_id=f"{folder}/{other}")
         of_torch.set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for gradients in runs[model].gradients[STEPS // 2 :]:
@@ -302,11 +304,11 @@ def faults(rank: int, world_size: int, *, layouts: list[str]) -> Any:
                 gradients[STACK][2, 3, 3] = torch.inf
             if step == 3:
                 for p in parameters.values():
-                    support.move(p)
+                    placements.move(p)
             whole.step(gradients)
             held.give(parameters, gradients)
             given = [p for p in parameters.values() if p.grad is not None]
-            memory = [weakref.ref(support.in_watched_memory(p)) for p in given]
+            memory = [weakref.ref(placements.in_watched_memory(p)) for p in given]
             optimizer.step()
             optimizer.zero_grad()
             assert not any(each() is not None for each in memory), "a gradient outlives zero_grad"

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.fsdp.cuts import placed_shards
 from megatron_muon.fsdp.views import View
-from tests.support.every_matrix import part_of
+from tests.support.placements import part_of
 
 
 @st.composite
