@@ -127,7 +127,10 @@ class StepMetrics:
 
 
 class Sampler:
-    """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never."""
+    """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never.
+
+    A Muon whose matrices each rank has for itself, alike, says in `copies` on how many, so that they count once.
+    """
 
     def __init__(self, muons: Sequence[Any], *, interval: int, group: Any = None) -> None:
         self._muons = muons
@@ -145,9 +148,10 @@ class Sampler:
             yield
             return
         device = self._muons[0].param_groups[0]["params"][0].device
-        probe = _StepProbe(device)
+        probes = dict[int, _StepProbe]()
         for muon in self._muons:
-            muon.probe = probe
+            copies = getattr(muon, "copies", 1)
+            muon.probe = probes.setdefault(copies, _StepProbe(device, copies))
         synchronize(device)
         start = time.perf_counter()
         try:
@@ -156,15 +160,16 @@ class Sampler:
         finally:
             for muon in self._muons:
                 muon.probe = SILENT
-        values = probe.reduced(time.perf_counter() - start, self._group)
+        values = _reduced(list(probes.values()), time.perf_counter() - start, self._group)
         self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
 
 
 class _StepProbe(PhaseTimer):
     """Times the phases of a step, and adds up what this rank computes in it, on the device until it is reduced."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: int) -> None:
         super().__init__(device)
+        self._copies = copies
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._update, self._momentum, self._error, self._measured = (self._zero.clone() for _ in range(4))
         self._elements = 0
@@ -197,21 +202,27 @@ class _StepProbe(PhaseTimer):
             self._measured += share * error.isfinite()
             self._blocks[ranks] += 1
 
-    def reduced(self, elapsed: float, group: Any = None) -> dict[str, float]:
-        """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""
+    def figures(self) -> torch.Tensor:
+        """What this rank adds to the sums of all ranks."""
         seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
-        numbers = [self._elements, *seconds, elapsed, self.bytes_received, 1]
-        sums = [self._update, self._momentum, self._error, self._measured]
-        mine = torch.stack([*sums, *(self._zero + number for number in numbers)])
-        if dist.is_initialized() and not isinstance(group, Alone):
-            dist.all_reduce(mine, group=group)
-        update, momentum, error, blocks, elements, *rest, ranks = mine.tolist()
-        *phases, elapsed, received = (value / ranks for value in rest)
-        values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}
-        if blocks:
-            values["orthogonality_error"] = error / blocks
-        values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
-        return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
+        held = torch.stack([self._update, self._momentum, self._zero + self._elements]) / self._copies
+        others = [self._error, self._measured, *(self._zero + each for each in (*seconds, self.bytes_received))]
+        return torch.cat([held, torch.stack(others)])
+
+
+def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[str, float]:
+    """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""
+    mine = torch.stack([probe.figures() for probe in probes]).sum(0)
+    mine = torch.cat([mine, mine.new_tensor([elapsed, 1])])
+    if dist.is_initialized() and not isinstance(group, Alone):
+        dist.all_reduce(mine, group=group)
+    update, momentum, elements, error, blocks, *rest, ranks = mine.tolist()
+    *phases, received, elapsed = (value / ranks for value in rest)
+    values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}
+    if blocks:
+        values["orthogonality_error"] = error / blocks
+    values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
+    return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

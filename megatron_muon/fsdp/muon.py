@@ -195,11 +195,10 @@ class Muon(MuonState):
         groups: list[Any] = [cuts.group_of(p.device_mesh) if isinstance(p, DTensor) else plain for p in first]
         largest = max(in_order, key=len)
         self.group = groups[in_order.index(largest)]
-        mixed = len(in_order) > 1 and not all(ranks and set(ranks) <= set(largest) for ranks in in_order)
-        if given["metrics_interval"] and mixed:
+        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in in_order):
             raise UserError(
                 f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of ranks that hold a "
-                f"parameter together, and of {in_order} some cross or are on no mesh; use metrics_interval=0"
+                f"parameter together, and {in_order} cross; use metrics_interval=0"
             )
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group  # on files of no mesh
         self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]
@@ -207,6 +206,7 @@ class Muon(MuonState):
         self.parts = []
         for ranks, group in zip(in_order, groups, strict=True):
             self.parts.append(self._part(by_ranks[ranks], group))
+            self.parts[-1].copies = self.group.size() if isinstance(group, Alone) else 1
         schemes = {part.exchange.scheme for part in self.parts}
         if given["team_size"] != AUTO and OWNER not in schemes:
             raise UserError(

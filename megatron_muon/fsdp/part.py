@@ -57,6 +57,7 @@ class Part(ShardedMuon):
     Attributes:
         shown: the state of each parameter, of its shape and sharded alike; this optimizer's own are views of it.
         captured: replays the step, once it is captured.
+        copies: on how many ranks that share nothing these matrices are held alike, so that a measured step counts one.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Part(ShardedMuon):
     ) -> None:
         self.sources = list(sources)
         self.captured: CapturedStep | None = None
+        self.copies = 1
         self.shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._numbers = [number for number, _ in groups]
         self._apart = [source for source in sources if not source.view.is_itself]

@@ -211,7 +211,6 @@ def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) ->
             {},
             r"experts.w \(8, 3, 3\) is sharded as \(_S.*, where a rank's part is no block",
         ),
-        ([("v", sharded((8, 4), row, Shard(0))), ("w", ONE)], {"metrics_interval": 1}, "some cross or are on no mesh"),
         ([("w", sharded((4, 8, 3), row, Shard(1)))], {"flatten": {"w": True}}, r"w \(4, 8, 3\) is sharded along a dim"),
     ):
         with pytest.raises(UserError, match=message):

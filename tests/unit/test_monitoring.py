@@ -125,9 +125,9 @@ def test_a_run_of_a_sweep_has_its_points_name(tmp_path):
 def test_the_error_of_a_teams_block_is_the_blocks():
     """Where teams owned every matrix there was no such metric."""
     block = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    whole = _StepProbe(torch.device("cpu"))
+    whole = _StepProbe(torch.device("cpu"), copies=1)
     whole.block(block, 0.5)
-    parts = [_StepProbe(torch.device("cpu")) for _ in range(2)]
+    parts = [_StepProbe(torch.device("cpu"), copies=1) for _ in range(2)]
     team = SimpleNamespace(ranks=(0, 1), total=lambda part: (block / 0.5) @ (block / 0.5).mT)
     for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
         probe.block(part, 0.5, team)
