@@ -6,6 +6,7 @@ Its figures have the form of the JSON file; the page shows memory, time and Muon
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -76,18 +77,33 @@ def add_run(parser: CommandParser, machines: Sequence[str]) -> None:
     """Adds the arguments that name the run: its ranks, its machine, other flags than the file's."""
     add = parser.add_argument
     add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
-    add("--hardware", choices=machines, default=machines[0], metavar="NAME",
-        help=f"machine to estimate for: {', '.join(machines)} (the first)")  # fmt: skip
+    add("--hardware", type=functools.partial(_machine, machines), default=machines[0], metavar="NAME",
+        help=f"machine to estimate for: {', '.join(machines)} (the first), or the FILE.yaml that megatron-muon doctor "
+        "--gpu --write-profile has written on it")  # fmt: skip
     add("--node-ranks", type=positive, metavar="N",
         help="ranks of a node, the run's LOCAL_WORLD_SIZE (those of the machine; gb300: 72, a whole rack)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, instead of the file's: --global-batch-size 256")
+
+
+def _machine(machines: Sequence[str], text: str) -> Hardware:
+    """A machine by its name, or as a file describes it, for argparse."""
+    if text in machines:
+        return HARDWARE[text]
+    if not text.endswith(".yaml"):
+        raise argparse.ArgumentTypeError(f"unknown: {text!r}; choose from {', '.join(machines)}, or give a FILE.yaml")
+    import yaml
+
+    try:
+        return Hardware(**yaml.safe_load(Path(text).read_text("utf-8")))
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise argparse.ArgumentTypeError(f"{text} does not describe a machine: {error}") from None
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
     """The machine that `args` name, with nodes as the run has them."""
     if args.world_size > MAX_RANKS:
         raise UserError(f"--world-size must be at most {MAX_RANKS:,}, got {args.world_size}")
-    hardware = HARDWARE[args.hardware]
+    hardware: Hardware = args.hardware
     return hardware if args.node_ranks is None else replace(hardware, node_ranks=args.node_ranks)
 
 

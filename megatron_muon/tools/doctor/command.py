@@ -21,6 +21,7 @@ from packaging.version import Version
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.gpu import unusable_gpu
+from megatron_muon.tools.doctor import gpu
 from megatron_muon.tools.parser import write_json
 
 EXAMPLES = """\
@@ -28,7 +29,8 @@ examples:
   megatron-muon doctor
   megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
-"""
+
+with --gpu, """
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _TORCH = (2, 11)
@@ -51,17 +53,27 @@ class Finding(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-muon doctor`."""
-    parser.description = "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom."
-    parser.epilog = EXAMPLES
+    parser.description = (
+        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with --gpu, what "
+        "this package does on the GPU."
+    )
+    parser.epilog = EXAMPLES + gpu.EXAMPLES
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
         "folders")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+    add("--gpu", action="store_true", help="prove this package on the GPU; under torchrun on several")
+    gpu.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
+    if args.gpu:
+        return gpu.run(args)
+    for name in ("device", "only", "report", "write_profile", "limit", "folder", "verbose"):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} goes with --gpu; type megatron-muon doctor --gpu")
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)

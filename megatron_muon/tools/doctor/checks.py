@@ -1,0 +1,223 @@
+"""What the checks of `megatron-muon doctor --gpu` share, and those of the machine and of its arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.cost import DENSE, GRAM, KERNEL, MOST, STANDARD, Iteration
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.ranks import of_all_ranks
+from megatron_muon.core.slices import BlockKind
+from megatron_muon.tools.doctor import SKIPPED
+
+Figures = dict[str, Any]
+
+
+@dataclass
+class Context:
+    """Where a check runs, and what it found wrong. On the CPU sizes are small."""
+
+    device: torch.device
+    folder: Path  # the same on all ranks
+    rank: int = 0
+    ranks: int = 1  # processes that run the check together
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is one."""
+        return self.device.type == "cuda"
+
+    def hold(self, holds: object, text: str) -> None:
+        """Note `text` as wrong unless something holds."""
+        if not holds:
+            self.wrong.append(text)
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Around a part of a check that may fail without the others."""
+        try:
+            yield
+        except Exception as failure:
+            self.wrong.append(f"{what}: {type(failure).__name__}: {failure}")
+
+    def keep(self, figures: Figures) -> None:
+        """Leave what was found so far, for the case that the check does not end."""
+        content = json.dumps({"figures": figures, "wrong": self.wrong}, default=str)
+        (self.folder / f"figures.{self.rank}.json").write_text(content, "utf-8")
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Callable[[], object], repeat: int = 5) -> float:
+        """The median time of a call, the device's work included, after one call that does not count."""
+        times = []
+        for _ in range(repeat + 1):
+            self.synchronize()
+            start = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])
+
+
+class Check(NamedTuple):
+    """A check, what it proves, what to do where it fails, and how many times as long as usual it may take."""
+
+    run: Callable[[Context], Figures]
+    proves: str
+    remedy: str
+    limit: int = 1
+
+
+def _output(*command: str) -> str:
+    """What a command prints; why it cannot be had, where it cannot."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{type(error).__name__} of {command[0]}"
+
+
+def transformer_engine() -> str:
+    """Why Transformer Engine, its attention or its FusedAdam cannot be imported; empty where they can."""
+    try:
+        metadata.version("transformer-engine")
+        te = importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam  # noqa: B018
+        te.DotProductAttention  # noqa: B018
+    except Exception as error:  # a build that does not match torch raises whatever its loader does
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
+
+
+_QUERY = "name,driver_version,memory.total,memory.free,clocks.sm,clocks.max.sm,power.limit"
+_PRECISIONS = {"bf16": (torch.bfloat16, "highest"), "tf32": (torch.float32, "high"), "fp32": (torch.float32, "highest")}
+
+
+def machine(context: Context) -> Figures:
+    """What the device is, what of it this package uses, and the rates that it reaches on large products and copies."""
+    missing = transformer_engine()
+    found: Figures = {
+        "ranks": context.ranks,
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
+        "Transformer Engine": f"local layers, as it cannot be imported: {missing}" if missing else "used by default",
+        "processor cores": os.cpu_count(),
+    }
+    size = 512
+    if context.on_gpu:
+        size = 8192
+        kernel = ns.products_on(context.device, torch.bfloat16) is KERNEL
+        least = "it wants compute capability 9 or 10, Triton 3.4 and bf16"
+        found |= {
+            "GPU": _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines(),
+            "topology": _output("nvidia-smi", "topo", "-m").splitlines(),
+            "triton": importlib.import_module("triton").__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "symmetric products": f"by a kernel, from {KERNEL.from_rows} rows" if kernel else f"dense, as {least}",
+        }
+    for name, (dtype, precision) in _PRECISIONS.items():
+        torch.set_float32_matmul_precision(precision)
+        a, b = torch.randn(2, size, size, device=context.device).to(dtype).unbind()
+        seconds = context.seconds(functools.partial(torch.mm, a, b, out=torch.empty_like(a)))
+        found[f"{name}_tflops"] = 2 * size**3 / seconds / 1e12
+    torch.set_float32_matmul_precision("highest")
+    source = torch.empty(size * size * 16, device=context.device)
+    target = torch.empty_like(source)
+    found["memory_gb_per_s"] = 2 * source.nbytes / context.seconds(lambda: target.copy_(source)) / 1e9
+    one = torch.zeros(1, device=context.device)
+    found["launch_us"] = context.seconds(lambda: [one.add_(1.0) for _ in range(2000)]) / 2000 * 1e6
+    if context.ranks > 1:
+        part = source.numel() // context.ranks * context.ranks
+        seconds = context.seconds(lambda: dist.all_to_all_single(target[:part], source[:part]))
+        found["all_to_all_gb_per_s"] = source[:part].nbytes * (1 - 1 / context.ranks) / seconds / 1e9
+        found["nodes"] = len(set(of_all_ranks(os.environ.get("GROUP_RANK", "0"))))
+    return found
+
+
+ALWAYS = replace(KERNEL, from_rows=0)
+"""The symmetric kernel for blocks of any size."""
+SETS = {"quintic": 5, "simple": 5, "polar_express": 8, "cans": 5, "deepseekv4": 10}
+CHECKED = (((2048, 4096), 4), ((333, 777), 4), ((4096, 14336), 2))
+TIMED = (((256, 512), 64), ((1024, 4096), 8), ((4096, 4096), 2), ((8192, 28672), 2))
+"""Blocks of small models, of llama3-8b's projections and of llama3-70b's, and how many of them in a stack."""
+ERROR = {"medium": 0.05, "high": 0.02, "highest": 1e-4}
+"""Of a random block, as a share of its norm, by the precision of products."""
+
+
+def arithmetic(context: Context) -> Figures:
+    """Every set of coefficients by both iterations and both kinds of products, against the same polynomials in fp64."""
+    checked, timed = (CHECKED, TIMED) if context.on_gpu else ((((64, 96), 2), ((33, 77), 2)), ())
+    figures: Figures = {} if context.on_gpu else {"symmetric kernel": SKIPPED}
+    for (shape, count), name in itertools.product(checked, SETS):
+        figures |= _blocks(context, count, shape, name)
+    for shape, count in timed:
+        figures |= _blocks(context, count, shape, "quintic")
+    return figures
+
+
+def _blocks(context: Context, count: int, shape: tuple[int, int], name: str) -> Figures:
+    """Largest singular value, distance from fp64, time and rate of random blocks; in one a direction dominates."""
+    found: Figures = {}
+    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).to(context.device)
+    x[1] += 100.0 * torch.outer(x[0, :, 0], x[0, 0])
+    x /= x.abs().amax(dim=(1, 2), keepdim=True)
+    exact = x[:2].double() / x[:2].double().norm(dim=(1, 2), keepdim=True)
+    for a, b, c in ns.coefficients(name, SETS[name]):
+        square = exact @ exact.mT
+        exact = a * exact + (b * square + c * square @ square) @ exact
+    for precision, products, method in itertools.product(ERROR, (DENSE, ALWAYS), (STANDARD, GRAM)):
+        iteration = Iteration(name, SETS[name], precision, method, products)
+        takes_kernel = context.on_gpu and iteration.half and not shape[0] % KERNEL.multiple_of
+        if (products is ALWAYS and not takes_kernel) or (name == "cans" and precision != "highest"):
+            continue
+        if method == GRAM and not iteration.gram_is_proven:
+            continue
+        given = x.to(torch.bfloat16 if iteration.half else torch.float32)
+        made, again = (orthogonalized(given, iteration)[:2] for _ in range(2))
+        kind = "kernel" if products is ALWAYS else "dense"
+        label = f"{count} of {shape[0]} x {shape[1]}, {name}, {precision}, {method}, {kind}"
+        largest = torch.linalg.eigvalsh(made.double() @ made.double().mT)[:, -1].sqrt().max().item()
+        error = ((made.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).tolist()
+        found[label] = {"largest singular value": largest, "error": error[0], "with one direction": error[1]}
+        if name == "quintic":
+
+            def several(given: torch.Tensor = given, iteration: Iteration = iteration) -> None:
+                for _ in range(4):  # one after the other, as in a step: the host is ahead
+                    orthogonalized(given, iteration)
+
+            seconds = context.seconds(several, 3) / 4
+            found[label] |= {"ms": seconds * 1e3, "TFLOP/s": count * iteration.flops(*shape) / seconds / 1e12}
+        context.hold(largest <= MOST, f"{label}: largest singular value {largest:.3f}")
+        context.hold(torch.equal(made, again), f"{label}: other bits the second time")
+        context.hold(error[0] < ERROR[precision], f"{label}: {error[0]:.3g} off, {ERROR[precision]:g} is usual")
+    return found
+
+
+def orthogonalized(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
+    """What a step makes of a stack `(blocks, rows, cols)`, unscaled, with the products that `iteration` has."""
+    kernel = iteration.products if iteration.products is ALWAYS else KERNEL
+    with mock.patch.object(ns, "products_on", return_value=iteration.products), mock.patch.object(ns, "KERNEL", kernel):
+        of = Orthogonalizer(iteration, scale_mode="unit_rms_norm", device=x.device)
+        stack = x.clone()
+        of.orthogonalize_stack(stack, BlockKind(x.shape[1], x.shape[2], 1.0, 0, (), x.shape[2]))
+        return stack
