@@ -110,7 +110,7 @@ def main() -> None:
     text = torch.from_numpy(np.fromfile(f"{args.data}.bin", dtype=dtype).astype(np.int64))
     optimizer: Any = muon(model(0), 1e-3)
     inside = sum(p.numel() for name, p in model(0).named_parameters() if "embed" not in name and "lm_head" not in name)
-    taken = sum(p.numel() for group in optimizer.selection.muon for p in group["params"])
+    taken = sum(p.numel() for p in optimizer.selection.views)
     print(f"Muon takes {taken:,} of {inside:,} parameters that are neither embedding nor output layer")
     for name, make in (("adamw", adamw), ("muon", muon)):
         for rate in args.rates:

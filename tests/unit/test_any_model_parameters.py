@@ -38,7 +38,7 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
-        return [selection.names[p] for group in selection.muon for p in group["params"]]
+        return [selection.names[p] for p in selection.views]
 
     assert taken() == ["layers.0.weight", "layers.1.weight"]
     assert taken(matrices=["layers.*.weight", "lm_head"]) == ["layers.0.weight", "layers.1.weight", "lm_head.weight"]
@@ -64,7 +64,7 @@ def test_patterns_choose_among_matrices() -> None:
     """Biases and norms that a pattern finds too are no mistake."""
     layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
     selection = select(layers, matrices=["layers.*"])
-    assert [selection.names[p] for group in selection.muon for p in group["params"]] == ["layers.0.weight"]
+    assert [selection.names[p] for p in selection.views] == ["layers.0.weight"]
 
 
 def wrong(**given: Any) -> Callable[[], Any]:
@@ -102,6 +102,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
+    "two of one name": (
+        groups({"params": [("w", ONE)]}, {"params": [("w", of(2, 1, 3, 3))]}),
+        "w is given twice; pass each parameter once, by a name of its own",
+    ),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),
     "fp16": (groups(("a", of(3, 3, dtype=torch.float16))), "a is of torch.float16; .*: use bf16"),
     "fp8": (groups(("a", of(3, 3, dtype=torch.float8_e4m3fn))), "a is of torch.float8_e4m3fn"),
