@@ -51,7 +51,7 @@ class Muon(MuonState):
     `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters
     are, for `torch.distributed.checkpoint.state_dict`.
 
-    A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
+    A parameter without a gradient is skipped, and so is a matrix whose update is not finite.
 
     Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
 

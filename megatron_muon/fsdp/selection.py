@@ -225,9 +225,9 @@ def _check_shape(name: str, parameter: torch.Tensor, *, flat: bool, may_be_stack
     is_stack = parameter.ndim == 3 and may_be_stack and 1 not in parameter.shape[1:]
     if not parameter.numel() or not (parameter.ndim == 2 or flat or is_stack):
         raise UserError(
-            f"{name} has shape {tuple(parameter.shape)}, Muon takes matrices of two dimensions and stacks of matrices "
-            "of three; pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or put it into a "
-            "group with optimizer='adamw'"
+            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group, stacks (E, m, n) "
+            "with m and n above 1: pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or "
+            "put it into a group with optimizer='adamw'"
         )
 
 
@@ -251,7 +251,7 @@ def splits(
         for name in matching("split", [pattern], by_name):
             rows = views[by_name[name]].matrix[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
-                raise UserError(f"split: {name} has {rows} rows, which parts of {parts} do not fill")
+                raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
             found[by_name[name]] = RowSplit(1, parts * (rows // sum(parts)))
     return found
 
