@@ -22,6 +22,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import megatron_muon
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import read_head
 
 BATCH, SEQUENCE, HELD_OUT = 8, 128, 0.02
@@ -106,11 +107,14 @@ def main() -> None:
     parser.add_argument("--data", default="data/stdlib", metavar="PREFIX", help="what `data prepare` has written")
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1.5e-3, 4e-3])
     args = parser.parse_args()
-    dtype, _ = read_head(args.data)
+    try:
+        dtype, _ = read_head(args.data)
+    except UserError as error:
+        parser.error(str(error))
     text = torch.from_numpy(np.fromfile(f"{args.data}.bin", dtype=dtype).astype(np.int64))
     optimizer: Any = muon(model(0), 1e-3)
     inside = sum(p.numel() for name, p in model(0).named_parameters() if "embed" not in name and "lm_head" not in name)
-    taken = sum(p.numel() for group in optimizer.selection.muon for p in group["params"])
+    taken = sum(p.numel() for p in optimizer.selection.views)
     print(f"Muon takes {taken:,} of {inside:,} parameters that are neither embedding nor output layer")
     for name, make in (("adamw", adamw), ("muon", muon)):
         for rate in args.rates:

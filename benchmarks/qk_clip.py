@@ -1,6 +1,6 @@
 """Times training steps of a transformers Llama with `megatron_muon.QKClip` and without, in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.qk_clip --rounds 20
+    torchrun --nproc-per-node 2 -m benchmarks.qk_clip --repeat 20
 
 The shape is that of configs/quickstart.yaml. Every arm has a model and a Muon of its own, under FSDP2 where there are
 several ranks; within a round each takes ten steps, in an order that rotates. A step is forward, backward, Muon, clip.
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import megatron_muon
 
-STEPS, WARMUP = 10, 1
+STEPS = 10
 ARMS = {"without": 0, "interval 1": 1, "interval 10": 10}
 
 
@@ -31,7 +31,7 @@ def llama(given: argparse.Namespace) -> Any:
 
     torch.manual_seed(0)
     shape = {"hidden_size": given.hidden_size, "intermediate_size": 3 * given.hidden_size, "vocab_size": 272}
-    heads = {"num_attention_heads": given.hidden_size // 64, "num_key_value_heads": given.hidden_size // 128}
+    heads = {"num_attention_heads": given.hidden_size // 64, "num_key_value_heads": max(1, given.hidden_size // 128)}
     config = LlamaConfig(num_hidden_layers=given.num_layers, max_position_embeddings=given.seq_length, **shape, **heads)
     model = LlamaForCausalLM(config).train()
     for module in (*model.model.layers, model) if dist.is_initialized() else ():
@@ -48,7 +48,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
         arms[name] = model, optimizer, megatron_muon.QKClip(model, interval=interval) if interval else None
     tokens = torch.randint(257, (given.micro_batch_size, given.seq_length))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
-    for number in range(WARMUP + given.rounds):
+    for number in range(given.warmup + given.repeat):
         names = list(arms)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             model, optimizer, clip = arms[name]
@@ -61,7 +61,7 @@ def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
                 if clip is not None:
                     clip.step()
                 optimizer.zero_grad()
-            if number >= WARMUP:
+            if number >= given.warmup:
                 spent = time.perf_counter() - start, time.process_time() - used
                 found[name].append((1e3 * spent[0] / STEPS, 1e3 * spent[1] / STEPS))
     return found
@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--micro-batch-size", type=int, default=4, help="of each rank")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count")
+    parser.add_argument("--repeat", type=int, default=20, help="rounds of ten steps of each")
     given = parser.parse_args()
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")

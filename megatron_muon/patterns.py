@@ -8,6 +8,12 @@ from fnmatch import fnmatchcase
 
 from megatron_muon.core.errors import UserError
 
+_OF = {
+    "flatten": "the {} parameters of more than two dimensions",
+    "matrices": "the {} parameters of two or three dimensions",
+}
+"""Among what an argument's patterns look, where that is not Muon's matrices."""
+
 
 def matching(
     argument: str, patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = (), hint: str = ""
@@ -18,8 +24,8 @@ def matching(
     found in `layers.1.weight` and not in `layers.10.weight`, and a star matches dots too.
 
     Raises:
-        UserError: a pattern is empty or found in none of `names`; the message says where among `others`, which Muon
-            does not take, it is found, or the nearest component of a name, and ends with `hint`.
+        UserError: a pattern is empty or found in none of `names`; the message says where among `others` it is found, or
+            the nearest component of a name, and ends with `hint`.
     """
     names = list(names)
     if isinstance(patterns, str):
@@ -29,9 +35,9 @@ def matching(
             raise UserError(f"{argument} '' would match every matrix; name some, or leave it out")
         if any(_found(pattern, name) for name in names):
             continue
-        nothing = f"{argument} {pattern} matches none of Muon's {len(names)} matrices"
+        nothing = f"{argument} {pattern} matches none of {_OF.get(argument, "Muon's {} matrices").format(len(names))}"
         if there := next((name for name in others if _found(pattern, name)), None):
-            raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
+            raise UserError(f"{nothing}, only parameters that are not among these ({there}); leave it out")
         components = sorted({part for name in names for part in name.split(".")})
         parts = pattern.strip(".").split(".")
         near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts)

@@ -323,8 +323,8 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
         changes += [each for each in ("attn_logit_softcapping", "clip_qkv") if getattr(config, each, None) is not None]
         if changes:
             raise UserError(
-                f"QKClip: {name} ({kind}) has {' and '.join(changes)}, which bounds its logits and leaves scaled rows "
-                "without effect; leave QKClip out"
+                f"QKClip: {name} ({kind}) has {' and '.join(changes)}: its logits are bounded, and scaled rows "
+                "would change nothing; leave QKClip out"
             )
         if (found := config._attn_implementation) != "sdpa":
             raise UserError(f"QKClip: {name} computes attention by {found}; call model.set_attn_implementation('sdpa')")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, override
@@ -50,8 +50,8 @@ class Probe:
     def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
         """This rank's new momentum `(rows, cols)` fp32; `replicas(index)` ranks hold the same rows of a matrix."""
 
-    def updates(self, rows: Sequence[torch.Tensor]) -> None:
-        """This rank's rows `(rows, cols)` of scaled updates, before the learning rate; NaN where one is skipped."""
+    def updates(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+        """As `momentum`, the rows of scaled updates, before the learning rate; NaN where one is skipped."""
 
     def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
         """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
@@ -172,22 +172,19 @@ class _StepProbe(PhaseTimer):
         self._copies = copies
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._update, self._momentum, self._error, self._measured = (self._zero.clone() for _ in range(4))
-        self._elements = 0
+        self._elements = 0.0
         self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
 
     @override
     def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
-        by_count = defaultdict(list)
-        for index, values in zip(indices, rows, strict=True):
-            by_count[replicas(index)].append(values)
-        for count, alike in by_count.items():
+        for count, alike in _by_count(indices, rows, replicas):
             self._momentum += _squares(alike).to(self._zero.device) / count
 
     @override
-    def updates(self, rows: Sequence[torch.Tensor]) -> None:
-        if rows:
-            self._update += _squares([row.nan_to_num() for row in rows]).to(self._zero.device)
-            self._elements += sum(update.numel() for update in rows)
+    def updates(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+        for count, alike in _by_count(indices, rows, replicas):
+            self._update += _squares([row.nan_to_num() for row in alike]).to(self._zero.device) / count
+            self._elements += sum(update.numel() for update in alike) / count
 
     @override
     def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
@@ -223,6 +220,15 @@ def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[s
         values["orthogonality_error"] = error / blocks
     values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
     return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
+
+
+def _by_count(
+    indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
+) -> Iterable[tuple[int, list[torch.Tensor]]]:
+    found = defaultdict[int, list[torch.Tensor]](list)
+    for index, values in zip(indices, rows, strict=True):
+        found[replicas(index)].append(values)
+    return found.items()
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

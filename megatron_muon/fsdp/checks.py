@@ -118,7 +118,7 @@ def check_parameters(
         if p.requires_grad:
             raise UserError(
                 f"{names[p]} was frozen when the optimizer was made, so it has no state and would not train; "
-                "make the optimizer while all that will train needs a gradient, and freeze after that"
+                "make the optimizer while all that will train requires a gradient, and freeze afterwards"
             )
 
 

@@ -89,8 +89,8 @@ def layout_of(
             return placed(view, parameter.device_mesh, tuple(parameter.placements))
         except LayoutError:
             raise UserError(
-                f"{name} {view.shape} is sharded as {parameter.placements}, where a rank's part is no block of it; use "
-                "Shard, or _StridedShard as fully_shard makes it beside another dimension of the mesh"
+                f"{name} {view.shape} is sharded as {parameter.placements}, which does not give each rank one block of "
+                "it; use Shard, or _StridedShard as fully_shard makes it beside another dimension of the mesh"
             ) from None
 
     mine, cut = [], []
@@ -121,8 +121,8 @@ def ranks_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
         return ()
     if parameter.device_mesh.get_coordinate() is None:
         raise UserError(
-            f"{name} is on {parameter.device_mesh}, which rank {dist.get_rank()} is not in; give Muon on each rank the "
-            "parameters of which it may hold a part"
+            f"{name} is on {parameter.device_mesh}, which rank {dist.get_rank()} is not in; give Muon on each rank "
+            "only parameters whose mesh has that rank"
         )
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
@@ -184,7 +184,7 @@ def _check_placements(name: str, parameter: DTensor) -> None:
     placements = ", ".join(map(str, parameter.placements))
     device, mesh = parameter.device.type, parameter.device_mesh.device_type
     if any(isinstance(placement, Partial) for placement in parameter.placements):
-        raise UserError(f"{name} has unreduced values ({placements}); Muon takes reduced parameters")
+        raise UserError(f"{name} has unreduced values ({placements}); redistribute it to Shard or Replicate first")
     if device != mesh and mesh != "cpu":
         raise UserError(
             f"{name} lies on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy, which Muon does not "

@@ -51,7 +51,7 @@ class Muon(MuonState):
     `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters
     are, for `torch.distributed.checkpoint.state_dict`.
 
-    A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
+    A parameter without a gradient is skipped, and so is a matrix whose update is not finite.
 
     Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
 
@@ -147,9 +147,8 @@ class Muon(MuonState):
             self._build(self._select(params))
 
     def _select(self, params: Any) -> Selection:
-        return select(
-            params, **{name: self._settings[name] for name in ("matrices", "exclude", "flatten", "transposed")}
-        )
+        chosen_by = "matrices", "exclude", "flatten", "transposed"
+        return select(params, **{name: self._settings[name] for name in chosen_by})
 
     def _build(self, selection: Selection) -> None:
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
@@ -188,17 +187,18 @@ class Muon(MuonState):
         in_order = sorted(by_ranks)  # the same on all ranks, as all that follows is collective
         in_files = given["offload"] == "nvme" and dist.is_initialized() and not any(in_order)  # else those of a mesh
         beside = dist.get_process_group_ranks(given["process_group"]) if given["share_replicated"] or in_files else ()
-        for ranks in in_order:
-            checks.compare_settings(given, selection.groups, ranks or beside)
+        together = [ranks or tuple(beside) for ranks in in_order]
+        for ranks in together:
+            checks.compare_settings(given, selection.groups, ranks)
         plain = given["process_group"] or dist.group.WORLD if given["share_replicated"] else Alone()
         first = [next(iter(by_ranks[ranks])) for ranks in in_order]
         groups: list[Any] = [cuts.group_of(p.device_mesh) if isinstance(p, DTensor) else plain for p in first]
-        largest = max(in_order, key=len)
-        self.group = groups[in_order.index(largest)]
-        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in in_order):
+        largest = max(together, key=len)
+        self.group = groups[together.index(largest)]
+        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in together):
             raise UserError(
                 f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of ranks that hold a "
-                f"parameter together, and {in_order} cross; use metrics_interval=0"
+                f"parameter together, and {together} cross; use metrics_interval=0"
             )
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group  # on files of no mesh
         self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]
@@ -253,8 +253,7 @@ class Muon(MuonState):
 
     def _add_groups(self, selection: Selection) -> None:
         """Make the parameter groups, those of AdamW with its settings, in the order that was given."""
-        defaults = {name: self._settings[name] for name in ("momentum", "weight_decay")}
-        defaults["lr"] = float(self._settings["lr"])
+        defaults = {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
         of_adamw = {name: self._settings[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas", "eps")}
         of_adamw |= {name: defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None}
         for group in selection.groups:
@@ -274,9 +273,8 @@ class Muon(MuonState):
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
         scale_mode, factor = arguments.ADJUST_LR[given["adjust_lr_fn"]]
-        iteration = arguments.iteration_of(
-            given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"]
-        )
+        of_iteration = (given[name] for name in ("ns_coefficients", "ns_steps", "fp32_matmul_prec", "ns"))
+        iteration = arguments.iteration_of(*of_iteration)
         iteration.check_steps_for(given["ns_steps_for"] or {})
         return Orthogonalizer(
             iteration,

@@ -33,16 +33,24 @@ class Source(NamedTuple):
         return zip(self.places(), self.view.tensors(local_parts([other])[0]), strict=True)
 
 
-def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
-    """How this rank, which holds `rectangles`, has a parameter stand; a UserError where that cannot be by views."""
-    if view.is_itself:
-        return Source(parameter, view, [parameter], first, range(1))
+def weights_of(name: str, parameter: torch.Tensor, view: View) -> list[torch.Tensor]:
+    """The matrices that this rank has a part of, in the parameter's memory; a UserError where they cannot be."""
     local = local_parts([parameter.detach()])[0]
     here = view.tensors(local)
     if any(part.data_ptr() != local.data_ptr() for part in here[:1] if part.numel()):
         raise UserError(f"{name} is not contiguous, strides {local.stride()}; make it so, or leave it out of flatten=")
+    return here
+
+
+def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
+    """How this rank, which holds `rectangles`, has a parameter stand; a UserError where that cannot be by views."""
+    if view.is_itself:
+        return Source(parameter, view, [parameter], first, range(1))
+    here = weights_of(name, parameter, view)
+    for matrix in here:
+        matrix.grad_dtype = None  # any, as its parameter has it
     begin = next((number for number, (_, rows, _, cols) in enumerate(rectangles) if rows or cols), 0)
-    elsewhere = [local.new_empty(0, 0) for _ in range(view.count - len(here))]
+    elsewhere = [local_parts([parameter])[0].new_empty(0, 0) for _ in range(view.count - len(here))]
     matrices = [*elsewhere[:begin], *here, *elsewhere[begin:]]
     return Source(parameter, view, matrices, first, range(begin, begin + len(here)))
 
@@ -81,7 +89,7 @@ class Part(ShardedMuon):
     @override
     def initialize_state(self) -> None:
         for source in self._apart:
-            shown, like = self.shown.setdefault(source.parameter, {}), source.view.whole(source.parameter)
+            shown, like = self.shown.setdefault(source.parameter, {}), source.view.whole(source.parameter.detach())
             for rule in self.rules:
                 for slot in (slot for slot in rule.slots if slot not in shown):
                     shown[slot] = rule.zeros(slot, source.first, like)
@@ -107,8 +115,9 @@ class Part(ShardedMuon):
         for number, source in enumerate(self._apart):
             local, gradient = local_parts([source.parameter])[0], source.parameter.grad
             if local.data_ptr() != self._lies_at[number]:
+                here = weights_of(self._matrix_names[source.first], source.parameter, source.view)
                 self._lies_at[number] = local.data_ptr()
-                for place, part in source.of(source.parameter.detach()):
+                for place, part in zip(source.places(), here, strict=True):
                     self._matrices[place].data = part
             for place, part in source.of(gradient) if gradient is not None else ():
                 self._matrices[place].grad = part

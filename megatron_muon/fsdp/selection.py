@@ -96,11 +96,6 @@ class Selection:
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     grouped: bool = False
 
-    @property
-    def muon(self) -> list[dict[str, Any]]:
-        """The groups of matrices."""
-        return [group for group in self.groups if group[OPTIMIZER] == MUON]
-
     def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
         """The same choice for `groups` that have other parameters in the places of those before."""
         pairs = list(zip(before, members_of(groups), strict=True))
@@ -109,7 +104,8 @@ class Selection:
         return replace(
             self,
             groups=[dict(group) for group in groups],
-            names={new: self.names[old] for old, new in pairs} | {p: self.names[p] for p in self.frozen},
+            names={new: self.names[old] for old, new in pairs},
+            frozen=[torch.empty(0)] * len(self.frozen),  # those of before would keep the unsharded model in memory
             why={new: self.why[old] for old, new in pairs if old in self.why},
             views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
@@ -217,7 +213,7 @@ def select(
         selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
     second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
     selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
-    if not selection.muon:
+    if not selection.views:
         raise UserError(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
@@ -229,9 +225,9 @@ def _check_shape(name: str, parameter: torch.Tensor, *, flat: bool, may_be_stack
     is_stack = parameter.ndim == 3 and may_be_stack and 1 not in parameter.shape[1:]
     if not parameter.numel() or not (parameter.ndim == 2 or flat or is_stack):
         raise UserError(
-            f"{name} has shape {tuple(parameter.shape)}, Muon takes matrices of two dimensions and stacks of matrices "
-            "of three; pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or put it into a "
-            "group with optimizer='adamw'"
+            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group, stacks (E, m, n) "
+            "with m and n above 1: pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or "
+            "put it into a group with optimizer='adamw'"
         )
 
 
@@ -255,7 +251,7 @@ def splits(
         for name in matching("split", [pattern], by_name):
             rows = views[by_name[name]].matrix[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
-                raise UserError(f"split: {name} has {rows} rows, which parts of {parts} do not fill")
+                raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
             found[by_name[name]] = RowSplit(1, parts * (rows // sum(parts)))
     return found
 
@@ -270,6 +266,7 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
     given = list(params)
     if not given:
         raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
+    taken = set[str]()
     if not any(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
     for number, group in enumerate(given):
@@ -288,9 +285,10 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
             if not isinstance(parameter, torch.Tensor):
                 raise TypeError(f"{shown} is a {type(parameter).__name__}, not a tensor; pass model.named_parameters()")
             name = name or _known_name(parameter)
-            if parameter in selection.names:
-                raise UserError(f"{name or shown} is given twice; pass each parameter once")
+            if parameter in selection.names or (name and name in taken):
+                raise UserError(f"{name or shown} is given twice; pass each parameter once, by a name of its own")
             selection.names[parameter] = name or shown
+            taken.add(name)
             if parameter.requires_grad:
                 _check_tensor(name or shown, parameter)
                 yield name, parameter, options

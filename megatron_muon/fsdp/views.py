@@ -55,9 +55,7 @@ class View:
     def described(self) -> str:
         """What the table says of it; nothing of a matrix."""
         size = " x ".join(map(str, self.matrix))
-        if self.is_stack:
-            return f"{self.count} experts of {size}"
-        return "" if self.is_itself else f"as {size}"
+        return f"{self.count} experts of {size}" if self.is_stack else "" if self.is_itself else f"as {size}"
 
     def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
         """What a rank has of each matrix that holds `sizes` of each dimension, from `offsets` on.
@@ -73,12 +71,9 @@ class View:
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
         """The matrices, 2D each, that `local`, this rank's part of the parameter or of its like, has elements of."""
-        if self.is_stack:
-            return list((local.mT if self.transposed else local).unbind())
-        folded = local.flatten(1) if self.flat else local
-        return [folded.mT if self.transposed else folded]
+        return list(self.whole(local).unbind()) if self.is_stack else [self.whole(local)]
 
-    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """`parameter`, a DTensor too, as it is read, `(rows, cols)` or `(E, rows, cols)`, in the same memory."""
-        folded = parameter.detach().flatten(1) if self.flat else parameter.detach()
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter, or its like, a DTensor too, as it is read, `(rows, cols)` or `(E, rows, cols)`."""
+        folded = tensor.flatten(1) if self.flat else tensor
         return folded.mT if self.transposed else folded

@@ -208,7 +208,7 @@ class ReplicatedMuon(TensorParallelMuon):
         """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is."""
         with self.probe.phase("orthogonalize"):
             update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
-        self.probe.updates([update])
+        self.probe.updates([0], [update], self.replicas)
         self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self.replicas)
         return sharded_like(grad, update)
 

@@ -22,11 +22,15 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
 
 
 def with_settings(config: OptimizerConfig, settings: Mapping[str, Any] | None = None) -> MuonOptimizerConfig:
-    """A config of megatron-core or of a subclass with this package's settings: its own attributes, else `settings`."""
+    """A config of megatron-core or of a subclass with this package's settings: its own attributes, else `settings`.
+
+    Of some settings megatron-core has the name too; its default there says nothing.
+    """
     if isinstance(config, MuonOptimizerConfig):
         return config
     names = {field.name for field in fields(MuonOptimizerConfig)}
-    given = {**(settings or {}), **vars(config)}
+    unsaid = [name for name in settings or {} if getattr(OptimizerConfig, name, names) == vars(config).get(name)]
+    given = {**(settings or {}), **{name: value for name, value in vars(config).items() if name not in unsaid}}
     return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 

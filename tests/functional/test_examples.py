@@ -110,7 +110,7 @@ def test_the_cost_of_qk_clip(tmp_path: Path) -> None:
         "16",
         "--micro-batch-size",
         "1",
-        "--rounds",
+        "--repeat",
         "1",
     ]
     found = {"PYTHONPATH": str(cli.ROOT)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megatron_muon
 from megatron_muon.tools.train.records import read_events
@@ -77,21 +77,24 @@ def test_metrics_are_those_of_the_tensors(ranks: Pool, world_size: int) -> None:
         assert label == "no_shard" or 0.0 < values["orthogonality_error"] < 1.0
 
 
-def measure_mixture(rank: int, world_size: int, *, spread: bool) -> dict[str, float]:
+def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]:
     """In a worker: metrics of a weight on a mesh of all ranks, one on no mesh, and experts on a mesh of this rank's."""
     everyone = init_device_mesh("cpu", (world_size,))
-    alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "dp"))["dp"] if spread else everyone
+    alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "dp"))["dp"]
+    cut: Any = Replicate() if how == "replicas" else Shard(0)
+    placed = {"weight": (everyone, [cut]), "experts.w": (alone, [Shard(0)])} if world_size > 1 else {}
+    if how == "shared":
+        placed.pop("weight", None)
     generator = torch.Generator().manual_seed(0)
     parameters, gradients = {}, {}
-    for name, shape in {"weight": (8, 6), "apart": (10, 6), "experts.w": (12, 5, 3)}.items():
+    for name, shape in {"weight": (8, 2), "apart": (10, 6), "experts.w": (12, 5, 3)}.items():
         weight, gradient = torch.randn(2, *shape, generator=generator).unbind()
-        if name == "experts.w" and spread:
+        if name == "experts.w":
             weight, gradient = (tensor.chunk(world_size)[rank] for tensor in (weight, gradient))
-        if name != "apart" and spread:
-            mesh = everyone if name == "weight" else alone
-            weight, gradient = (distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (weight, gradient))
+        if name in placed:
+            weight, gradient = (distribute_tensor(tensor, *placed[name]) for tensor in (weight, gradient))
         parameters[name], gradients[name] = torch.nn.Parameter(weight), gradient
-    optimizer = megatron_muon.Muon(parameters.items(), metrics_interval=1)
+    optimizer = megatron_muon.Muon(parameters.items(), share_replicated=how == "shared", metrics_interval=1)
     assert len(optimizer.selection.views) == len(parameters)
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
@@ -100,10 +103,11 @@ def measure_mixture(rank: int, world_size: int, *, spread: bool) -> dict[str, fl
 
 
 @pytest.mark.parametrize("world_size", wide_but([2], [2, 3, 4]))
-def test_metrics_of_any_model_count_each_matrix_once(ranks: Pool, world_size: int) -> None:
-    """A matrix on no mesh, which all ranks step alike, weighed as often as there are ranks."""
-    (expected,) = ranks(1, measure_mixture, spread=False)
-    for found in ranks(world_size, measure_mixture, spread=True):
+@pytest.mark.parametrize("how", ["shards", "replicas", "shared"])
+def test_metrics_of_any_model_count_each_matrix_once(ranks: Pool, world_size: int, how: str) -> None:
+    """A matrix that all ranks hold weighed as often as there are ranks, and one that they shared less than once."""
+    (expected,) = ranks(1, measure_mixture, how="shards")
+    for found in ranks(world_size, measure_mixture, how=how):
         for name in ("update_rms", "momentum_norm"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from tests.support.small_model import Model
+from tests.support.small_model import Model, give_gradients
 
 TORCHS = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 
@@ -175,9 +177,31 @@ def test_parameters_exchanged_in_groups_are_taken_up(settings: dict[str, Any], t
         optimizer.step()
 
 
+def test_parameters_that_were_exchanged_leave_memory() -> None:
+    """Frozen ones stayed: of a model that trains in a small part, all of it, unsharded on every rank."""
+    old, new = Model(), Model()
+    for model in (old, new):
+        model.layers[0].requires_grad_(False)
+    optimizer = megatron_muon.Muon(old.named_parameters())
+    before, table = [weakref.ref(p) for p in old.parameters()], optimizer.table()
+    exchanged(optimizer, old, new)
+    backward(new)
+    optimizer.step()
+    del old, model
+    gc.collect()
+    assert [each() for each in before] == [None] * len(before)
+    assert optimizer.table() == table
+
+
 def halved(model: Model, _: Any) -> None:
     weight = model.layers[0].weight
     weight.data = weight.data[:4]
+
+
+def turned(model: Model, _: Any) -> None:
+    """As `model.to(memory_format=torch.channels_last)` does; steps moved a copy, and the weights stayed."""
+    weight = model.conv.weight
+    weight.data = weight.data.mT.contiguous().mT
 
 
 CHANGES: dict[str, tuple[Callable[[Model, megatron_muon.Muon], Any], str]] = {
@@ -190,9 +214,10 @@ CHANGES: dict[str, tuple[Callable[[Model, megatron_muon.Muon], Any], str]] = {
         "param_groups have 10 parameters, and had 9 when the optimizer was made",
     ),
     "rows": (halved, r"layers\.0\.weight was \(8, 6\) in torch.float32 on cpu when .* and is \(4, 6\)"),
+    "memory": (turned, r"^conv\.weight is not contiguous, strides .* leave it out of flatten="),
     "dtype": (
         lambda model, _: model.to(torch.bfloat16),
-        r"layers\.0\.weight was .* in torch.float32 on .* in torch.bfloat16",
+        r"conv\.weight was .* in torch.float32 on .* in torch.bfloat16",
     ),
 }
 
@@ -201,8 +226,10 @@ CHANGES: dict[str, tuple[Callable[[Model, megatron_muon.Muon], Any], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_after_the_optimizer_was_made_is_refused(change: str, settings: dict[str, Any]) -> None:
     model = Model()
-    optimizer = megatron_muon.Muon(model.named_parameters(), **settings)
+    optimizer = megatron_muon.Muon(model.named_parameters(), flatten={"conv": True}, **settings)
     act, message = CHANGES[change]
+
+    give_gradients(model.parameters())
 
     def change_and_step() -> None:
         act(model, optimizer)

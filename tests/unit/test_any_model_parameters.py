@@ -38,7 +38,7 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
-        return [selection.names[p] for group in selection.muon for p in group["params"]]
+        return [selection.names[p] for p in selection.views]
 
     assert taken() == ["layers.0.weight", "layers.1.weight"]
     assert taken(matrices=["layers.*.weight", "lm_head"]) == ["layers.0.weight", "layers.1.weight", "lm_head.weight"]
@@ -64,7 +64,7 @@ def test_patterns_choose_among_matrices() -> None:
     """Biases and norms that a pattern finds too are no mistake."""
     layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
     selection = select(layers, matrices=["layers.*"])
-    assert [selection.names[p] for group in selection.muon for p in group["params"]] == ["layers.0.weight"]
+    assert [selection.names[p] for p in selection.views] == ["layers.0.weight"]
 
 
 def wrong(**given: Any) -> Callable[[], Any]:
@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no matrix": (groups(("a", of(3))), "no parameter is a matrix"),
     "1D without names": (groups(ONE, of(3)), r"parameter 1 has shape \(3,\)"),
     "0D": (groups(of()), r"parameter 0 has shape \(\)"),
-    "4D by pattern": (wrong(matrices=["conv.weight"]), r"only parameters that Muon does not take \(conv\.weight\)"),
+    "4D by pattern": (wrong(matrices=["conv.weight"]), r"only parameters that are not among these \(conv"),
     "3D without names": (groups(of(2, 3, 4)), r"parameter 0 has shape \(2, 3, 4\)"),
     "4D by group": (groups({"params": [("w", of(2, 3, 4, 5))], "optimizer": "muon"}), r"w has shape \(2, 3, 4, 5\)"),
     "a stack of biases": (groups({"params": [("w", of(2, 1, 4))], "optimizer": "muon"}), r"w has shape \(2, 1, 4\)"),
@@ -102,6 +102,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
+    "two of one name": (
+        groups({"params": [("w", ONE)]}, {"params": [("w", of(2, 1, 3, 3))]}),
+        "w is given twice; pass each parameter once, by a name of its own",
+    ),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),
     "fp16": (groups(("a", of(3, 3, dtype=torch.float16))), "a is of torch.float16; .*: use bf16"),
     "fp8": (groups(("a", of(3, 3, dtype=torch.float8_e4m3fn))), "a is of torch.float8_e4m3fn"),
@@ -147,6 +151,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a group that is not shared": (wrong(process_group=object()), "process_group is for share_replicated"),
     "no ranks": (wrong(share_replicated=True), "share_replicated needs ranks"),
     "split": (wrong(split={"layers.0": (3, 4)}), r"layers\.0\.weight has 8 rows"),
+    "flatten of nothing": (wrong(flatten={"conv3*": True}), "conv3. matches none of the 1 parameters of more than two"),
     "split of nothing": (wrong(split={"qkv": (3,)}), "split qkv matches none of Muon's 2 matrices"),
     **{
         f"split by {rows!r}": (
@@ -209,7 +214,7 @@ def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) ->
         (
             [("experts.w", scattered)],
             {},
-            r"experts.w \(8, 3, 3\) is sharded as \(_S.*, where a rank's part is no block",
+            r"experts.w \(8, 3, 3\) is sharded as \(_S.*, which does not give each rank one block",
         ),
         ([("w", sharded((4, 8, 3), row, Shard(1)))], {"flatten": {"w": True}}, r"w \(4, 8, 3\) is sharded along a dim"),
     ):

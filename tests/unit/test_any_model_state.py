@@ -188,6 +188,18 @@ def test_dtypes_set_around_a_step_change_no_bit(variant: str, around: str) -> No
     assert all(map(torch.equal, found, expected))
 
 
+def test_gradients_may_be_of_another_dtype_than_their_parameters() -> None:
+    """Those of a stack ended in torch's RuntimeError."""
+    start, gradient = torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(0))
+    stack, *alone = (nn.Parameter(part.to(torch.bfloat16)) for part in (start, *start))
+    for p, part in zip((stack, *alone), (gradient, *gradient), strict=True):
+        p.grad_dtype, p.grad = torch.float32, part.clone()
+    before = stack.detach().clone()
+    megatron_muon.Muon([("experts.w", stack), *zip("ab", alone, strict=True)], lr=0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]))
+    assert not torch.equal(stack, before)
+
+
 @pytest.mark.parametrize("matrices", [None, ["*"]])
 def test_sparse_gradients_are_refused(matrices: Any) -> None:
     net = nn.ModuleDict({"embed": nn.Embedding(5, 16, sparse=True), "up": nn.Linear(16, 24)})

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
 
 FSDP = "--use-megatron-fsdp"
 MUON, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adam"))
@@ -262,3 +263,11 @@ def test_what_only_flags_can_ask_for_is_refused(parser, line, words):
 )
 def test_what_only_a_script_can_ask_for_is_refused(given, words):
     in_a_script(words, **given)
+
+
+def test_settings_that_megatron_core_names_too_are_taken_where_its_config_says_nothing_of_them():
+    """Its defaults won, so that `enable(adaptive_muon_moment2_method="normuon")` had no effect."""
+    config = OptimizerConfig(optimizer="adaptive_muon", adaptive_muon_beta2=0.9)
+    given = {"adaptive_muon_moment2_method": "normuon", "adaptive_muon_beta2": 0.5, "muon_exchange": "allgather"}
+    made = with_settings(config, given)
+    assert [getattr(made, name) for name in given] == ["normuon", 0.9, "allgather"]

@@ -154,7 +154,7 @@ def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_component(pat
 
 def test_what_goes_to_the_scalar_optimizer_anyway_is_an_error_too() -> None:
     others = ["embedding.word_embeddings.weight"]
-    with pytest.raises(UserError, match=r"embedding matches none .* only parameters that Muon does not take \(embedd"):
+    with pytest.raises(UserError, match=r"embedding matches none .* only parameters that are not among these \(embedd"):
         matching("--muon-exclude", ["embedding"], NAMES, others=others)
 
 

@@ -142,4 +142,4 @@ class Measure(Rule):
 
     @override
     def after(self, part: Part) -> None:
-        self._probe.updates(part.rows)
+        self._probe.updates(part.indices, part.rows, lambda index: len(self.held.shards[index].holders))
