@@ -1,37 +1,175 @@
-"""The checks of `benchmarks.gpu`: on a GPU where there is one, and that they can fail."""
+"""The checks of `megatron-muon doctor --gpu`: on a GPU where there is one, and that each can fail."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu_checks import Context, arithmetic
-from benchmarks.gpu_runs import CHECKS
+from megatron_muon import cli
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.errors import ExitStatus
+from megatron_muon.fsdp.muon import Muon
+from megatron_muon.offload.codecs import Codec
+from megatron_muon.tools.doctor import gpu, runs, steps
+from megatron_muon.tools.doctor.checks import Context
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", runs.CHECKS)
 def test_a_gpu_passes(name: str, tmp_path: Path) -> None:
     context = Context(torch.device("cuda", 0), tmp_path)
-    CHECKS[name].run(context)
+    runs.CHECKS[name].run(context)
     assert context.wrong == []
 
 
-def test_arithmetic_that_is_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = Context(torch.device("cpu"), tmp_path)
-    arithmetic(context)
+@pytest.fixture
+def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
+    """On the processor, with few and small matrices on two threads."""
+    monkeypatch.setattr(steps, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
+    monkeypatch.setattr(steps, "SIMULATED", 2)
+    chosen = {
+        name: steps.VARIANTS[name] for name in ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams")
+    }
+    monkeypatch.setattr(steps, "VARIANTS", chosen)
+    steps.values.cache_clear()
+    yield Context(torch.device("cpu"), tmp_path)
+    steps.values.cache_clear()
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: Callable[..., Any]) -> None:
+    """Have a method call `after` with its result and arguments, and return what that returns."""
+    right = getattr(owner, name)
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        return after(right(*args, **options), *args)
+
+    monkeypatch.setattr(owner, name, wrong)
+
+
+def larger(marks: torch.Tensor, _: Orthogonalizer, stack: torch.Tensor, *rest: Any) -> torch.Tensor:
+    stack.mul_(1.3)
+    return marks
+
+
+def rounded(_: object, optimizer: Muon) -> None:
+    """On a rank of several, the first weight after a step has bf16's digits."""
+    if dist.is_initialized():
+        with torch.no_grad():
+            one: Any = optimizer.param_groups[0]["params"][0]
+            local = getattr(one, "_local_tensor", one)
+            local.copy_(local.bfloat16())
+
+
+def elsewhere(work: Any, output: torch.Tensor, *rest: Any) -> Any:
+    """What arrives is for another row."""
+    output.copy_(output.roll(7))
+    return work
+
+
+KEPT: list[torch.Tensor] = []
+
+CONTROLS: dict[str, tuple[str, Any, str, Callable[..., Any], str]] = {
+    "a device that is slow": ("machine", Context, "seconds", lambda seconds, *_: 1e6 * seconds, "copies reach"),
+    "updates too large": ("arithmetic", Orthogonalizer, "orthogonalize_stack", larger, "largest singular value"),
+    "a rounded weight": ("exchange", Muon, "step", rounded, "from whole matrices"),
+    "a wrong owner": ("exchange", dist, "all_to_all_single", elsewhere, "owner: "),
+    "a rounded record": ("offload", Codec, "decode", lambda out, *_: out.mul(1.0001), "momentum in host: "),
+    "a checkpoint that is not read": ("offload", steps, "load", lambda *_: None, "other bits"),
+    "a leaked buffer": ("cost", Muon, "step", lambda *_: KEPT.append(torch.ones(2**20)), "MiB behind"),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_is_wrong_is_found(control: str, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, owner, attribute, after, text = CONTROLS[control]
+    if attribute == "load":
+        monkeypatch.setattr(owner, attribute, lambda *_, **__: None)
+    else:
+        patched(monkeypatch, owner, attribute, after)
+    runs.CHECKS[name].run(context)
+    assert any(text in wrong for wrong in context.wrong), context.wrong
+
+
+@pytest.mark.parametrize("name", [name for name in runs.CHECKS if name not in ("training", "stress")])
+def test_what_is_right_passes(name: str, context: Context) -> None:
+    figures = runs.CHECKS[name].run(context)
     assert context.wrong == []
-    right = Orthogonalizer.orthogonalize_stack
+    context.keep(figures)  # it can be written
+    if name == "exchange":
+        assert figures["CUDA graph"] == "skipped: no GPU"
+        assert figures.keys() == steps.VARIANTS.keys()
 
-    def larger(self: Orthogonalizer, stack: torch.Tensor, *args: object, **settings: object) -> None:
-        right(self, stack, *args, **settings)  # type: ignore[arg-type]
-        stack.mul_(1.3)
 
-    monkeypatch.setattr(Orthogonalizer, "orthogonalize_stack", larger)
-    arithmetic(context)
-    assert any("largest singular value" in text for text in context.wrong)
-    assert any("errors" in text for text in context.wrong)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--gpu"]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no GPU here" in line
+    assert "--device cpu" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--only", "spee"], "--only spee is no check; choose from machine, "),
+        (["--report", "nowhere/report.md"], "cannot write 'nowhere/report.md'"),
+        (["--only", "cost", "--write-profile", "my.yaml"], "add it to --only"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", *arguments]) == ExitStatus.USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+
+
+def test_arguments_of_the_gpu_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--report", "report.md"]) == ExitStatus.USAGE
+    assert "--report goes with --gpu" in capsys.readouterr().err
+
+
+def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One second is not enough to import torch. The report has where it was, and the checks after it run."""
+    report = tmp_path / "report.md"
+    arguments = ["--device", "cpu", "--only", "machine", "arithmetic", "--limit", "1", "--report", str(report)]
+    assert gpu.main(arguments) == ExitStatus.FAILURE
+    printed = capsys.readouterr().out
+    assert printed.count("hung ") == 2
+    assert "failed: machine, arithmetic; " in printed.splitlines()[-1]
+    assert "most recent call first" in report.read_text("utf-8")
+    assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "hung"
+
+    crashed = gpu._run_check("nothing", "cpu", tmp_path / "crash", 0, 60)
+    assert crashed["status"] == "failed"
+    assert "KeyError: 'nothing'" in crashed["wrong"][0]
+
+
+def test_a_report_has_no_names_and_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.socket, "gethostname", lambda: "node-17")
+    monkeypatch.setenv("USER", "ada")
+    text = gpu.public('File "/home/ada/lib/python3.12/x.py" on node-17 by ada, 1/2 of 8, --report /tmp/out/report.md')
+    assert text == 'File ".../x.py" on HOST by HOST, 1/2 of 8, --report .../report.md'
+
+
+def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my.yaml"
+    assert gpu.main(["--device", "cpu", "--only", "machine", "--write-profile", str(file)]) == ExitStatus.OK
+    plan = ["plan", "--config", "configs/llama3-8b.yaml", "--world-size", "64", "--hardware"]
+    capsys.readouterr()
+    assert cli.main([*plan, str(file)]) == ExitStatus.OK
+    assert "measured cpu" in capsys.readouterr().out
+    assert cli.main([*plan, str(tmp_path / "other.yaml")]) == ExitStatus.USAGE
+    assert "does not describe a machine" in capsys.readouterr().err
+
+
+def test_a_machine_is_named_by_its_gpu() -> None:
+    measured = {"GPU": ["NVIDIA H200, 580.1, 141 GB"], "ranks": 16, "nodes": 2, "all_to_all_gb_per_s": 40.0}
+    measured |= dict.fromkeys(("bf16_tflops", "fp32_tflops", "memory_gb_per_s"), 10.0)
+    made = runs.profile(measured)
+    assert (made.memory_gb, made.node_ranks, made.network_gb_per_s, made.bf16_tflops) == (141, 8, 40.0, 10.0)

@@ -26,6 +26,7 @@ from megatron_muon.core.cost import DENSE, GRAM, KERNEL, MOST, STANDARD, Iterati
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.core.slices import BlockKind
+from megatron_muon.megatron.gpu import bf16_tflops
 from megatron_muon.tools.doctor import SKIPPED
 
 Figures = dict[str, Any]
@@ -144,6 +145,10 @@ def machine(context: Context) -> Figures:
     source = torch.empty(size * size * 16, device=context.device)
     target = torch.empty_like(source)
     found["memory_gb_per_s"] = 2 * source.nbytes / context.seconds(lambda: target.copy_(source)) / 1e9
+    peak = bf16_tflops(torch.cuda.get_device_name()) if context.on_gpu else None
+    reached, copied = found["bf16_tflops"], found["memory_gb_per_s"]
+    context.hold(reached > 0.4 * (peak or 0.0), f"products reach {reached:.3g} TFLOP/s in bf16, the data sheet {peak}")
+    context.hold(copied > (100.0 if context.on_gpu else 0.5), f"copies reach {copied:.3g} GB/s: is the device busy?")
     one = torch.zeros(1, device=context.device)
     found["launch_us"] = context.seconds(lambda: [one.add_(1.0) for _ in range(2000)]) / 2000 * 1e6
     if context.ranks > 1:

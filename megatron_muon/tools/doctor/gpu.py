@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -136,7 +136,7 @@ def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> d
     found = json.loads(output.read_text("utf-8")) if output.exists() else {"figures": {}, "wrong": []}
     if found["wrong"] and status == OK:
         status = WRONG
-    tail = log.read_text("utf-8", errors="replace").splitlines()[-25:] if status != OK else []
+    tail = log.read_text("utf-8", errors="replace").splitlines()[-60:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
 
 
@@ -147,29 +147,30 @@ def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {**ranks[0], "status": worst["status"], "log": worst["log"], "wrong": list(wrong)}
 
 
-def run_here(name: str, device: str, folder: str, limit: str) -> int:
+def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
     """In the process of a check: its figures as JSON. A check notes what is wrong and goes on where it can."""
+    faulthandler.dump_traceback_later(int(limit), exit=True)
     import torch
     import torch.distributed as dist
 
     from megatron_muon.tools.doctor.checks import Context
     from megatron_muon.tools.doctor.runs import CHECKS
 
-    faulthandler.dump_traceback_later(int(limit), exit=True)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     context = Context(torch.device(device), Path(folder), int(os.environ.get("RANK", "0")), ranks)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if ranks > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    figures: dict[str, Any] = {}
+    status, figures = 0, dict[str, Any]()
     try:
         figures = CHECKS[name].run(context)
     except Exception:
+        status = 1
         context.wrong.append(traceback.format_exc(limit=-6))
     context.keep(figures)
     sys.stdout.flush()
-    os._exit(0)  # threads of collectives that failed would hold the process
+    os._exit(status)  # threads of collectives that failed would hold the process
 
 
 def public(text: str) -> str:
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["--run"]:
-        return run_here(*arguments[1:])
+        run_here(*arguments[1:])
     parser = CommandParser(prog=f"python -m {MODULE}", description=__doc__, epilog=EXAMPLES)
     add_arguments(parser)
     return reported(lambda: run(parser.parse_args(arguments)))
