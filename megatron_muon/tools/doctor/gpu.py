@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="CHECK", help="some checks, by name (all)")
     add("--report", type=Path, metavar="FILE.md", help="write all figures to FILE.md, and to FILE.json")
     add("--write-profile", type=Path, metavar="FILE.yaml", help="write measured rates, for plan --hardware FILE.yaml")
-    add("--limit", type=positive, metavar="S", help="seconds that a check may take, training eight times these (120)")
+    add("--limit", type=positive, metavar="S", help="seconds that a check may take, some several times these (120)")
     add("--folder", type=Path, metavar="DIR", help="where checks keep files while they run; all ranks must see it")
     add("--verbose", action="store_true", help="keep host names and paths in the report")
 

@@ -260,9 +260,9 @@ def _rounds(context: Context, what: str, count: int, make: Callable[[], Any], ex
 def stress(context: Context) -> Figures:
     """Steps under random delays of every stream, with freed memory overwritten, have the bits of undisturbed ones."""
     figures: Figures = {}
-    for name in ("owner", "teams", "NorMuon"):
+    for name, rounds in (("owner", 200), ("teams", 50), ("NorMuon", 50)):
         call = functools.partial(on_ranks, context, VARIANTS[name], steps=range(3))
-        figures[name] = _rounds(context, name, 200 if context.on_gpu else 3, call, call())
+        figures[name] = _rounds(context, name, rounds if context.on_gpu else 3, call, call())
     return figures
 
 
