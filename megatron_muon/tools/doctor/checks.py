@@ -163,7 +163,7 @@ ALWAYS = replace(KERNEL, from_rows=0)
 """The symmetric kernel for blocks of any size."""
 SETS = {"quintic": 5, "simple": 5, "polar_express": 8, "cans": 5, "deepseekv4": 10}
 CHECKED = (((2048, 4096), 4), ((333, 777), 4))
-TIMED = (((256, 512), 64), ((1024, 4096), 8), ((4096, 4096), 2), ((4096, 14336), 2), ((8192, 28672), 1))
+TIMED = (((256, 512), 64), ((1024, 4096), 8), ((4096, 4096), 2), ((4096, 14336), 2), ((8192, 28672), 2))
 """Blocks of small models, of llama3-8b's projections and of llama3-70b's, and how many of them in a stack."""
 ERROR = {"medium": 0.05, "high": 0.02, "highest": 1e-4}
 """Of a random block, as a share of its norm, by the precision of products."""
