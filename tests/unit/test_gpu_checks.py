@@ -18,6 +18,7 @@ from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.codecs import Codec
 from megatron_muon.tools.doctor import gpu, runs, steps
 from megatron_muon.tools.doctor.checks import Context
+from megatron_muon.tools.plan import estimate
 
 
 @pytest.mark.gpu
@@ -169,7 +170,7 @@ def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_machine_is_named_by_its_gpu() -> None:
-    measured = {"GPU": ["NVIDIA H200, 580.1, 141 GB"], "ranks": 16, "nodes": 2, "all_to_all_gb_per_s": 40.0}
+    measured = {"GPU": "NVIDIA H200", "ranks": 16, "nodes": 2, "all_to_all_gb_per_s": 40.0}
     measured |= dict.fromkeys(("bf16_tflops", "fp32_tflops", "memory_gb_per_s"), 10.0)
-    made = runs.profile(measured)
+    made = estimate.measured(measured)
     assert (made.memory_gb, made.node_ranks, made.network_gb_per_s, made.bf16_tflops) == (141, 8, 40.0, 10.0)

@@ -7,26 +7,26 @@ import importlib
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from torch.utils.benchmark import Timer
 
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.cost import DENSE, GRAM, KERNEL, MOST, STANDARD, Iteration
+from megatron_muon.core.cost import DENSE, FULL_PRECISION_SETS, GRAM, KERNEL, MOST, PROVEN_STEPS, STANDARD, Iteration
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.megatron.gpu import bf16_tflops
+from megatron_muon.megatron.gpu import bf16_tflops, no_transformer_engine
 from megatron_muon.tools.doctor import SKIPPED
 
 Figures = dict[str, Any]
@@ -67,23 +67,19 @@ class Context:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
+        torch.get_device_module(self.device).synchronize()
 
-    def seconds(self, call: Callable[[], object], repeat: int = 5) -> float:
-        """The median time of a call, the device's work included, after one call that does not count."""
-        times = []
-        for _ in range(repeat + 1):
-            self.synchronize()
-            start = time.perf_counter()
-            call()
-            self.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[1:])
+    def seconds(self, call: Callable[[], object], number: int = 5) -> float:
+        """The mean time of so many calls, one after the other, with the device's work; two before do not count."""
+        timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+        return timer.timeit(number).mean
 
 
 class Check(NamedTuple):
-    """A check, what it proves, what to do where it fails, and how many times as long as usual it may take."""
+    """A check, what it proves, what to do where it fails, and how many times as long as usual it may take.
+
+    What is said of its figures in a report is the first paragraph of its docstring.
+    """
 
     run: Callable[[Context], Figures]
     proves: str
@@ -91,24 +87,13 @@ class Check(NamedTuple):
     limit: int = 1
 
 
-def _output(*command: str) -> str:
-    """What a command prints; why it cannot be had, where it cannot."""
+def _output(*command: str) -> list[str]:
+    """The lines that a command prints; why they cannot be had, where they cannot."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{type(error).__name__} of {command[0]}"
-
-
-def transformer_engine() -> str:
-    """Why Transformer Engine, its attention or its FusedAdam cannot be imported; empty where they can."""
-    try:
-        metadata.version("transformer-engine")
-        te = importlib.import_module("transformer_engine.pytorch")
-        importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam  # noqa: B018
-        te.DotProductAttention  # noqa: B018
-    except Exception as error:  # a build that does not match torch raises whatever its loader does
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    return ""
+        return [f"{type(error).__name__} of {command[0]}"]
+    return run.stdout.strip().splitlines()
 
 
 _QUERY = "name,driver_version,memory.total,memory.free,clocks.sm,clocks.max.sm,power.limit"
@@ -116,12 +101,15 @@ _PRECISIONS = {"bf16": (torch.bfloat16, "highest"), "tf32": (torch.float32, "hig
 
 
 def machine(context: Context) -> Figures:
-    """What the device is, what of it this package uses, and the rates that it reaches on large products and copies."""
-    missing = transformer_engine()
+    """What the device is, what of it this package uses, and the rates that it reaches on large products and copies.
+
+    A copy's rate counts what it reads and what it writes.
+    """
+    why = no_transformer_engine()
     found: Figures = {
         "ranks": context.ranks,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "Transformer Engine": f"local layers, as it cannot be imported: {missing}" if missing else "used by default",
+        "layers": f"local, as Transformer Engine cannot be imported: {why}" if why else "Transformer Engine's",
         "processor cores": os.cpu_count(),
     }
     size = 512
@@ -130,10 +118,11 @@ def machine(context: Context) -> Figures:
         kernel = ns.products_on(context.device, torch.bfloat16) is KERNEL
         least = "it wants compute capability 9 or 10, Triton 3.4 and bf16"
         found |= {
-            "GPU": _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines(),
-            "topology": _output("nvidia-smi", "topo", "-m").splitlines(),
-            "triton": importlib.import_module("triton").__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            f"GPU: {_QUERY}": _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"),
+            "topology": _output("nvidia-smi", "topo", "-m"),
+            "GPU": torch.cuda.get_device_name(),
+            "Triton": importlib.import_module("triton").__version__,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "symmetric products": f"by a kernel, from {KERNEL.from_rows} rows" if kernel else f"dense, as {least}",
         }
     for name, (dtype, precision) in _PRECISIONS.items():
@@ -145,12 +134,12 @@ def machine(context: Context) -> Figures:
     source = torch.empty(size * size * 16, device=context.device)
     target = torch.empty_like(source)
     found["memory_gb_per_s"] = 2 * source.nbytes / context.seconds(lambda: target.copy_(source)) / 1e9
-    peak = bf16_tflops(torch.cuda.get_device_name()) if context.on_gpu else None
+    peak = bf16_tflops(found["GPU"]) if context.on_gpu else None
     reached, copied = found["bf16_tflops"], found["memory_gb_per_s"]
     context.hold(reached > 0.4 * (peak or 0.0), f"products reach {reached:.3g} TFLOP/s in bf16, the data sheet {peak}")
     context.hold(copied > (100.0 if context.on_gpu else 0.5), f"copies reach {copied:.3g} GB/s: is the device busy?")
     one = torch.zeros(1, device=context.device)
-    found["launch_us"] = context.seconds(lambda: [one.add_(1.0) for _ in range(2000)]) / 2000 * 1e6
+    found["launch_us"] = context.seconds(lambda: one.add_(1.0), 10_000) * 1e6
     if context.ranks > 1:
         part = source.numel() // context.ranks * context.ranks
         seconds = context.seconds(lambda: dist.all_to_all_single(target[:part], source[:part]))
@@ -161,7 +150,6 @@ def machine(context: Context) -> Figures:
 
 ALWAYS = replace(KERNEL, from_rows=0)
 """The symmetric kernel for blocks of any size."""
-SETS = {"quintic": 5, "simple": 5, "polar_express": 8, "cans": 5, "deepseekv4": 10}
 CHECKED = (((2048, 4096), 4), ((333, 777), 4))
 TIMED = (((256, 512), 64), ((1024, 4096), 8), ((4096, 4096), 2), ((4096, 14336), 2), ((8192, 28672), 2))
 """Blocks of small models, of llama3-8b's projections and of llama3-70b's, and how many of them in a stack."""
@@ -170,10 +158,15 @@ ERROR = {"medium": 0.05, "high": 0.02, "highest": 1e-4}
 
 
 def arithmetic(context: Context) -> Figures:
-    """Every set of coefficients by both iterations and both kinds of products, against the same polynomials in fp64."""
+    """Newton-Schulz by every set of coefficients, as a step runs it, against the same polynomials in fp64.
+
+    Precision "highest" is true fp32, "high" TF32, "medium" bf16. The error is a share of the result's norm, of a random
+    block, and of one in which a direction dominates, whose other directions rounding may lose. The rate is of dense
+    products' operations; the first two calls compile kernels.
+    """
     checked, timed = (CHECKED, TIMED) if context.on_gpu else ((((64, 96), 2), ((33, 77), 2)), ())
     figures: Figures = {} if context.on_gpu else {"symmetric kernel": SKIPPED}
-    for (shape, count), name in itertools.product(checked, SETS):
+    for (shape, count), name in itertools.product(checked, PROVEN_STEPS):
         figures |= _blocks(context, count, shape, name)
     for shape, count in timed:
         figures |= _blocks(context, count, shape, "quintic")
@@ -181,39 +174,39 @@ def arithmetic(context: Context) -> Figures:
 
 
 def _blocks(context: Context, count: int, shape: tuple[int, int], name: str) -> Figures:
-    """Largest singular value, distance from fp64, time and rate of random blocks; in the last a direction dominates."""
+    """Largest singular value, distance from fp64, time and rate of a stack of random blocks."""
     found: Figures = {}
+    steps = max(5, len(muon_utils._COEFFICIENT_SETS[name]))
     x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).to(context.device)
     x[-1] += 100.0 * torch.outer(x[0, :, 0], x[0, 0])
     x /= x.abs().amax(dim=(1, 2), keepdim=True)
     exact = x[[0, -1]].double() / x[[0, -1]].double().norm(dim=(1, 2), keepdim=True)
-    for a, b, c in ns.coefficients(name, SETS[name]):
+    for a, b, c in ns.coefficients(name, steps):
         square = exact @ exact.mT
         exact = a * exact + (b * square + c * square @ square) @ exact
     for precision, products, method in itertools.product(ERROR, (DENSE, ALWAYS), (STANDARD, GRAM)):
-        iteration = Iteration(name, SETS[name], precision, method, products)
+        iteration = Iteration(name, steps, precision, method, products)
         takes_kernel = context.on_gpu and iteration.half and not shape[0] % KERNEL.multiple_of
-        if (products is ALWAYS and not takes_kernel) or (name == "cans" and precision != "highest"):
-            continue
-        if precision == "highest" and shape[0] > 2048:  # seconds for each block
-            continue
-        if method == GRAM and not iteration.gram_is_proven:
+        proven = iteration.gram_is_proven if method == GRAM else True
+        proven &= precision == "highest" or name not in FULL_PRECISION_SETS
+        is_short = precision != "highest" or shape[0] <= 2048
+        if not (proven and is_short and (takes_kernel or products is DENSE)):
             continue
         given = x.to(torch.bfloat16 if iteration.half else torch.float32)
-        made, again = (orthogonalized(given, iteration)[[0, -1]] for _ in range(2))
-        kind = "kernel" if products is ALWAYS else "dense"
-        label = f"{count} of {shape[0]} x {shape[1]}, {name}, {precision}, {method}, {kind}"
+        call = functools.partial(orthogonalized, given, iteration)
+        begun = time.perf_counter()
+        made, again = call()[[0, -1]], call()[[0, -1]]
+        context.synchronize()
+        first_s = time.perf_counter() - begun
+        label = f"{count} of {shape[0]} x {shape[1]}, {name}, {precision}, {method}"
+        label += ", kernel" if products is ALWAYS else ", dense"
         largest = _largest(made.double())
         error = ((made.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).tolist()
         found[label] = {"largest singular value": largest, "error": error[0], "with one direction": error[1]}
         if name == "quintic":
-
-            def several(given: torch.Tensor = given, iteration: Iteration = iteration) -> None:
-                for _ in range(4):  # one after the other, as in a step: the host is ahead
-                    orthogonalized(given, iteration)
-
-            seconds = context.seconds(several, 3) / 4
-            found[label] |= {"ms": seconds * 1e3, "TFLOP/s": count * iteration.flops(*shape) / seconds / 1e12}
+            seconds = context.seconds(call)
+            rate = count * iteration.flops(*shape) / seconds / 1e12
+            found[label] |= {"first two, ms": first_s * 1e3, "ms": seconds * 1e3, "TFLOP/s": rate}
         context.hold(largest <= MOST, f"{label}: largest singular value {largest:.3f}")
         context.hold(torch.equal(made, again), f"{label}: other bits the second time")
         context.hold(error[0] < ERROR[precision], f"{label}: {error[0]:.3g} off, {ERROR[precision]:g} is usual")

@@ -6,7 +6,6 @@ Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit st
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import tempfile
@@ -20,7 +19,7 @@ from packaging.version import Version
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.gpu import unusable_gpu
+from megatron_muon.megatron.gpu import no_transformer_engine, unusable_gpu
 from megatron_muon.tools.doctor import gpu
 from megatron_muon.tools.parser import write_json
 
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
     if args.gpu:
         return gpu.run(args)
-    for name in ("device", "only", "report", "write_profile", "limit", "folder", "verbose"):
+    for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
         if getattr(args, name):
             raise UserError(f"--{name.replace('_', '-')} goes with --gpu; type megatron-muon doctor --gpu")
     findings = list(environment())
@@ -104,8 +103,8 @@ def environment() -> Iterator[Finding]:
 
 def _device(gpus: int) -> Finding:
     if gpus:
-        te = importlib.util.find_spec("transformer_engine") is not None
-        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {'installed' if te else 'not installed'}")
+        te = no_transformer_engine()
+        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {f'not usable: {te}' if te else 'usable'}")
     if (why := unusable_gpu()) is not None:
         return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
     from megatron_muon.megatron.flags.arguments import cpu_has_bf16

@@ -35,32 +35,27 @@ EXAMPLES = f"""\
 examples:
   one GPU, and a report in report.md and report.json:
     megatron-muon doctor --gpu --report report.md
-  eight GPUs; on several nodes with torchrun's --nnodes, and --folder on a disk that all of them see:
+  eight GPUs; on several nodes with torchrun's --nnodes, and TMPDIR a directory that all of them see:
     torchrun --nproc-per-node 8 -m {MODULE} --report report.md
   the checks themselves, without a GPU:
     megatron-muon doctor --gpu --device cpu
-
-exit status:
-  0 all checks pass, 1 one does not, 2 a mistake of the user, as no GPU
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the checks."""
-    group = parser.add_argument_group("checks of a GPU")
-    add = group.add_argument
+    add = parser.add_argument_group("checks of a GPU").add_argument
     add("--device", choices=("cuda", "cpu"), help="cpu: small sizes, to try the checks themselves (cuda)")
     add("--only", nargs="+", metavar="CHECK", help="some checks, by name (all)")
     add("--report", type=Path, metavar="FILE.md", help="write all figures to FILE.md, and to FILE.json")
     add("--write-profile", type=Path, metavar="FILE.yaml", help="write measured rates, for plan --hardware FILE.yaml")
     add("--limit", type=positive, metavar="S", help="seconds that a check may take, some several times these (120)")
-    add("--folder", type=Path, metavar="DIR", help="where checks keep files while they run; all ranks must see it")
     add("--verbose", action="store_true", help="keep host names and paths in the report")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
     """Run the checks one after the other on all ranks; the first rank prints verdicts and writes the report."""
-    from megatron_muon.core.ranks import of_all_ranks, say
+    from megatron_muon.core.ranks import is_first_rank, of_all_ranks, say
     from megatron_muon.errors import quiet_imports
     from megatron_muon.megatron.provenance import provenance
 
@@ -68,32 +63,38 @@ def run(args: argparse.Namespace) -> int:
         import torch.distributed as dist
         from torch.distributed.elastic.utils.distributed import get_free_port
 
-        from megatron_muon.tools.doctor.runs import CHECKS, profile
+        from megatron_muon.tools.doctor.runs import CHECKS
+        from megatron_muon.tools.plan.estimate import measured
     device = args.device or "cuda"
     _check_arguments(args, device, CHECKS)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=args.folder) as folder:
-        everyone = of_all_ranks(folder)
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        folder = of_all_ranks(folder)[0]
+        if not all(of_all_ranks(Path(folder).is_dir())):
+            raise UserError("set TMPDIR to a directory that all nodes see, for files that checks keep while they run")
         for name, check in CHECKS.items():
             if args.only and name not in args.only:
                 continue
             port = of_all_ranks(get_free_port())[0]
-            mine = _run_check(name, device, Path(everyone[0], name), port, check.limit * (args.limit or 120))
-            results[name] = _of_all(of_all_ranks(mine)) | {"proves": check.proves, "remedy": check.remedy}
+            found = of_all_ranks(_run_check(name, device, Path(folder, name), port, check.limit * (args.limit or 120)))
+            worst = max(found, key=lambda one: (OK, WRONG, FAILED, HUNG).index(one["status"]))
+            results[name] = found[0] | {key: worst[key] for key in ("status", "log")} | check._asdict()
+            results[name]["wrong"] = list(dict.fromkeys(text for one in found for text in one["wrong"]))
+            results[name]["run"] = " ".join((check.run.__doc__ or "").split())
             say(_line(name, results[name]))
-    report = {**provenance(f"python -m {MODULE}"), "checks": results}
+    report = {**provenance(program), "checks": results}
     report = report if args.verbose else json.loads(public(json.dumps(report, default=str)))
     bad = [name for name, one in results.items() if one["status"] != OK]
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first_rank():
         print(_verdict(bad))
         if args.report is not None:
             args.report.write_text("\n".join(markdown(report, bad)) + "\n", "utf-8")
             write_json(args.report.with_suffix(".json"), report)
         if args.write_profile is not None:
-            measured = asdict(profile(results["machine"]["figures"]))
-            args.write_profile.write_text(yaml.safe_dump(measured, sort_keys=False), "utf-8")
+            machine = asdict(measured(results["machine"]["figures"]))
+            args.write_profile.write_text(yaml.safe_dump(machine, sort_keys=False), "utf-8")
     return ExitStatus.FAILURE if bad else ExitStatus.OK
 
 
@@ -112,43 +113,31 @@ def _check_arguments(args: argparse.Namespace, device: str, checks: Mapping[str,
     for file in filter(None, (args.report, args.write_profile)):
         if not file.resolve().parent.is_dir():
             raise UserError(f"cannot write {str(file)!r}: there is no directory {str(file.parent)!r}")
-    if args.folder is None and os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
-        raise UserError("on several nodes the checks need --folder DIR, a directory that all nodes see")
 
 
 def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> dict[str, Any]:
     """What a check found on this rank, in a process of its own; the end of its output where it failed."""
-    start, rank = time.perf_counter(), os.environ.get("RANK", "0")
+    start, rank, stop = time.perf_counter(), os.environ.get("RANK", "0"), threading.Event()
     folder.mkdir(exist_ok=True)
-    log = folder / f"check.{rank}.log"
+    log, output = folder / f"check.{rank}.log", folder / f"figures.{rank}.json"
     env = processes.environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    command, stop = [sys.executable, "-m", MODULE, "--run", name, device, str(folder), str(limit)], threading.Event()
     timer = threading.Timer(limit + 20, stop.set)  # a check that hangs shows where, and ends
     timer.start()
+    command = [sys.executable, "-m", MODULE, "--run", name, device, str(folder), str(limit)]
     ended = processes.watch(command, log, env=env, stop=stop, grace_s=1.0)
     timer.cancel()
     if ended.signal is not None and not stop.is_set():
         processes.unwind(ended.signal)
     seconds = time.perf_counter() - start
-    status = OK if not ended.status else HUNG if seconds > limit else FAILED
-    output = folder / f"figures.{rank}.json"
     found = json.loads(output.read_text("utf-8")) if output.exists() else {"figures": {}, "wrong": []}
-    if found["wrong"] and status == OK:
-        status = WRONG
+    status = (WRONG if found["wrong"] else OK) if not ended.status else HUNG if seconds > limit else FAILED
     tail = log.read_text("utf-8", errors="replace").splitlines()[-60:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
 
 
-def _of_all(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks found: the worst verdict, the first rank's figures, and what any of them found wrong."""
-    worst = max(ranks, key=lambda one: (OK, WRONG, FAILED, HUNG).index(one["status"]))
-    wrong = dict.fromkeys(text for one in ranks for text in one["wrong"])
-    return {**ranks[0], "status": worst["status"], "log": worst["log"], "wrong": list(wrong)}
-
-
 def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
-    """In the process of a check: its figures as JSON. A check notes what is wrong and goes on where it can."""
+    """In the process of a check: its figures as JSON. A check notes what is wrong, and does what else it can."""
     faulthandler.dump_traceback_later(int(limit), exit=True)
     import torch
     import torch.distributed as dist
@@ -181,10 +170,11 @@ def public(text: str) -> str:
 
 
 def _line(name: str, one: Mapping[str, Any]) -> str:
-    wrong = [f"\n    {key}: {SKIPPED}" for key, value in one["figures"].items() if value == SKIPPED]
-    wrong += [f"\n    {text.splitlines()[-1] if text else ''}" for text in one["wrong"][:5]]
-    remedy = f"\n    remedy: {one['remedy']}" if one["status"] != OK else ""
-    return f"{one['status']:<7} {name:<11}{one['seconds']:6.1f} s  {one['proves']}{''.join(wrong)}{remedy}"
+    below = [f"{key}: {SKIPPED}" for key, value in one["figures"].items() if value == SKIPPED]
+    below += [text.strip().splitlines()[-1] for text in one["wrong"][:5]]
+    below += [f"remedy: {one['remedy']}"] * (one["status"] != OK)
+    line = f"{one['status']:<7} {name:<11}{one['seconds']:6.1f} s  {one['proves']}"
+    return "\n    ".join((line, *below))
 
 
 def _verdict(bad: list[str]) -> str:
@@ -195,21 +185,24 @@ def _verdict(bad: list[str]) -> str:
 
 def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
     """The report: where it was made, a table of verdicts, then each check's figures and what it found wrong."""
+    from megatron_muon.tools.screen import table
+
+    checks: Mapping[str, Mapping[str, Any]] = report["checks"]
     yield "# megatron-muon doctor --gpu\n"
     yield f"Made {report['time']} by `{report['command']}`, commit {report['commit']}.\n"
-    yield f"{', '.join(f'{name} {version}' for name, version in report['versions'].items())}; {report['machine']}.\n"
-    yield "| check | verdict | seconds | what it proves |\n| --- | --- | --- | --- |"
-    for name, one in report["checks"].items():
-        yield f"| {name} | {one['status']} | {one['seconds']:.1f} | {one['proves']} |"
-    for name, one in report["checks"].items():
-        if one["figures"] or one["wrong"]:
-            yield f"\n## {name}: {one['status']}\n"
-        yield from (f"- {key}: {_text(value)}" for key, value in one["figures"].items())
-        for text in (*one["wrong"], "\n".join(one["log"])):
-            if text:
-                yield f"\n```\n{text}\n```"
+    yield f"{_text(report['versions'])}; {_text(report['machine'])}.\n"
+    rows = [(name, one["status"], f"{one['seconds']:.1f}", one["proves"]) for name, one in checks.items()]
+    yield table(("check", "verdict", "seconds", "what it proves"), rows, numbers=[2])
+    for name, one in checks.items():
+        yield f"\n## {name}: {one['status']}\n\n{one['run']}\n"
         if name in bad:
-            yield f"\nRemedy: {one['remedy']}."
+            yield f"Remedy: {one['remedy']}.\n"
+        yield from (f"```\n{text}\n```\n" for text in (*one["wrong"], "\n".join(one["log"])) if text)
+        several = {key: value for key, value in one["figures"].items() if isinstance(value, dict)}
+        if columns := dict.fromkeys(key for value in several.values() for key in value):
+            rows = [(key, *(_text(value.get(column, "")) for column in columns)) for key, value in several.items()]
+            yield table(("", *columns), rows, numbers=range(1, 1 + len(columns))) + "\n"
+        yield from (f"- {key}: {_text(value)}" for key, value in one["figures"].items() if key not in several)
     yield f"\n{_verdict(bad)}"
 
 
@@ -230,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         run_here(*arguments[1:])
     parser = CommandParser(prog=f"python -m {MODULE}", description=__doc__, epilog=EXAMPLES)
     add_arguments(parser)
-    return reported(lambda: run(parser.parse_args(arguments)))
+    return reported(lambda: run(parser.parse_args(arguments), f"python -m {MODULE}"))
 
 
 if __name__ == "__main__":

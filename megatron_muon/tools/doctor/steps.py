@@ -22,7 +22,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_muon.core.optimizer import ShardedMuon
@@ -44,85 +44,66 @@ SHAPES: tuple[tuple[int, ...], ...] = (
 SIMULATED = 4
 """Ranks that one process stands for."""
 STEPS = 10
-
-Named = list[tuple[str, nn.Parameter]]
+Given = dict[str, Any]
 
 
 @functools.cache
 def values(seed: int) -> list[torch.Tensor]:
-    """Random numbers of `SHAPES`."""
+    """Random numbers of `SHAPES`: of 0 the weights, of others gradients."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator) * (0.02 if not seed else 1.0) for shape in SHAPES]
 
 
-def parameters(device: torch.device) -> Named:
-    """Named matrices, the same on every device."""
-    weights = [nn.Parameter((0.02 * one).to(device)) for one in values(0)]
+def on_mesh(tensor: torch.Tensor, mesh: DeviceMesh | None, dim: int = 0) -> torch.Tensor:
+    """A tensor cut along a dimension over the ranks of a mesh that all have it; whole without one."""
+    return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+
+
+def trained(
+    device: torch.device,
+    settings: Given,
+    mesh: DeviceMesh | None = None,
+    *,
+    steps: range = range(STEPS),
+    cut: int = 0,
+    saved: str = "",
+) -> list[torch.Tensor]:
+    """Whole weights, on the processor, after `steps` of Muon in true fp32 on matrices that are cut over a mesh.
+
+    The checkpoint `saved` is written at the end, or read where steps begin later.
+    """
+    mesh = None if "share_replicated" in settings else mesh  # what is to be shared is whole
+    weights = [nn.Parameter(on_mesh(one.to(device), mesh, cut).clone()) for one in values(0)]
     names = (f"layers.{number}.{'experts.' * (one.dim() == 3)}weight" for number, one in enumerate(weights))
-    return list(zip(names, weights, strict=True))
-
-
-def give_gradients(named: Named, step: int) -> None:
-    """Fill in the gradients of a step, in the tensors that were there."""
-    for (_, one), value in zip(named, values(1 + step), strict=True):
-        if one.grad is None:
-            one.grad = torch.empty_like(one)
-        one.grad.copy_(value)
-
-
-def muon(named: Named, **settings: Any) -> Muon:
-    """Muon of these in true fp32 unless `settings` have another precision."""
-    base: dict[str, Any] = {"lr": 0.02, "fp32_matmul_prec": "highest"}
-    return Muon(named, exchange_buffer_mb=8.0, **(base | settings))
-
-
-def trained(device: torch.device, **settings: Any) -> list[torch.Tensor]:
-    """Weights and momentum after ten steps of Muon on whole matrices, copied to the processor."""
-    named = parameters(device)
-    optimizer = muon(named, **settings)
-    for step in range(STEPS):
-        give_gradients(named, step)
+    named = dict(zip(names, weights, strict=True))
+    base: Given = {"lr": 0.02, "fp32_matmul_prec": "highest", "exchange_buffer_mb": 8.0}
+    optimizer = Muon(named.items(), **(base | settings))
+    state = {"weights": named, "optimizer": optimizer.state_dict()}
+    if steps.start:
+        load(state, checkpoint_id=saved)
+        optimizer.load_state_dict(state["optimizer"])
+    for step in steps:
+        for one, value in zip(weights, values(1 + step), strict=True):
+            one.grad = torch.empty_like(one) if one.grad is None else one.grad  # a graph reads where it was captured
+            one.grad.copy_(on_mesh(value.to(device), mesh, cut))
         optimizer.step()
-    momentum = optimizer.momentum_state()
-    found = [one.detach().cpu().clone() for one in (*(one for _, one in named), *(momentum[one] for _, one in named))]
+    if saved and not steps.start:
+        save(state | {"optimizer": optimizer.state_dict()}, checkpoint_id=saved)
     optimizer.close()
-    return found
+    return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().cpu().clone() for one in weights]
 
 
-def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest distance between tensors, as a share of how far the second ones have moved in training."""
-    first = [one.detach() for _, one in parameters(torch.device("cpu"))]
-    first += [torch.zeros_like(one) for one in first]  # momentum
-    moved = zip(found, expected, first, strict=False)
-    return max(float((one - two).norm() / (two - start).norm()) for one, two, start in moved)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "owner": {},
-    "teams": {"team_size": "2"},
-    "all-gather": {"exchange": "allgather"},
-    "shared": {"share_replicated": True},
-    "NorMuon": {"moment2_method": "normuon"},
-    "hyperball": {"hyperball": True, "weight_decay": 0.0},
-    "CUDA graph": {"cuda_graph": True},
-    "AdaMuon": {"moment2_method": "adamuon"},
-    "cautious": {"cautious_weight_decay": True},
-    "split, other steps": {"split": {"layers.0.*": (64, 192)}, "ns_steps_for": {"layers.4.*": 3}},
-    "int8 momentum": {"momentum_dtype": "int8"},
-}
-ALONE = ("team_size", "exchange", "share_replicated", "cuda_graph")
-"""Settings that the reference goes without."""
-ROUNDED = {"AdaMuon": 1e-2, "int8 momentum": 0.1}
-"""Where a last bit may change how momentum is rounded for storage, or be divided by the root of a small number."""
-
-
-def on_ranks(context: Context, settings: dict[str, Any], **options: Any) -> list[torch.Tensor]:
-    """Whole weights after ten steps on cut matrices, as this rank of several has them; see `_trained_on_ranks`.
+def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Tensor]:
+    """What `trained` returns on this rank of several.
 
     In a process alone, threads are `SIMULATED` ranks, and all their weights follow each other. Their collectives are
     those that torch tests DTensor with; on a GPU each waits for all streams.
     """
-    call = functools.partial(_trained_on_ranks, context.device, settings, **options)
+
+    def call() -> list[torch.Tensor]:
+        mesh = init_device_mesh(context.device.type, (dist.get_world_size(),))
+        return trained(context.device, settings, mesh, **options)
+
     if context.ranks > 1:
         return call()
     from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
@@ -159,51 +140,52 @@ def on_ranks(context: Context, settings: dict[str, Any], **options: Any) -> list
     return found
 
 
-def _trained_on_ranks(
-    device: torch.device, settings: dict[str, Any], *, steps: range = range(STEPS), cut: int = 0, saved: str = ""
-) -> list[torch.Tensor]:
-    """On a rank of the default group: whole weights after `steps` on matrices that are cut along a dimension.
+def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest distance of weights from those expected, as a share of how far these have moved in training."""
+    moved = zip(found, itertools.cycle(expected), itertools.cycle(values(0)), strict=False)
+    return max(float((one - two).norm() / (two - start).norm()) for one, two, start in moved)
 
-    What is to be shared stays whole. The checkpoint `saved` is written at the end, or read where steps begin later.
-    """
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    whole, is_shared = parameters(device), "share_replicated" in settings
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if is_shared else distribute_tensor(tensor, mesh, [Shard(cut)], src_data_rank=None)
-
-    named = [(name, nn.Parameter(placed(one.detach().clone()))) for name, one in whole]
-    optimizer = muon(named, **settings)
-    state = {"weights": dict(named), "optimizer": optimizer.state_dict()}
-    if steps.start:
-        load(state, checkpoint_id=saved)
-        optimizer.load_state_dict(state["optimizer"])
-    for step in steps:
-        give_gradients(whole, step)
-        for (_, one), (_, of) in zip(named, whole, strict=True):
-            one.grad = placed(of.grad)  # type: ignore[arg-type]
-        optimizer.step()
-    if saved and not steps.start:
-        save(state | {"optimizer": optimizer.state_dict()}, checkpoint_id=saved)
-    optimizer.close()
-    return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().cpu().clone() for _, one in named]
+VARIANTS: dict[str, Given] = {
+    "owner": {},
+    "teams": {"team_size": "2"},
+    "all-gather": {"exchange": "allgather"},
+    "shared": {"share_replicated": True},
+    "NorMuon": {"moment2_method": "normuon"},
+    "hyperball": {"hyperball": True, "weight_decay": 0.0},
+    "CUDA graph": {"cuda_graph": True},
+    "AdaMuon": {"moment2_method": "adamuon"},
+    "cautious": {"cautious_weight_decay": True},
+    "split, other steps": {"split": {"layers.0.*": (64, 192)}, "ns_steps_for": {"layers.4.*": 3}},
+    "int8 momentum": {"momentum_dtype": "int8"},
+}
+ALONE = ("team_size", "exchange", "share_replicated", "cuda_graph")
+"""Settings that the reference goes without."""
+ROUNDED = {"AdaMuon": 1e-2, "int8 momentum": 0.1}
+"""Where a last bit may change how momentum is rounded for storage, or be divided by the root of a small number."""
 
 
 def exchange(context: Context) -> Figures:
-    """Ten steps of all schemes and variants, twice, beside the processor's on whole matrices."""
+    """Ten steps of each scheme and variant, twice, beside a processor's on whole matrices.
+
+    The figure is the largest distance of a weight from what is expected, as a share of how far it has moved.
+    """
     figures: Figures = {}
     for name, settings in VARIANTS.items():
         if "cuda_graph" in settings and not context.on_gpu:
             figures[name] = SKIPPED
             continue
         alone = {key: value for key, value in settings.items() if key not in ALONE}
+        # Threads cannot capture beside each other.
+        call = (
+            functools.partial(trained, context.device)
+            if "cuda_graph" in settings
+            else functools.partial(on_ranks, context)
+        )
         with context.trying(name):
-            expected = trained(torch.device("cpu"), **alone)
-            if "cuda_graph" in settings:  # threads cannot capture beside each other
-                made, again = (trained(context.device, **settings)[: len(SHAPES)] for _ in range(2))
-            else:
-                made, again = (on_ranks(context, settings) for _ in range(2))
-            error = figures[name] = max(distance(some, expected) for some in itertools.batched(made, len(SHAPES)))
+            expected = trained(torch.device("cpu"), alone)
+            made, again = call(settings), call(settings)
+            error = figures[name] = distance(made, expected)
             context.hold(all(map(torch.equal, made, again)), f"{name}: other bits the second time")
             limit = ROUNDED.get(name, 1e-4)
             context.hold(error < limit, f"{name}: {error:.3g} from whole matrices; less than {limit:g} is usual")
@@ -214,36 +196,27 @@ def exchange(context: Context) -> Figures:
 def disturbed(context: Context, seed: int) -> Iterator[None]:
     """Every stream of a step sleeps at random times, and memory that it frees is overwritten with NaN at once."""
     chance = random.Random(seed)
+    sleep = torch.cuda._sleep if context.on_gpu else lambda cycles: time.sleep(cycles * 3e-9)
 
-    def sleep(cycles: Sequence[int]) -> None:
-        if context.on_gpu:
-            torch.cuda._sleep(chance.choice(cycles))
-        else:
-            time.sleep(chance.choice(cycles) * 3e-9)
+    def late(owner: type, name: str, stream: int | None = None) -> Any:
+        method = getattr(owner, name)
 
-    def before(call: Callable[..., Any]) -> Callable[..., Any]:
-        def disturb(*args: Any, **options: Any) -> Any:
-            sleep((0, 0, 10_000, 200_000, 1_000_000))
-            for power in chance.sample(range(9, 22), 4):
+        def disturb(one: Any, *args: Any, **options: Any) -> Any:
+            there = stream is not None and context.on_gpu
+            with torch.cuda.stream(one._streams[stream]) if there else ExitStack():
+                sleep(chance.choice((0, 0, 10_000, 200_000, 1_000_000)))
+            for power in chance.sample(range(9, 22), 4) if stream is None else ():
                 torch.full((2**power,), torch.nan, device=context.device)
-            return call(*args, **options)
+            return method(one, *args, **options)
 
-        return disturb
-
-    def copying(method: Callable[..., Any], stream: int) -> Callable[..., Any]:
-        def disturb(store: RecordStore, *args: Any) -> Any:
-            with torch.cuda.stream(store._streams[stream]) if context.on_gpu else ExitStack():
-                sleep((0, 10_000, 1_000_000))
-            return method(store, *args)
-
-        return disturb
+        return mock.patch.object(owner, name, disturb)
 
     with ExitStack() as patches:
         for owner, name in ((ShardedMuon, "prepare"), (ShardedMuon, "apply"), (ShardedMuon, "_agree_on_gradients"),
                             (Orthogonalizer, "orthogonalize_stack"), (Codec, "decode"), (Int8, "encode")):  # fmt: skip
-            patches.enter_context(mock.patch.object(owner, name, before(getattr(owner, name))))
-        for name, stream in (("_bring", 0), ("_return", 1)):
-            patches.enter_context(mock.patch.object(RecordStore, name, copying(getattr(RecordStore, name), stream)))
+            patches.enter_context(late(owner, name))
+        for stream, name in enumerate(("_bring", "_return")):
+            patches.enter_context(late(RecordStore, name, stream))
         yield
 
 
@@ -266,7 +239,7 @@ def stress(context: Context) -> Figures:
     return figures
 
 
-OFFLOADED: dict[str, dict[str, Any]] = {
+OFFLOADED: dict[str, Given] = {
     "host": {"offload": "cpu"},
     "half on the host": {"offload": "cpu", "offload_fraction": 0.5},
     "host, bf16": {"offload": "cpu", "momentum_dtype": "bf16"},
@@ -278,13 +251,14 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 def offload(context: Context) -> Figures:
     """Momentum on the host or in files, under delays, changes no bit; nor does a checkpoint of five steps.
 
-    The same checkpoint is then read where matrices are cut along columns, with momentum in the other memory.
+    The same checkpoint is then read where matrices are cut along columns, with momentum in the other memory; the figure
+    is the largest distance of a weight from what is expected, as a share of how far it has moved.
     """
     figures: Figures = {}
     for name, settings in OFFLOADED.items():
-        expected = trained(context.device, momentum_dtype=settings.get("momentum_dtype", "fp32"))
+        expected = trained(context.device, {"momentum_dtype": settings.get("momentum_dtype", "fp32")})
         folder = {"offload_dir": str(context.folder)} if settings["offload"] == "nvme" else {}
-        call = functools.partial(trained, context.device, **settings, **folder)
+        call = functools.partial(trained, context.device, settings | folder)
         with context.trying(name):
             figures[name] = _rounds(context, f"momentum in {name}", 20 if context.on_gpu else 2, call, expected)
     for name, there in (("none", "cpu"), ("cpu", "none")):
@@ -294,6 +268,6 @@ def offload(context: Context) -> Figures:
             expected, resumed = on_ranks(context, here), on_ranks(context, here, steps=range(5, STEPS), saved=saved)
             context.hold(all(map(torch.equal, resumed, expected)), f"checkpoint, offload {name}: other bits")
             moved = on_ranks(context, {"offload": there}, steps=range(5, STEPS), saved=saved, cut=1)
-            error = figures[f"checkpoint from {name} to {there}, columns"] = distance(moved[: len(SHAPES)], expected)
+            error = figures[f"checkpoint from {name} to {there}, columns"] = distance(moved, expected)
             context.hold(error < 1e-4, f"checkpoint from {name} to {there}, along columns: {error:.3g} off")
     return figures

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from megatron_muon.errors import UserError, install, quiet_imports
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
-from megatron_muon.tools.plan import training_step
+from megatron_muon.tools.plan import estimate, training_step
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, GroupPlan, Hardware, KindPlan, Settings, plan_kinds
 
 if TYPE_CHECKING:
@@ -173,7 +174,6 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     """
     import torch
 
-    from megatron_muon.fsdp import arguments
     from megatron_muon.fsdp.selection import select
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -202,8 +202,26 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
         for p, view in selection.views.items()
         for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
     ]
-    layout = Layout(world_size, tuple(matrices))
-    return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
+    return _fully_sharded(world_size, matrices, hardware)
+
+
+def _fully_sharded(ranks: int, matrices: Iterable[Matrix], hardware: Hardware) -> tuple[Settings, list[Group]]:
+    from megatron_muon.fsdp import arguments
+
+    settings = Settings(None, Memory(2, hardware.iterate(arguments.iteration_of())))
+    return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
+
+
+def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -> float:
+    """Milliseconds of a step on matrices of these shapes under `fully_shard`, elementwise passes included."""
+    from megatron_muon.fsdp.views import View
+
+    cut = {shape: _shards_of(View(shape), ranks, 1)[0] for shape in dict.fromkeys(shapes)}
+    matrices = [Matrix(str(number), shape, cut[shape]) for number, shape in enumerate(shapes)]
+    settings, (group,) = _fully_sharded(ranks, matrices, hardware)
+    held = sum(map(math.prod, shapes)) / ranks
+    elementwise = training_step.elementwise_ms(held, held, settings, hardware)
+    return estimate.plan_group(group, settings, hardware).step_ms + elementwise
 
 
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,18 @@ HARDWARE = {
         Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),  # round figures: a core a rank, gloo
     )
 }
+
+
+def measured(figures: Mapping[str, Any]) -> Hardware:
+    """The machine that `megatron-muon doctor --gpu` has measured; what it could not, by the data sheet."""
+    name = figures["GPU"].lower().split()[1] if "GPU" in figures else "cpu"
+    known = HARDWARE.get(f"{name}-sxm", HARDWARE["h100-sxm" if "GPU" in figures else "cpu-2core"])
+    nodes, link = figures.get("nodes", 1), figures.get("all_to_all_gb_per_s")
+    rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
+    if link is not None:
+        rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
+    node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
+    return replace(known, name=f"measured {name}", node_ranks=node_ranks, **rates)
 
 
 @dataclass(frozen=True)
