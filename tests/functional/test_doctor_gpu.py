@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_muon.tools.doctor import runs
 from megatron_muon.tools.doctor.checks import Context
-from megatron_muon.tools.doctor.runs import stress
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
-SOME = ["machine", "arithmetic", "exchange", "stress"]
+SOME = ["machine", "arithmetic", "stress"]
 RUNS: dict[str, tuple[int, list[str]]] = {
     "2 ranks, some": (2, ["--only", *SOME]),
     "2 ranks": (2, []),
@@ -60,7 +60,7 @@ def stressed(rank: int, world_size: int, *, folder: str) -> list[str]:
     dist.all_to_all_single = all_to_all_single
     try:
         context = Context(torch.device("cpu"), Path(folder), rank, world_size)
-        stress(context)
+        runs.stress(context)
     finally:
         dist.all_to_all_single = right
         for work in left:
@@ -71,3 +71,22 @@ def stressed(rank: int, world_size: int, *, folder: str) -> list[str]:
 def test_an_exchange_that_does_not_wait_is_found(ranks: Pool, tmp_path: Path) -> None:
     found = ranks(2, stressed, folder=str(tmp_path))
     assert any("owner: " in text for of_rank in found for text in of_rank), found
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--muon-extra-scale-factor", "0.05"), "optim_grads_params: losses differ from one rank's by "),
+        (("--muon-momentun", "0.5"), "optim_grads_params: status 2\n"),
+    ],
+)
+def test_a_training_that_differs_is_found(
+    flags: tuple[str, ...], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "TRAININGS", {**runs.TRAININGS, "optim_grads_params": flags})
+    monkeypatch.setattr(runs, "ON_CPU", ("optim_grads_params",))
+    context = Context(torch.device("cpu"), tmp_path)
+    runs.training(context)
+    assert any(text in wrong for wrong in context.wrong), context.wrong
