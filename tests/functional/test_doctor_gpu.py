@@ -78,7 +78,7 @@ def test_an_exchange_that_does_not_wait_is_found(ranks: Pool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("--muon-extra-scale-factor", "0.05"), "optim_grads_params: losses differ from one rank's by "),
+        (("--muon-extra-scale-factor", "0.05"), "optim_grads_params: losses beside one rank's: error "),
         (("--muon-momentun", "0.5"), "optim_grads_params: status 2\n"),
     ],
 )

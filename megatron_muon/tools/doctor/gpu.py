@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import getpass
 import json
 import os
 import re
 import socket
 import sys
+import sysconfig
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from megatron_muon.tools.parser import CommandParser, positive, write_json
 from megatron_muon.tools.train import processes
 
 MODULE = "megatron_muon.tools.doctor.gpu"
-OK, WRONG, FAILED, HUNG = "ok", "wrong", "failed", "hung"
+OK, WRONG, FAILED, LATE = "ok", "wrong", "failed", "too late"
 
 EXAMPLES = f"""\
 examples:
@@ -67,10 +69,11 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
         from megatron_muon.tools.plan.estimate import measured
     device = args.device or "cuda"
     _check_arguments(args, device, CHECKS)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("gloo")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo", timeout=timedelta(days=1))  # each check has a limit of its own
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+    with processes.sigterm_unwinds(), tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         folder = of_all_ranks(folder)[0]
         if not all(of_all_ranks(Path(folder).is_dir())):
             raise UserError("set TMPDIR to a directory that all nodes see, for files that checks keep while they run")
@@ -79,20 +82,22 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
                 continue
             port = of_all_ranks(get_free_port())[0]
             found = of_all_ranks(_run_check(name, device, Path(folder, name), port, check.limit * (args.limit or 120)))
-            worst = max(found, key=lambda one: (OK, WRONG, FAILED, HUNG).index(one["status"]))
+            worst = max(found, key=lambda one: (OK, WRONG, LATE, FAILED).index(one["status"]))
             results[name] = found[0] | {key: worst[key] for key in ("status", "log")} | check._asdict()
             results[name]["wrong"] = list(dict.fromkeys(text for one in found for text in one["wrong"]))
             results[name]["run"] = " ".join((check.run.__doc__ or "").split())
             say(_line(name, results[name]))
-    report = {**provenance(program), "checks": results}
-    report = report if args.verbose else json.loads(public(json.dumps(report, default=str)))
+    report = {**provenance(program), "where": f"{device}, ranks: {ranks}", "checks": results}
+    names = {socket.gethostname(), socket.gethostname().split(".")[0], getpass.getuser(), Path.home().name}
+    names = set().union(*of_all_ranks(names)) - {"", "root", "localhost"}
+    report = report if args.verbose else public(json.loads(json.dumps(report, default=str)), names)
     bad = [name for name, one in results.items() if one["status"] != OK]
     if is_first_rank():
         print(_verdict(bad))
         if args.report is not None:
             args.report.write_text("\n".join(markdown(report, bad)) + "\n", "utf-8")
             write_json(args.report.with_suffix(".json"), report)
-        if args.write_profile is not None:
+        if args.write_profile is not None and results["machine"]["status"] in (OK, WRONG):
             machine = asdict(measured(results["machine"]["figures"]))
             args.write_profile.write_text(yaml.safe_dump(machine, sort_keys=False), "utf-8")
     return ExitStatus.FAILURE if bad else ExitStatus.OK
@@ -101,38 +106,41 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
 def _check_arguments(args: argparse.Namespace, device: str, checks: Mapping[str, Any]) -> None:
     import torch
 
-    from megatron_muon.megatron.gpu import unusable_gpu
+    from megatron_muon.megatron.gpu import settle_device, unusable_gpu
 
     if device == "cuda" and not torch.cuda.is_available():
         why = unusable_gpu() or "torch finds none"
         raise UserError(f"no GPU here: {why}; on a machine that has one type the same, or try --device cpu")
+    if device == "cuda":
+        settle_device(device)  # each rank has one
     if unknown := [name for name in args.only or () if name not in checks]:
         raise UserError(f"--only {unknown[0]} is no check; choose from {', '.join(checks)}")
     if args.write_profile is not None and args.only and "machine" not in args.only:
         raise UserError("--write-profile writes what the check machine has measured; add it to --only")
     for file in filter(None, (args.report, args.write_profile)):
-        if not file.resolve().parent.is_dir():
-            raise UserError(f"cannot write {str(file)!r}: there is no directory {str(file.parent)!r}")
+        if file.is_dir() or not os.access(file.resolve().parent, os.W_OK):
+            raise UserError(f"cannot write {str(file)!r}: give a file in a directory that exists and can be written to")
 
 
 def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> dict[str, Any]:
     """What a check found on this rank, in a process of its own; the end of its output where it failed."""
-    start, rank, stop = time.perf_counter(), os.environ.get("RANK", "0"), threading.Event()
+    start, rank = time.perf_counter(), os.environ.get("RANK", "0")
     folder.mkdir(exist_ok=True)
     log, output = folder / f"check.{rank}.log", folder / f"figures.{rank}.json"
     env = processes.environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    timer = threading.Timer(limit + 20, stop.set)  # a check that hangs shows where, and ends
-    timer.start()
     command = [sys.executable, "-m", MODULE, "--run", name, device, str(folder), str(limit)]
-    ended = processes.watch(command, log, env=env, stop=stop, grace_s=1.0)
-    timer.cancel()
-    if ended.signal is not None and not stop.is_set():
+    ended = processes.watch(command, log, env=env, grace_s=1.0)  # where it hangs, it says so and ends
+    if ended.signal is not None:
         processes.unwind(ended.signal)
     seconds = time.perf_counter() - start
-    found = json.loads(output.read_text("utf-8")) if output.exists() else {"figures": {}, "wrong": []}
-    status = (WRONG if found["wrong"] else OK) if not ended.status else HUNG if seconds > limit else FAILED
-    tail = log.read_text("utf-8", errors="replace").splitlines()[-60:] if status != OK else []
+    found: dict[str, Any] = {"figures": {}, "wrong": [], "now": ""}
+    if output.exists():
+        found = json.loads(output.read_text("utf-8"))
+    status = (WRONG if found["wrong"] else OK) if not ended.status else LATE if seconds > limit else FAILED
+    if status == LATE:
+        found["wrong"].append(f"not done after {limit} s, in {found['now']!r}: if it was slow, give a larger --limit")
+    tail = log.read_text("utf-8", errors="replace").splitlines()[-200:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
 
 
@@ -149,24 +157,38 @@ def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
     context = Context(torch.device(device), Path(folder), int(os.environ.get("RANK", "0")), ranks)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # steps switch it, threads at once
     if ranks > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    status, figures = 0, dict[str, Any]()
+    status = 0
     try:
-        figures = CHECKS[name].run(context)
+        CHECKS[name].run(context)
     except Exception:
         status = 1
         context.wrong.append(traceback.format_exc(limit=-6))
-    context.keep(figures)
+    context.keep()
     sys.stdout.flush()
     os._exit(status)  # threads of collectives that failed would hold the process
 
 
-def public(text: str) -> str:
-    """A text without this machine's name, its user's and folders."""
-    for name in {socket.gethostname(), os.environ.get("USER", "")} - {"", "root", "localhost"}:
-        text = re.sub(rf"\b{re.escape(name)}\b", "HOST", text)
-    return re.sub(r"(?<![\w.)])(/[\w.@+-]+){2,}/", ".../", text)
+def public(value: Any, names: Collection[str]) -> Any:
+    """The texts of a report, its keys excepted, without names of hosts and users, addresses and folders.
+
+    Modules are named from their package on.
+    """
+    if isinstance(value, dict):
+        return {key: public(one, names) for key, one in value.items()}
+    if isinstance(value, list):
+        return [public(one, names) for one in value]
+    if not isinstance(value, str):
+        return value
+    for folder in sorted((*sysconfig.get_paths().values(), str(Path(__file__).parents[3])), key=len, reverse=True):
+        value = value.replace(f"{folder}/", "")
+    value = re.sub(r"(?<![\w.)/])/(?:[^\s'\"/:]+/)+(?=[^\s'\"/:])", ".../", value)
+    value = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", value)
+    for name in names:
+        value = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)(?:\.[a-z][\w.-]+)?", "NAME", value)
+    return value
 
 
 def _line(name: str, one: Mapping[str, Any]) -> str:
@@ -180,7 +202,8 @@ def _line(name: str, one: Mapping[str, Any]) -> str:
 def _verdict(bad: list[str]) -> str:
     if not bad:
         return "all checks pass that can run here"
-    return f"failed: {', '.join(bad)}; please attach the files of --report to an issue on the project's issue tracker"
+    what = "attach report.md and report.json, the files of --report, to an issue on the project's issue tracker"
+    return f"not ok: {', '.join(bad)}; please {what}"
 
 
 def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
@@ -188,11 +211,11 @@ def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
     from megatron_muon.tools.screen import table
 
     checks: Mapping[str, Mapping[str, Any]] = report["checks"]
-    yield "# megatron-muon doctor --gpu\n"
-    yield f"Made {report['time']} by `{report['command']}`, commit {report['commit']}.\n"
+    yield f"# megatron-muon doctor --gpu\n\n**{_verdict(bad)}**\n"
+    yield f"Made {report['time']} by `{report['command']}`, commit {report['commit']}, on {report['where']}.\n"
     yield f"{_text(report['versions'])}; {_text(report['machine'])}.\n"
     rows = [(name, one["status"], f"{one['seconds']:.1f}", one["proves"]) for name, one in checks.items()]
-    yield table(("check", "verdict", "seconds", "what it proves"), rows, numbers=[2])
+    yield table(("check", "verdict", "seconds", "what it checks"), rows, numbers=[2])
     for name, one in checks.items():
         yield f"\n## {name}: {one['status']}\n\n{one['run']}\n"
         if name in bad:
@@ -200,8 +223,8 @@ def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
         yield from (f"```\n{text}\n```\n" for text in (*one["wrong"], "\n".join(one["log"])) if text)
         several = {key: value for key, value in one["figures"].items() if isinstance(value, dict)}
         if columns := dict.fromkeys(key for value in several.values() for key in value):
-            rows = [(key, *(_text(value.get(column, "")) for column in columns)) for key, value in several.items()]
-            yield table(("", *columns), rows, numbers=range(1, 1 + len(columns))) + "\n"
+            rows = [(key, *(_text(value.get(column, "-")) for column in columns)) for key, value in several.items()]
+            yield table(("case", *columns), rows, numbers=range(1, 1 + len(columns))) + "\n"
         yield from (f"- {key}: {_text(value)}" for key, value in one["figures"].items() if key not in several)
     yield f"\n{_verdict(bad)}"
 

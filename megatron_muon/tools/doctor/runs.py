@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.megatron.gpu import no_transformer_engine
 from megatron_muon.shipped import QUICKSTART
-from megatron_muon.tools.doctor.checks import Check, Context, Figures, arithmetic, machine
+from megatron_muon.tools.doctor.checks import Check, Context, arithmetic, machine
 from megatron_muon.tools.doctor.steps import LLAMA, VARIANTS, exchange, offload, on_mesh, stress
 from megatron_muon.tools.plan import command as plan
 from megatron_muon.tools.plan.estimate import measured
@@ -41,7 +42,7 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "no_shard": ("--data-parallel-sharding-strategy", "no_shard"),
     "optim": ("--data-parallel-sharding-strategy", "optim"),
     "optim_grads": ("--data-parallel-sharding-strategy", "optim_grads"),
-    "bf16": ("--bf16", *OVERLAP),
+    "bf16": ("--bf16", *OVERLAP, "--muon-fp32-matmul-prec", "medium"),
     "momentum on the host": ("--muon-offload", "cpu"),
     "all state on the host": ("--muon-offload", "cpu", "--muon-offload-state", "all", *OVERLAP),
     "files, int8": ("--muon-offload", "nvme", "--muon-offload-dir", ".", "--muon-momentum-dtype", "int8"),
@@ -53,15 +54,17 @@ TRAININGS: Mapping[str, Sequence[str]] = {
     "local layers, QK-clip": ("--transformer-impl", "local", *QK_CLIP),
 }
 ON_CPU = ("optim_grads_params", "optim", "QK-clip", "Adam")
-OWN_REFERENCE = ("NorMuon", "hyperball", "QK-clip", "Adam", "local layers, QK-clip")
-"""Those whose state or losses are others than plain Muon's: each beside one rank's run of the same, from its start."""
+# Those whose state or losses are others than plain Muon's: each beside one rank's run of the same, from its start.
+OWN_REFERENCE = ("NorMuon", "hyperball", "QK-clip", "Adam", "local layers", "local layers, QK-clip")
 RESUMED = ("optim_grads_params", "bf16", "all state on the host")
 
 
-def training(context: Context) -> Figures:
-    """20 steps of the quickstart's model in Megatron's loop beside one rank's, the largest difference of a loss.
+def training(context: Context) -> None:
+    """20 steps of the quickstart's model in Megatron's loop, compared with the same run on one rank.
 
-    Plain Muon's runs load one rank's checkpoint of step 10.
+    Plain Muon's runs begin at one rank's checkpoint of step 10. The largest difference of a loss is less than 0.005, in
+    bf16 and with int8 momentum 0.05; a run that is resumed has the same losses. These are no measure of
+    quality.
     """
     if context.rank == 0:
         words = ("-m", "megatron_muon.cli", "data", "prepare", "--suffix", ".py", "--input", str(ROOT), "--output")
@@ -70,17 +73,17 @@ def training(context: Context) -> Figures:
     has_te = context.on_gpu and not no_transformer_engine()
     names = [name for name in TRAININGS if has_te or "local" not in name] if context.on_gpu else ON_CPU
     plain, _ = _train(context, "reference", "--save", ".", "--save-interval", "10", alone=True)
-    found: Figures = {}
     at_once = 4 if context.on_gpu and context.ranks == 1 else 1
     with ThreadPoolExecutor(at_once) as threads:
         for name, figures in zip(names, threads.map(functools.partial(_beside, context, plain), names), strict=True):
-            found[name] = figures
-            context.keep(found)
+            context.figures[name] = figures
+            context.keep(now=f"after {name}")
     step_s = [_train(context, f"{name}, alone", *TRAININGS[name])[1] for name in ("optim_grads_params", "Adam")]
-    return found | ({"a training step of Muon / of Adam": step_s[0] / step_s[1]} if all(step_s) else {})
+    if all(step_s):
+        context.figures["a training step of Muon / of Adam"] = step_s[0] / step_s[1]
 
 
-def _beside(context: Context, plain: dict[int, float], name: str) -> Figures:
+def _beside(context: Context, plain: dict[int, float], name: str) -> dict[str, float]:
     """A training beside one rank's of the same, or beside the `plain` one, whose checkpoint of step 10 it loads."""
     flags, expected = [*TRAININGS[name], "--save", ".", "--save-interval", "15"], plain
     if name in OWN_REFERENCE:
@@ -90,14 +93,14 @@ def _beside(context: Context, plain: dict[int, float], name: str) -> Figures:
     losses, _ = _train(context, name, *flags)
     if not losses or not expected:
         return {}
-    error = max(abs(value - expected[step]) for step, value in losses.items())
-    close = 0.05 if any(word in name for word in ("bf16", "int8", "local")) else 5e-3
-    context.hold(error < close, f"{name}: losses differ from one rank's by {error:.3g}; less than {close:g} is usual")
+    error = float(torch.tensor([value - expected[step] for step, value in losses.items()]).abs().max())
+    close = 0.05 if any(word in name for word in ("bf16", "int8")) else 5e-3
+    context.near(f"{name}: losses beside one rank's", error, close)
     if name in RESUMED:
         again, _ = _train(context, f"{name}, resumed", *TRAININGS[name], "--load", f"../{name}", "--ckpt-step", "15")
         same = bool(again) and all(losses[step] == value for step, value in again.items())
         context.hold(same, f"{name}: resumed {again}, at once {losses}")
-    return {"last loss": losses[max(losses)], "from one rank's": error}
+    return {"last loss": losses[max(losses)], "largest difference": error}
 
 
 def _train(context: Context, name: str, *flags: str, alone: bool = False) -> tuple[dict[int, float], float]:
@@ -115,7 +118,7 @@ def _train(context: Context, name: str, *flags: str, alone: bool = False) -> tup
     command = [sys.executable, *pretrain_program(), *config, *LINE, *batch, *unsaved, *flags]
     env = environment(ranks) | {"WORLD_SIZE": str(ranks), "RANK": str(context.rank)}
     env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    env = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"} | env
+    env = {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} | env
     status = 0
     if not alone or context.rank == 0:
         with (folder / f"log.{context.rank}").open("w+") as log:
@@ -129,37 +132,37 @@ def _train(context: Context, name: str, *flags: str, alone: bool = False) -> tup
     return {point.step: point.value for point in events.points("lm loss")}, statistics.median(times or [0.0])
 
 
-def cost(context: Context) -> Figures:
-    """A step on the matrices of llama3-8b, as many layers as fit, and on small ones, beside torch's and the plan's.
+def cost(context: Context) -> None:
+    """Milliseconds of an optimizer's step, on a GPU on as many layers of llama3-8b as fit, and on small matrices.
 
-    Of the time of a step, `host_ms` is the host's part. `peak_mb` is what a step takes beside weights and gradients.
+    "owner" is Muon as it is by default; host_ms is the time until the step has been launched, peak_mb the memory beside
+    weights and gradients. The ratios and the planner's estimate are for information; memory may not grow.
     """
-    figures: Figures = {}
+    figures, now = context.figures, replace(context, figures={}, wrong=[])
     models = {"small matrices": [(256, 512)] * (64 if context.on_gpu else 4)}
     if context.on_gpu:
         of_layer = 24 * sum(math.prod(shape) for shape in LLAMA) / context.ranks
         layers = min(32, int(0.6 * torch.cuda.mem_get_info()[0] / of_layer))
         models[f"llama3-8b, {layers} layers"] = LLAMA * layers
-    hardware = measured(machine(context))
+    machine(now)
+    hardware = measured(now.figures)
     for model, shapes in models.items():
         steps: dict[str, float] = {}
         for label, make in _optimizers(context, shapes).items():
             with context.trying(f"{model}: {label}"):
                 figures[f"{model}: {label}"] = found = _cost_of(context, make)
                 steps[label], grown = found["step_ms"], found.pop("grown_mb")
-                context.hold(grown < 1.0, f"{model}: {label}: five steps left {grown:.1f} MiB behind")
+                context.hold(grown < 0.1, f"{model}: {label}: five steps left {grown:.1f} MiB behind")
         planned, ours = plan.step_ms(shapes, context.ranks, hardware), steps.pop("owner", math.nan)
         figures |= {f"{model}: owner / {other}": ours / other_ms for other, other_ms in steps.items()}
-        figures[f"{model}: plan says, ms"] = planned
-        figures[f"{model}: error of plan, %"] = 100 * (planned / ours - 1)
-        context.keep(figures)
-    return figures
+        figures[f"{model}: planner's estimate, ms"] = planned
+        figures[f"{model}: error of the estimate, %"] = 100 * (planned / ours - 1)
 
 
 def _optimizers(context: Context, shapes: Sequence[tuple[int, int]]) -> dict[str, Callable[[], Any]]:
     """Makers of optimizers on the same weights with gradients, their rows over the ranks where there are several."""
     mesh = init_device_mesh(context.device.type, (context.ranks,)) if context.ranks > 1 else None
-    weights = [nn.Parameter(on_mesh(0.02 * torch.randn(shape, device=context.device), mesh)) for shape in shapes]
+    weights = [nn.Parameter(on_mesh(torch.randn(shape, device=context.device), mesh).clone()) for shape in shapes]
     for one in weights:
         one.grad = one.detach().clone()
     named = [(f"layers.{number}.weight", one) for number, one in enumerate(weights)]
@@ -174,7 +177,7 @@ def _optimizers(context: Context, shapes: Sequence[tuple[int, int]]) -> dict[str
     return made | {"AdamW": functools.partial(torch.optim.AdamW, weights, lr=1e-3, fused=context.on_gpu)}
 
 
-def _cost_of(context: Context, make: Callable[[], Any]) -> Figures:
+def _cost_of(context: Context, make: Callable[[], Any]) -> dict[str, float]:
     """Of one optimizer: the time of a step and the host's part of it, and on a GPU memory and launches."""
     gc.collect()
     before, hosts, optimizer = _allocated(context), list[float](), make()
@@ -184,13 +187,13 @@ def _cost_of(context: Context, make: Callable[[], Any]) -> Figures:
         optimizer.step()
         hosts.append(time.perf_counter() - begun)
 
-    step()
-    step()
+    for _ in range(4):  # a graph is captured in the third
+        step()
     context.synchronize()
     state = _allocated(context)
     if context.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    figures: Figures = {"step_ms": context.seconds(step) * 1e3, "host_ms": statistics.median(hosts[3:]) * 1e3}
+    figures = {"step_ms": context.seconds(step) * 1e3, "host_ms": statistics.mean(hosts[-5:]) * 1e3}
     figures["grown_mb"] = (_allocated(context) - state) / 2**20
     if context.on_gpu:
         figures |= {"state_mb": (state - before) / 2**20}
@@ -198,7 +201,7 @@ def _cost_of(context: Context, make: Callable[[], Any]) -> Figures:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             optimizer.step()
             torch.cuda.synchronize()
-        kernels = [one for one in profiled.events() if one.device_type.name == "CUDA"]
+        kernels = [one for one in profiled.events() if one.device_type.name == "CUDA" and not one.is_user_annotation]
         figures |= {"launches": len(kernels), "kernels_ms": sum(one.device_time for one in kernels) / 1e3}
     if hasattr(optimizer, "close"):
         optimizer.close()
@@ -215,14 +218,18 @@ def _allocated(context: Context) -> int:
 
 _LOST = "what is named fails here: train without it, and send the report"
 CHECKS = {
-    "machine": Check(machine, "what the device is and reaches", "see whether nvidia-smi and torch agree on the driver"),
-    "arithmetic": Check(arithmetic, "Newton-Schulz against fp64", f"try --muon-fp32-matmul-prec highest; {_LOST}"),
-    "exchange": Check(exchange, "ranks step as whole matrices do", f"try --muon-exchange allgather; {_LOST}"),
-    "stress": Check(stress, "no result depends on timing", _LOST, limit=4),
-    "offload": Check(offload, "state moves and changes no bit", f"use --muon-offload none; {_LOST}", limit=2),
-    "training": Check(training, "Megatron-FSDP trains as one rank", _LOST, limit=8),
+    "machine": Check(machine, "the device, and its speed", "see whether nvidia-smi and torch agree on the driver"),
+    "arithmetic": Check(
+        arithmetic, "Newton-Schulz is that of fp64", f"try --muon-fp32-matmul-prec highest; {_LOST}", limit=3
+    ),
+    "exchange": Check(
+        exchange, "steps on ranks are those on whole matrices", f"try --muon-exchange allgather; {_LOST}"
+    ),
+    "stress": Check(stress, "results do not depend on timing", _LOST, limit=4),
+    "offload": Check(offload, "offload and checkpoints change no result", f"use --muon-offload none; {_LOST}", limit=2),
+    "training": Check(training, "training on ranks is that on one", _LOST, limit=12),
     "cost": Check(
-        cost, "what a step costs, and what plan says", "memory that stays behind adds up; send the report", 2
+        cost, "what a step costs, and the planner's estimate", "memory that stays behind adds up; send the report", 2
     ),
 }
 """All of them in their order."""
