@@ -55,14 +55,16 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def no_transformer_engine() -> str:
-    """Why Transformer Engine, its attention or its FusedAdam cannot be imported; empty where they can."""
+    """What keeps Transformer Engine, its attention and its FusedAdam from being imported; empty where nothing does."""
     try:
         metadata.version("transformer-engine")
         te = importlib.import_module("transformer_engine.pytorch")
         importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam  # noqa: B018
         te.DotProductAttention  # noqa: B018
+    except metadata.PackageNotFoundError:
+        return "is not installed"
     except Exception as error:  # a build that does not match torch raises whatever its loader does
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
 

@@ -135,8 +135,9 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--only", "spee"], "--only spee is no check; choose from machine, "),
+        (["--only", "spee"], "--only: 'spee' is not a check; choose some of: machine "),
         (["--report", "nowhere/report.md"], "cannot write 'nowhere/report.md'"),
+        (["--report", "report.json"], "give a name that ends in .md"),
         (["--only", "cost", "--write-profile", "my.yaml"], "add it to --only"),
     ],
 )
@@ -147,19 +148,23 @@ def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.C
 
 
 def test_arguments_of_the_gpu_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--report", "report.md"]) == ExitStatus.USAGE
-    assert "--report goes with --gpu" in capsys.readouterr().err
+    for arguments, text in (
+        (["--report", "r.md"], "--report goes with --gpu"),
+        (["--gpu", "--json", "r"], "nor --json"),
+    ):
+        assert cli.main(["doctor", *arguments]) == ExitStatus.USAGE
+        assert text in capsys.readouterr().err
 
 
 def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One second is not enough to import torch. The report has where it was, and the checks after it run."""
     report = tmp_path / "report.md"
-    arguments = ["--device", "cpu", "--only", "machine", "arithmetic", "--limit", "1", "--report", str(report)]
+    arguments = ["--device", "cpu", "--only", "machine", "offload", "--limit", "1", "--report", str(report)]
     assert gpu.main(arguments) == ExitStatus.FAILURE
     printed = capsys.readouterr().out
     assert printed.count("too late ") == 2
-    assert "if it was slow, give a larger --limit" in printed
-    assert "not ok: machine, arithmetic; " in printed.splitlines()[-1]
+    assert "in its start; if it was slow, use a larger --limit" in printed
+    assert "not ok: machine, offload; " in printed.splitlines()[-1]
     assert "most recent call first" in report.read_text("utf-8")
     assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "too late"
 
@@ -195,6 +200,11 @@ def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "measured cpu" in capsys.readouterr().out
     assert cli.main([*plan, str(tmp_path / "other.yaml")]) == ExitStatus.USAGE
     assert "does not describe a machine" in capsys.readouterr().err
+    right = file.read_text("utf-8")
+    for wrong in (f"{right}bf16_tflops: abc", f"{right}node_ranks: -3", f"{right}processor: 1", "{", "bf16_tflops: 1"):
+        (tmp_path / "other.yaml").write_text(wrong, "utf-8")
+        assert cli.main([*plan, str(tmp_path / "other.yaml")]) == ExitStatus.USAGE
+        assert "does not describe a machine" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

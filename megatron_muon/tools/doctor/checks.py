@@ -116,11 +116,13 @@ def machine(context: Context) -> None:
     found |= {
         "ranks": context.ranks,
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "layers": f"local, as Transformer Engine cannot be imported: {why}" if why else "Transformer Engine's",
+        "layers": f"local ones, as Transformer Engine {why}" if why else "Transformer Engine's",
         "processor cores": os.cpu_count(),
     }
     size = 512
-    if context.on_gpu:
+    if not context.on_gpu:
+        found["driver, NCCL, Triton, topology"] = SKIPPED
+    else:
         size = 8192
         kernel = ns.products_on(context.device, torch.bfloat16) is KERNEL
         least = "it wants compute capability 9 or 10, Triton 3.4 and bf16"

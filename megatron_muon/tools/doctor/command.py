@@ -68,6 +68,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
+    if args.gpu and (args.checkpoint or args.json):
+        raise UserError("--gpu takes neither --checkpoint nor --json; --report FILE.md writes FILE.json, too")
     if args.gpu:
         return gpu.run(args)
     for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
@@ -104,7 +106,7 @@ def environment() -> Iterator[Finding]:
 def _device(gpus: int) -> Finding:
     if gpus:
         te = no_transformer_engine()
-        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {f'not usable: {te}' if te else 'usable'}")
+        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {te or 'can be used'}")
     if (why := unusable_gpu()) is not None:
         return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
     from megatron_muon.megatron.flags.arguments import cpu_has_bf16

@@ -98,8 +98,10 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
             args.report.write_text("\n".join(markdown(report, bad)) + "\n", "utf-8")
             write_json(args.report.with_suffix(".json"), report)
         if args.write_profile is not None and results["machine"]["status"] in (OK, WRONG):
-            machine = asdict(measured(results["machine"]["figures"]))
-            args.write_profile.write_text(yaml.safe_dump(machine, sort_keys=False), "utf-8")
+            found = results["machine"]["figures"]
+            machine = asdict(measured(found))
+            text = f"# Measured: {', '.join(key for key in found if key in machine)}; the rest by data sheets\n"
+            args.write_profile.write_text(text + yaml.safe_dump(machine, sort_keys=False), "utf-8")
     return ExitStatus.FAILURE if bad else ExitStatus.OK
 
 
@@ -110,13 +112,15 @@ def _check_arguments(args: argparse.Namespace, device: str, checks: Mapping[str,
 
     if device == "cuda" and not torch.cuda.is_available():
         why = unusable_gpu() or "torch finds none"
-        raise UserError(f"no GPU here: {why}; on a machine that has one type the same, or try --device cpu")
+        raise UserError(f"no GPU here: {why}; use a machine that has one, or --device cpu to try the checks themselves")
     if device == "cuda":
         settle_device(device)  # each rank has one
     if unknown := [name for name in args.only or () if name not in checks]:
-        raise UserError(f"--only {unknown[0]} is no check; choose from {', '.join(checks)}")
+        raise UserError(f"--only: {unknown[0]!r} is not a check; choose some of: {' '.join(checks)}")
     if args.write_profile is not None and args.only and "machine" not in args.only:
         raise UserError("--write-profile writes what the check machine has measured; add it to --only")
+    if args.report is not None and args.report.suffix != ".md":
+        raise UserError(f"--report {args.report}: give a name that ends in .md; the JSON lies beside it")
     for file in filter(None, (args.report, args.write_profile)):
         if file.is_dir() or not os.access(file.resolve().parent, os.W_OK):
             raise UserError(f"cannot write {str(file)!r}: give a file in a directory that exists and can be written to")
@@ -139,7 +143,9 @@ def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> d
         found = json.loads(output.read_text("utf-8"))
     status = (WRONG if found["wrong"] else OK) if not ended.status else LATE if seconds > limit else FAILED
     if status == LATE:
-        found["wrong"].append(f"not done after {limit} s, in {found['now']!r}: if it was slow, give a larger --limit")
+        found["wrong"].append(
+            f"not done after {limit} s, in {found['now'] or 'its start'}; if it was slow, use a larger --limit"
+        )
     tail = log.read_text("utf-8", errors="replace").splitlines()[-200:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
 
@@ -192,7 +198,8 @@ def public(value: Any, names: Collection[str]) -> Any:
 
 
 def _line(name: str, one: Mapping[str, Any]) -> str:
-    below = [f"{key}: {SKIPPED}" for key, value in one["figures"].items() if value == SKIPPED]
+    skipped = [key for key, value in one["figures"].items() if value == SKIPPED]
+    below = [f"{SKIPPED}: {', '.join(skipped)}"] * bool(skipped)
     below += [text.strip().splitlines()[-1] for text in one["wrong"][:5]]
     below += [f"remedy: {one['remedy']}"] * (one["status"] != OK)
     line = f"{one['status']:<7} {name:<11}{one['seconds']:6.1f} s  {one['proves']}"

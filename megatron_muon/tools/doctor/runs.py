@@ -24,6 +24,7 @@ from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.megatron.gpu import no_transformer_engine
 from megatron_muon.shipped import QUICKSTART
+from megatron_muon.tools.doctor import SKIPPED
 from megatron_muon.tools.doctor.checks import Check, Context, arithmetic, machine
 from megatron_muon.tools.doctor.steps import LLAMA, VARIANTS, exchange, offload, on_mesh, stress
 from megatron_muon.tools.plan import command as plan
@@ -72,6 +73,7 @@ def training(context: Context) -> None:
         context.hold(done.returncode == 0, f"preparing data: {done.stderr}")
     has_te = context.on_gpu and not no_transformer_engine()
     names = [name for name in TRAININGS if has_te or "local" not in name] if context.on_gpu else ON_CPU
+    why = "skipped: no Transformer Engine" if context.on_gpu else SKIPPED
     plain, _ = _train(context, "reference", "--save", ".", "--save-interval", "10", alone=True)
     at_once = 4 if context.on_gpu and context.ranks == 1 else 1
     with ThreadPoolExecutor(at_once) as threads:
@@ -79,11 +81,12 @@ def training(context: Context) -> None:
             context.figures[name] = figures
             context.keep(now=f"after {name}")
     step_s = [_train(context, f"{name}, alone", *TRAININGS[name])[1] for name in ("optim_grads_params", "Adam")]
+    context.figures |= {name: why for name in TRAININGS if name not in names}
     if all(step_s):
         context.figures["a training step of Muon / of Adam"] = step_s[0] / step_s[1]
 
 
-def _beside(context: Context, plain: dict[int, float], name: str) -> dict[str, float]:
+def _beside(context: Context, plain: dict[int, float], name: str) -> dict[str, Any]:
     """A training beside one rank's of the same, or beside the `plain` one, whose checkpoint of step 10 it loads."""
     flags, expected = [*TRAININGS[name], "--save", ".", "--save-interval", "15"], plain
     if name in OWN_REFERENCE:
@@ -96,11 +99,13 @@ def _beside(context: Context, plain: dict[int, float], name: str) -> dict[str, f
     error = float(torch.tensor([value - expected[step] for step, value in losses.items()]).abs().max())
     close = 0.05 if any(word in name for word in ("bf16", "int8")) else 5e-3
     context.near(f"{name}: losses beside one rank's", error, close)
+    found: dict[str, Any] = {"last loss": losses[max(losses)], "largest difference": error}
     if name in RESUMED:
         again, _ = _train(context, f"{name}, resumed", *TRAININGS[name], "--load", f"../{name}", "--ckpt-step", "15")
         same = bool(again) and all(losses[step] == value for step, value in again.items())
         context.hold(same, f"{name}: resumed {again}, at once {losses}")
-    return {"last loss": losses[max(losses)], "largest difference": error}
+        found["resumed"] = "the same losses" if same else "other losses"
+    return found
 
 
 def _train(context: Context, name: str, *flags: str, alone: bool = False) -> tuple[dict[int, float], float]:
@@ -136,11 +141,14 @@ def cost(context: Context) -> None:
     """Milliseconds of an optimizer's step, on a GPU on as many layers of llama3-8b as fit, and on small matrices.
 
     "owner" is Muon as it is by default; host_ms is the time until the step has been launched, peak_mb the memory beside
-    weights and gradients. The ratios and the planner's estimate are for information; memory may not grow.
+    weights and gradients. "owner / momentum on the host" is what offload leaves of a step's speed. Ratios and the
+    planner's estimate are for information; memory may not grow.
     """
     figures, now = context.figures, replace(context, figures={}, wrong=[])
     models = {"small matrices": [(256, 512)] * (64 if context.on_gpu else 4)}
-    if context.on_gpu:
+    if not context.on_gpu:
+        figures |= dict.fromkeys(("llama3-8b", "CUDA graph", "launches", "memory"), SKIPPED)
+    else:
         of_layer = 24 * sum(math.prod(shape) for shape in LLAMA) / context.ranks
         layers = min(32, int(0.6 * torch.cuda.mem_get_info()[0] / of_layer))
         models[f"llama3-8b, {layers} layers"] = LLAMA * layers
@@ -216,20 +224,16 @@ def _allocated(context: Context) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
 
 
-_LOST = "what is named fails here: train without it, and send the report"
+_LOST = "train without what fails here, and send the report"
 CHECKS = {
     "machine": Check(machine, "the device, and its speed", "see whether nvidia-smi and torch agree on the driver"),
-    "arithmetic": Check(
-        arithmetic, "Newton-Schulz is that of fp64", f"try --muon-fp32-matmul-prec highest; {_LOST}", limit=3
-    ),
+    "arithmetic": Check(arithmetic, "Newton-Schulz is that of fp64", f"--muon-fp32-matmul-prec highest, or {_LOST}", 3),
     "exchange": Check(
-        exchange, "steps on ranks are those on whole matrices", f"try --muon-exchange allgather; {_LOST}"
+        exchange, "steps on ranks are those on whole matrices", f"--muon-exchange allgather, or {_LOST}", 3
     ),
-    "stress": Check(stress, "results do not depend on timing", _LOST, limit=4),
-    "offload": Check(offload, "offload and checkpoints change no result", f"use --muon-offload none; {_LOST}", limit=2),
-    "training": Check(training, "training on ranks is that on one", _LOST, limit=12),
-    "cost": Check(
-        cost, "what a step costs, and the planner's estimate", "memory that stays behind adds up; send the report", 2
-    ),
+    "stress": Check(stress, "results do not depend on timing", _LOST, 4),
+    "offload": Check(offload, "offload and checkpoints change no result", f"--muon-offload none, or {_LOST}", 2),
+    "training": Check(training, "training on ranks is that on one", _LOST, 12),
+    "cost": Check(cost, "what a step costs, and the planner's estimate", "send the report, as memory may grow", 2),
 }
 """All of them in their order."""

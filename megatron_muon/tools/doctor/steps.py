@@ -213,11 +213,10 @@ def disturbed(context: Context, seed: int) -> Iterator[None]:
         return mock.patch.object(owner, name, disturb)
 
     with ExitStack() as patches:
-        for owner, name in ((ShardedMuon, "prepare"), (ShardedMuon, "apply"), (ShardedMuon, "_agree_on_gradients"),
-                            (Orthogonalizer, "orthogonalize_stack"), (Codec, "decode"), (Int8, "encode")):  # fmt: skip
-            patches.enter_context(late(owner, name))
-        for stream, name in enumerate(("_bring", "_return")):
-            patches.enter_context(late(RecordStore, name, stream))
+        places: list[tuple[Any, ...]] = [(ShardedMuon, name) for name in ("prepare", "apply", "_agree_on_gradients")]
+        places += [(Orthogonalizer, "orthogonalize_stack"), (Codec, "decode"), (Int8, "encode")]
+        for place in (*places, (RecordStore, "_bring", 0), (RecordStore, "_return", 1)):
+            patches.enter_context(late(*place))
         yield
 
 

@@ -11,7 +11,7 @@ import gc
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +95,19 @@ def _machine(machines: Sequence[str], text: str) -> Hardware:
     import yaml
 
     try:
-        return Hardware(**yaml.safe_load(Path(text).read_text("utf-8")))
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        raise argparse.ArgumentTypeError(f"{text} does not describe a machine: {error}") from None
+        found = yaml.safe_load(Path(text).read_text("utf-8"))
+        usual = asdict(HARDWARE[machines[0]])
+        for name, value in usual.items():
+            least = 0 if name in ("memory_gb", "rack_ranks") else 1e-9
+            is_right = type(found[name]) is type(value) if isinstance(value, str | bool) else found[name] >= least
+            if not is_right:
+                raise ValueError(f"{name} is {found[name]!r}")
+        return Hardware(**{name: found[name] for name in usual})
+    except (OSError, TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise argparse.ArgumentTypeError(
+            f"{text} does not describe a machine ({type(error).__name__}: {why})"
+        ) from None
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
