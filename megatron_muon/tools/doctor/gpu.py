@@ -199,7 +199,7 @@ def public(value: Any, names: Collection[str]) -> Any:
 
 def _line(name: str, one: Mapping[str, Any]) -> str:
     skipped = [key for key, value in one["figures"].items() if value == SKIPPED]
-    below = [f"{SKIPPED}: {', '.join(skipped)}"] * bool(skipped)
+    below = [f"{SKIPPED}: {'; '.join(skipped)}"] * bool(skipped)
     below += [text.strip().splitlines()[-1] for text in one["wrong"][:5]]
     below += [f"remedy: {one['remedy']}"] * (one["status"] != OK)
     line = f"{one['status']:<7} {name:<11}{one['seconds']:6.1f} s  {one['proves']}"
