@@ -48,7 +48,7 @@ GROUPS = {
     },
     "prepare and check": {
         "data": Command("data", "prepare text for training"),
-        "doctor": Command("doctor", "check this environment, and a checkpoint"),
+        "doctor": Command("doctor.command", "check this environment, a checkpoint, a GPU"),
     },
 }
 """The subcommands by name, in groups as `megatron-muon --help` shows them."""

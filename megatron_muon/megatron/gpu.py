@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.errors import UserError
@@ -50,6 +52,20 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
     except (RuntimeError, AssertionError) as error:
         return f"torch {torch.__version__} says: {str(error).splitlines()[0].rstrip('.')}"
     return f"torch {torch.__version__} finds no device; see nvidia-smi"
+
+
+def no_transformer_engine() -> str:
+    """What keeps Transformer Engine, its attention and its FusedAdam from being imported; empty where nothing does."""
+    try:
+        metadata.version("transformer-engine")
+        te = importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module("transformer_engine.pytorch.optimizers").FusedAdam  # noqa: B018
+        te.DotProductAttention  # noqa: B018
+    except metadata.PackageNotFoundError:
+        return "is not installed"
+    except Exception as error:  # a build that does not match torch raises whatever its loader does
+        return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:

@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,6 +187,12 @@ def _loss(value: float) -> str:
 def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> str:
     """A note in lines; words, paths and flags stay whole."""
     return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
+    """A table in Markdown; `numbers` are the columns set to the right."""
+    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |" for cells in (head, rule, *rows))
 
 
 def printable(text: str) -> str:

@@ -102,7 +102,7 @@ def stepped(rank: int, world_size: int, *, file: str, layout: str, cases: list[C
 SIZES = [(layout, size) for layout, sizes in LAYOUTS.items() for size in sizes]
 
 
-@pytest.mark.parametrize(("layout", "size"), wide_but([("ep x fsdp", 4), ("experts apart", 4)], SIZES))
+@pytest.mark.parametrize(("layout", "size"), wide_but([("ep x fsdp", 4)], SIZES))
 def test_ten_steps_are_those_of_whole_matrices(
     ranks: Pool, recorded: Any, layout: str, size: int, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ AT_ONCE = 8
 @pytest.mark.parametrize(
     ("name", "how"),
     wide_but(
-        [*((name, "gloo") for name, group in TABLE.items() if group.often), ("waves and iterations", "delayed")],
+        [(name, "gloo") for name, group in TABLE.items() if group.often],
         [(name, how) for name, group in TABLE.items() for how in ("gloo", *group.again)],
     ),
 )

@@ -83,7 +83,7 @@ COME_BACK = [model for model in MODELS if model not in ("gpt2 without biases", *
 """Hugging Face's GPT-2 has biases: a model without them comes back with zeros."""
 
 Trained = Callable[[str, str], Path]
-OFTEN = [("llama", "TP 2 x DP 2"), ("gpt2", "zero-3"), ("mixtral", "EP 2")]
+OFTEN = [("llama", "TP 2 x DP 2"), ("mixtral", "EP 2")]
 
 
 @pytest.fixture(scope="module")

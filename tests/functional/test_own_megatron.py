@@ -55,7 +55,7 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
         assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(patched.split(", "))
 
 
-@pytest.mark.parametrize("flags", [(), FSDP])
+@pytest.mark.parametrize("flags", [(), pytest.param(FSDP, marks=pytest.mark.wide)])
 def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpus, flags):
     before, after = (own(tmp_path, enabled, *corpus, *flags) for enabled in ("", "last"))
     assert before.losses == after.losses

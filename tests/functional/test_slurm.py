@@ -193,6 +193,7 @@ def test_a_failure_is_not_requeued(jobs: dict[str, Job]) -> None:
     assert "no such text.bin does not exist" in job.log(0)
 
 
+@pytest.mark.wide
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[str, Job]) -> None:
     """The first task of the array, and that task alone. In the end its user cancels it, which is final."""
     job = jobs["limited"]

@@ -31,7 +31,8 @@ def write_run(folder: Path, corpus: tuple[str, ...], batch: int = 4) -> None:
     write_config(folder / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags, "--log-interval", "1")
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
     """It goes when the run has ended, the cursor comes back, and no line was wider than the terminal.
 

@@ -35,7 +35,9 @@ ELSEWHERE = {
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
     r"python -m benchmarks\.mixture": "functional/test_examples.py",
-    r"python -m benchmarks\.gpu": "unit/test_gpu_checks.py",
+    r"megatron-muon doctor --gpu": "unit/test_gpu_checks.py",
+    r"torchrun --nproc-per-node 8 -m megatron_muon\.tools\.doctor\.gpu": "functional/test_doctor_gpu.py",
+    r"megatron-muon plan --config .* --hardware my-h100.yaml": "unit/test_gpu_checks.py",
     r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": "unit/test_plan_command.py",
     r"megatron-muon rehearse --config": "unit/test_plan_command.py",
     r"\./examples/": "functional/test_sweep.py",
@@ -67,6 +69,7 @@ LEFT_OUT = {
     r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
     r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
+    r"megatron-muon doctor --gpu|.*my-h100\.yaml": "needs a GPU; see test_gpu_checks.py",
     r".* examples/trainers/": "needs the extra `trainers`; see test_examples.py",
 }
 """Commands that are not typed, by a pattern of their beginning, with the reason."""

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools import doctor
+from megatron_muon.tools.doctor import command as doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks import step_ranks
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import gpu, prepare
-from megatron_muon.tools import doctor
+from megatron_muon.tools.doctor import command as doctor
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 

@@ -6,10 +6,12 @@ Its figures have the form of the JSON file; the page shows memory, time and Muon
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from megatron_muon.errors import UserError, install, quiet_imports
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
-from megatron_muon.tools.plan import training_step
+from megatron_muon.tools.plan import estimate, training_step
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, GroupPlan, Hardware, KindPlan, Settings, plan_kinds
 
 if TYPE_CHECKING:
@@ -76,18 +78,43 @@ def add_run(parser: CommandParser, machines: Sequence[str]) -> None:
     """Adds the arguments that name the run: its ranks, its machine, other flags than the file's."""
     add = parser.add_argument
     add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
-    add("--hardware", choices=machines, default=machines[0], metavar="NAME",
-        help=f"machine to estimate for: {', '.join(machines)} (the first)")  # fmt: skip
+    add("--hardware", type=functools.partial(_machine, machines), default=machines[0], metavar="NAME",
+        help=f"machine to estimate for: {', '.join(machines)} (the first), or the FILE.yaml that megatron-muon doctor "
+        "--gpu --write-profile has written on it")  # fmt: skip
     add("--node-ranks", type=positive, metavar="N",
         help="ranks of a node, the run's LOCAL_WORLD_SIZE (those of the machine; gb300: 72, a whole rack)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, instead of the file's: --global-batch-size 256")
+
+
+def _machine(machines: Sequence[str], text: str) -> Hardware:
+    """A machine by its name, or as a file describes it, for argparse."""
+    if text in machines:
+        return HARDWARE[text]
+    if not text.endswith(".yaml"):
+        raise argparse.ArgumentTypeError(f"unknown: {text!r}; choose from {', '.join(machines)}, or give a FILE.yaml")
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(text).read_text("utf-8"))
+        usual = asdict(HARDWARE[machines[0]])
+        for name, value in usual.items():
+            least = 0 if name in ("memory_gb", "rack_ranks") else 1e-9
+            is_right = type(found[name]) is type(value) if isinstance(value, str | bool) else found[name] >= least
+            if not is_right:
+                raise ValueError(f"{name} is {found[name]!r}")
+        return Hardware(**{name: found[name] for name in usual})
+    except (OSError, TypeError, KeyError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise argparse.ArgumentTypeError(
+            f"{text} does not describe a machine ({type(error).__name__}: {why})"
+        ) from None
 
 
 def hardware_of(args: argparse.Namespace) -> Hardware:
     """The machine that `args` name, with nodes as the run has them."""
     if args.world_size > MAX_RANKS:
         raise UserError(f"--world-size must be at most {MAX_RANKS:,}, got {args.world_size}")
-    hardware = HARDWARE[args.hardware]
+    hardware: Hardware = args.hardware
     return hardware if args.node_ranks is None else replace(hardware, node_ranks=args.node_ranks)
 
 
@@ -157,7 +184,6 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     """
     import torch
 
-    from megatron_muon.fsdp import arguments
     from megatron_muon.fsdp.selection import select
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -186,8 +212,26 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
         for p, view in selection.views.items()
         for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
     ]
-    layout = Layout(world_size, tuple(matrices))
-    return Settings(None, Memory(2, hardware.iterate(arguments.iteration_of()))), [Group("fully_shard", layout)]
+    return _fully_sharded(world_size, matrices, hardware)
+
+
+def _fully_sharded(ranks: int, matrices: Iterable[Matrix], hardware: Hardware) -> tuple[Settings, list[Group]]:
+    from megatron_muon.fsdp import arguments
+
+    settings = Settings(None, Memory(2, hardware.iterate(arguments.iteration_of())))
+    return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
+
+
+def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -> float:
+    """Milliseconds of a step on matrices of these shapes under `fully_shard`, elementwise passes included."""
+    from megatron_muon.fsdp.views import View
+
+    cut = {shape: _shards_of(View(shape), ranks, 1)[0] for shape in dict.fromkeys(shapes)}
+    matrices = [Matrix(str(number), shape, cut[shape]) for number, shape in enumerate(shapes)]
+    settings, (group,) = _fully_sharded(ranks, matrices, hardware)
+    held = sum(map(math.prod, shapes)) / ranks
+    elementwise = training_step.elementwise_ms(held, held, settings, hardware)
+    return estimate.plan_group(group, settings, hardware).step_ms + elementwise
 
 
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:

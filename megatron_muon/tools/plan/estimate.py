@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +92,20 @@ HARDWARE = {
         Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),  # round figures: a core a rank, gloo
     )
 }
+
+
+def measured(figures: Mapping[str, Any]) -> Hardware:
+    """The machine that `megatron-muon doctor --gpu` has measured; what it could not, by the data sheet."""
+    name = figures.get("GPU", "cpu")
+    alike = [one for key, one in HARDWARE.items() if re.search(rf"\b{key.split('-')[0]}\b", name.lower())]
+    known = alike[0] if alike else HARDWARE["h100-sxm"]
+    nodes, link = figures.get("nodes", 1), figures.get("all_to_all_gb_per_s")
+    rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
+    if link is not None:
+        rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
+    node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
+    memory_gb = figures.get("memory_gb", known.memory_gb)
+    return replace(known, name=f"measured {name}", node_ranks=node_ranks, memory_gb=memory_gb, **rates)
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,12 @@ def owner_bytes(settings: Settings) -> int:
     return 9 * settings.memory.element_bytes + 3 * (2 if settings.memory.iteration.half else 4)
 
 
+def elementwise_ms(held: float, owned: float, settings: Settings, hardware: Hardware) -> float:
+    """Milliseconds of a step's elementwise passes on a rank, by parameters of Muon's that it holds and owns."""
+    moved = held * holder_bytes(settings) + owned * owner_bytes(settings)
+    return moved / hardware.memory_gb_per_s / 1e6
+
+
 def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
     """Bytes of a GPU's memory by purpose, with Adam and with Muon, where Muon's step takes `step_bytes` beside.
 
@@ -164,7 +170,7 @@ def simulate(
         "norm_clip_install": passes_ms(held, NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes),
     }
     owned = plan["max_over_mean"] * muon / model.copies  # an element has one owner, however many ranks hold it
-    of_muon = passes_ms(muon, holder_bytes(settings)) + passes_ms(owned, owner_bytes(settings))
+    of_muon = elementwise_ms(muon, owned, settings, hardware)
     adam = {**common, "adam": passes_ms(held, ADAM_BYTES)}
     ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "elementwise": of_muon, "muon_step": plan["step_ms"]}
     for each in (adam, ours):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.tools.report import plots
 from megatron_muon.tools.report.arms import Arm, Comparison, at_edges, best_arms, compare, not_comparable, ranked, reach
-from megatron_muon.tools.screen import printable
+from megatron_muon.tools.screen import printable, table
 from megatron_muon.tools.train.records import Record
 
 PAGE, HTML = "report.md", "report.html"
@@ -235,12 +235,6 @@ def code(text: str) -> str:
 def plain(text: str) -> str:
     """Text that is no code: marks of Markdown and HTML are escaped."""
     return re.sub(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", printable(text))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table; `numbers` are the columns set to the right."""
-    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |" for cells in (head, rule, *rows))
 
 
 def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:

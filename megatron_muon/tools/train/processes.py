@@ -58,7 +58,7 @@ def environment(ranks: int, *, settings: Mapping[str, str] | None = None) -> dic
     env = {**(settings or {}), **os.environ}
     env |= python_path(env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    if sys.platform == "linux":
+    if sys.platform == "linux" and env.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's number of nodes
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return env
 

@@ -6,7 +6,6 @@ Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit st
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import tempfile
@@ -20,7 +19,8 @@ from packaging.version import Version
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.gpu import unusable_gpu
+from megatron_muon.megatron.gpu import no_transformer_engine, unusable_gpu
+from megatron_muon.tools.doctor import gpu
 from megatron_muon.tools.parser import write_json
 
 EXAMPLES = """\
@@ -28,7 +28,8 @@ examples:
   megatron-muon doctor
   megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
-"""
+
+with --gpu, """
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _TORCH = (2, 11)
@@ -51,17 +52,29 @@ class Finding(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-muon doctor`."""
-    parser.description = "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom."
-    parser.epilog = EXAMPLES
+    parser.description = (
+        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with --gpu, what "
+        "this package does on the GPU."
+    )
+    parser.epilog = EXAMPLES + gpu.EXAMPLES
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
         "folders")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+    add("--gpu", action="store_true", help="prove this package on the GPU; under torchrun on several")
+    gpu.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
+    if args.gpu and (args.checkpoint or args.json):
+        raise UserError("--gpu takes neither --checkpoint nor --json; --report FILE.md writes FILE.json, too")
+    if args.gpu:
+        return gpu.run(args)
+    for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
+        if getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')} goes with --gpu; type megatron-muon doctor --gpu")
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
@@ -92,8 +105,8 @@ def environment() -> Iterator[Finding]:
 
 def _device(gpus: int) -> Finding:
     if gpus:
-        te = importlib.util.find_spec("transformer_engine") is not None
-        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {'installed' if te else 'not installed'}")
+        te = no_transformer_engine()
+        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {te or 'can be used'}")
     if (why := unusable_gpu()) is not None:
         return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
     from megatron_muon.megatron.flags.arguments import cpu_has_bf16
