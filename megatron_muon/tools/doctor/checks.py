@@ -167,10 +167,11 @@ ERROR = {"medium": 0.03, "high": 5e-3, "highest": 1e-4}  # of a random block, by
 def arithmetic(context: Context) -> None:
     """Newton-Schulz by every set of coefficients, as a step runs it, compared with the same polynomials in fp64.
 
-    Precision "highest" is true fp32, "high" TF32 (fp32 on a CPU), "medium" bf16. The error is |result - fp64| / |fp64|:
-    of a random block at most 1e-4, 0.005 or 0.03; where one direction dominates, rounding may lose the others, and the
-    error is for information. No singular value may exceed 1.3. Only "quintic" is timed, in ms for a stack; TFLOP/s
-    counts the operations of dense products, and the first two calls include compilation.
+    Precision "highest" is true fp32, "high" TF32 (fp32 on a CPU), "medium" bf16; "standard" and "gram" are two ways to
+    the same polynomial. The error is |result - fp64| / |fp64|: of a random block less than 1e-4 in "highest", 0.005 in
+    "high", 0.03 in "medium". Where one direction dominates, rounding loses what is small beside it, and 0.1 to 0.3 is
+    usual in bf16. No singular value may exceed 1.3. Only "quintic" is timed, in ms for a stack; TFLOP/s counts the
+    operations of dense products, and the first two calls include compilation.
     """
     checked, timed = (CHECKED, TIMED) if context.on_gpu else ((((64, 96), 2), ((33, 77), 2)), ())
     if ns.products_on(context.device, torch.bfloat16) is not KERNEL:

@@ -86,6 +86,11 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
             results[name] = found[0] | {key: worst[key] for key in ("status", "log")} | check._asdict()
             results[name]["wrong"] = list(dict.fromkeys(text for one in found for text in one["wrong"]))
             results[name]["run"] = " ".join((check.run.__doc__ or "").split())
+            if worst["status"] == LATE:
+                again = f"--only {name} --limit {2 * (args.limit or 120)}"
+                results[name]["remedy"] = (
+                    f"repeat with {again}; if it stops at the same place, it hangs: {check.remedy}"
+                )
             say(_line(name, results[name]))
     report = {**provenance(program), "where": f"{device}, ranks: {ranks}", "checks": results}
     names = {socket.gethostname(), socket.gethostname().split(".")[0], getpass.getuser(), Path.home().name}
@@ -93,9 +98,9 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
     report = report if args.verbose else public(json.loads(json.dumps(report, default=str)), names)
     bad = [name for name, one in results.items() if one["status"] != OK]
     if is_first_rank():
-        print(_verdict(bad))
+        print(_verdict(results))
         if args.report is not None:
-            args.report.write_text("\n".join(markdown(report, bad)) + "\n", "utf-8")
+            args.report.write_text("\n".join(markdown(report)) + "\n", "utf-8")
             write_json(args.report.with_suffix(".json"), report)
         if args.write_profile is not None and results["machine"]["status"] in (OK, WRONG):
             found = results["machine"]["figures"]
@@ -143,9 +148,7 @@ def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> d
         found = json.loads(output.read_text("utf-8"))
     status = (WRONG if found["wrong"] else OK) if not ended.status else LATE if seconds > limit else FAILED
     if status == LATE:
-        found["wrong"].append(
-            f"not done after {limit} s, in {found['now'] or 'its start'}; if it was slow, use a larger --limit"
-        )
+        found["wrong"].append(f"stopped after {limit} s, in {found['now'] or 'its imports'}")
     tail = log.read_text("utf-8", errors="replace").splitlines()[-200:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
 
@@ -197,35 +200,47 @@ def public(value: Any, names: Collection[str]) -> Any:
     return value
 
 
+def _skipped(one: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in one["figures"].items() if value == SKIPPED]
+
+
 def _line(name: str, one: Mapping[str, Any]) -> str:
-    skipped = [key for key, value in one["figures"].items() if value == SKIPPED]
-    below = [f"{SKIPPED}: {'; '.join(skipped)}"] * bool(skipped)
+    below = [f"{SKIPPED}: {'; '.join(skipped)}"] if (skipped := _skipped(one)) else []
     below += [text.strip().splitlines()[-1] for text in one["wrong"][:5]]
     below += [f"remedy: {one['remedy']}"] * (one["status"] != OK)
     line = f"{one['status']:<7} {name:<11}{one['seconds']:6.1f} s  {one['proves']}"
     return "\n    ".join((line, *below))
 
 
-def _verdict(bad: list[str]) -> str:
+def _verdict(checks: Mapping[str, Mapping[str, Any]]) -> str:
+    bad = {name: one["status"] for name, one in checks.items() if one["status"] != OK}
     if not bad:
-        return "all checks pass that can run here"
-    what = "attach report.md and report.json, the files of --report, to an issue on the project's issue tracker"
-    return f"not ok: {', '.join(bad)}; please {what}"
+        skipped = sum(len(_skipped(one)) for one in checks.values())
+        left = f" that can run here; {skipped} parts are skipped, as there is no GPU"
+        return "all checks pass" + left * bool(skipped)
+    send = "attach both files of --report to an issue on the project's issue tracker"
+    if set(bad.values()) == {LATE}:
+        return f"out of time: {', '.join(bad)}; nothing wrong was found. See the remedies; if they do not help, {send}"
+    return f"not ok: {', '.join(bad)}; please {send}"
 
 
-def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
+def markdown(report: Mapping[str, Any]) -> Iterator[str]:
     """The report: where it was made, a table of verdicts, then each check's figures and what it found wrong."""
     from megatron_muon.tools.screen import table
 
     checks: Mapping[str, Mapping[str, Any]] = report["checks"]
-    yield f"# megatron-muon doctor --gpu\n\n**{_verdict(bad)}**\n"
+    yield f"# megatron-muon doctor --gpu\n\n**{_verdict(report['checks'])}**\n"
     yield f"Made {report['time']} by `{report['command']}`, commit {report['commit']}, on {report['where']}.\n"
     yield f"{_text(report['versions'])}; {_text(report['machine'])}.\n"
-    rows = [(name, one["status"], f"{one['seconds']:.1f}", one["proves"]) for name, one in checks.items()]
-    yield table(("check", "verdict", "seconds", "what it checks"), rows, numbers=[2])
+    head = ("check", "verdict", "skipped", "seconds", "what it checks")
+    rows: list[tuple[str, ...]] = [
+        (name, one["status"], str(len(_skipped(one))), f"{one['seconds']:.1f}", one["proves"])
+        for name, one in checks.items()
+    ]
+    yield table(head, rows, numbers=[2, 3])
     for name, one in checks.items():
         yield f"\n## {name}: {one['status']}\n\n{one['run']}\n"
-        if name in bad:
+        if one["status"] != OK:
             yield f"Remedy: {one['remedy']}.\n"
         yield from (f"```\n{text}\n```\n" for text in (*one["wrong"], "\n".join(one["log"])) if text)
         several = {key: value for key, value in one["figures"].items() if isinstance(value, dict)}
@@ -233,7 +248,7 @@ def markdown(report: Mapping[str, Any], bad: list[str]) -> Iterator[str]:
             rows = [(key, *(_text(value.get(column, "-")) for column in columns)) for key, value in several.items()]
             yield table(("case", *columns), rows, numbers=range(1, 1 + len(columns))) + "\n"
         yield from (f"- {key}: {_text(value)}" for key, value in one["figures"].items() if key not in several)
-    yield f"\n{_verdict(bad)}"
+    yield f"\n{_verdict(checks)}"
 
 
 def _text(value: Any) -> str:

@@ -231,7 +231,7 @@ def _rounds(context: Context, what: str, count: int, make: Callable[[], Any], ex
 
 
 def stress(context: Context) -> None:
-    """Steps under random delays, on a GPU of all streams, with freed memory overwritten: bits as without."""
+    """Steps under random delays (on a GPU of all streams), with freed memory overwritten, have undisturbed bits."""
     for name, rounds in (("owner", 200), ("teams", 50), ("NorMuon", 50)):
         call = functools.partial(on_ranks, context, VARIANTS[name], steps=range(3))
         with context.trying(name):
