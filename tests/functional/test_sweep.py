@@ -44,6 +44,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     summaries = {key: json.loads((folder / "summary.json").read_text()) for key, folder in folders.items()}
     assert all(summaries[POINTS[0], seed]["outcome"] == "finished" for seed in (1, 2))
     assert all(summaries[POINTS[1], seed]["diverged"] for seed in (1, 2))
+    assert not any(summaries[POINTS[1], seed]["error"] for seed in (1, 2))  # Megatron ends, with a status of its own
     assert summaries[POINTS[0], 1]["loss_last"] != summaries[POINTS[0], 2]["loss_last"]
 
     with (tmp_path / "s" / "results.csv").open() as file:

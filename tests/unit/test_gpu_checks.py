@@ -163,7 +163,7 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
     assert gpu.main(arguments) == ExitStatus.FAILURE
     printed = capsys.readouterr().out
     assert printed.count("too late ") == 2
-    assert "repeat with --only machine --limit 2; if it stops at the same place, it hangs: " in printed
+    assert "repeat with --only machine --limit 240; if it stops at the same place, it hangs: " in printed
     assert "out of time: machine, offload; " in printed.splitlines()[-1]
     assert "most recent call first" in report.read_text("utf-8")
     assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "too late"

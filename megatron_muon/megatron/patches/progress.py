@@ -27,7 +27,7 @@ from megatron.training import get_args, get_timers, print_rank_last
 
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
-from megatron_muon.core.ranks import is_first_rank
+from megatron_muon.core.ranks import is_first_rank, say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, WANDB_RUN, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -207,7 +207,10 @@ class Progress:
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Instead of `save_checkpoint_and_time`."""
+    """Instead of `save_checkpoint_and_time`, which is called without --save, too, where a loss is not finite."""
+    if get_args().save is None:
+        say(f"megatron-muon: iteration {iteration} is not saved: there is no --save")
+        return None
     began = time.monotonic()
     result = _tell_and_call("saving a checkpoint", call, iteration, *args, **kwargs)
     tell("saved", step=iteration, folder=get_args().save, seconds=time.monotonic() - began)

@@ -87,10 +87,8 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
             results[name]["wrong"] = list(dict.fromkeys(text for one in found for text in one["wrong"]))
             results[name]["run"] = " ".join((check.run.__doc__ or "").split())
             if worst["status"] == LATE:
-                again = f"--only {name} --limit {2 * (args.limit or 120)}"
-                results[name]["remedy"] = (
-                    f"repeat with {again}; if it stops at the same place, it hangs: {check.remedy}"
-                )
+                again = f"where the machine is idle repeat with --only {name} --limit {max(240, 2 * (args.limit or 0))}"
+                results[name]["remedy"] = f"{again}; if it stops at the same place, it hangs: {check.remedy}"
             say(_line(name, results[name]))
     report = {**provenance(program), "where": f"{device}, ranks: {ranks}", "checks": results}
     names = {socket.gethostname(), socket.gethostname().split(".")[0], getpass.getuser(), Path.home().name}
