@@ -168,6 +168,12 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
     assert "most recent call first" in report.read_text("utf-8")
     assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "too late"
 
+    (tmp_path / "wrong").mkdir()  # one that has noted a fault before it ran out of time is no matter of time alone
+    kept = {"figures": {}, "wrong": ["a fault"], "now": "owner"}
+    (tmp_path / "wrong" / "figures.0.json").write_text(json.dumps(kept), "utf-8")
+    late = gpu._run_check("machine", "cpu", tmp_path / "wrong", 0, 1)
+    assert (late["status"], late["wrong"]) == ("failed", ["a fault", "stopped after 1 s, in owner"])
+
     crashed = gpu._run_check("nothing", "cpu", tmp_path / "crash", 0, 60)
     assert crashed["status"] == "failed"
     assert "KeyError: 'nothing'" in crashed["wrong"][0]

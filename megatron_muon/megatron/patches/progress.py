@@ -208,7 +208,7 @@ class Progress:
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
     """Instead of `save_checkpoint_and_time`, which is called without --save, too, where a loss is not finite."""
-    if get_args().save is None:
+    if get_args().save is None and not kwargs.get("non_persistent_ckpt"):
         say(f"megatron-muon: iteration {iteration} is not saved: there is no --save")
         return None
     began = time.monotonic()

@@ -103,7 +103,8 @@ def run(args: argparse.Namespace, program: str = "megatron-muon") -> int:
         if args.write_profile is not None and results["machine"]["status"] in (OK, WRONG):
             found = results["machine"]["figures"]
             machine = asdict(measured(found))
-            text = f"# Measured: {', '.join(key for key in found if key in machine)}; the rest by data sheets\n"
+            rates = (key for key in found if key in machine or key.startswith("all_to_all"))
+            text = f"# Measured: {', '.join(rates)}; the rest by data sheets\n"
             args.write_profile.write_text(text + yaml.safe_dump(machine, sort_keys=False), "utf-8")
     return ExitStatus.FAILURE if bad else ExitStatus.OK
 
@@ -144,8 +145,11 @@ def _run_check(name: str, device: str, folder: Path, port: int, limit: int) -> d
     found: dict[str, Any] = {"figures": {}, "wrong": [], "now": ""}
     if output.exists():
         found = json.loads(output.read_text("utf-8"))
-    status = (WRONG if found["wrong"] else OK) if not ended.status else LATE if seconds > limit else FAILED
-    if status == LATE:
+    is_late = bool(ended.status) and seconds > limit
+    status = WRONG if found["wrong"] else OK
+    if ended.status:
+        status = LATE if is_late and status == OK else FAILED
+    if is_late:
         found["wrong"].append(f"stopped after {limit} s, in {found['now'] or 'its imports'}")
     tail = log.read_text("utf-8", errors="replace").splitlines()[-200:] if status != OK else []
     return {"status": status, "seconds": seconds, **found, "log": tail}
