@@ -6,12 +6,16 @@ The guard of the supported megatron-core stands here, too: it answers before any
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import platform
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +28,7 @@ MEGATRON_CORE = "0.19"
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
+_PACKAGES = ("megatron-core", "torch", "triton", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
 
 
 def check_versions(megatron_core: str | None = None) -> None:
@@ -67,6 +71,33 @@ def origin() -> dict[str, Any]:
         "commit": commit and commit.removesuffix("-dirty"),
         "dirty": commit and commit.endswith("-dirty"),
     }
+
+
+def private_names() -> set[str]:
+    """Names of this host and its user."""
+    host = socket.gethostname()
+    return {host, host.split(".")[0], getpass.getuser(), Path.home().name} - {"", "root", "localhost"}
+
+
+def public(value: Any, names: Collection[str]) -> Any:
+    """A value with its texts, keys of dicts excepted, without `names` of hosts and users, addresses and folders.
+
+    Modules are named from their package on.
+    """
+    if isinstance(value, dict):
+        return {key: public(one, names) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(one, names) for one in value]
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    for folder in sorted((*sysconfig.get_paths().values(), str(_ROOT)), key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
+    text = re.sub(r"(?<![\w.)/])/(?:[^\s'\"/:]+/)+(?=[^\s'\"/:])", ".../", text)
+    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
+    for name in names:
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)(?:\.[a-z][\w.-]+)?", "NAME", text)
+    return text
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.tools.doctor import runs
+from megatron_muon.tools.doctor import checks, steps
 from megatron_muon.tools.doctor.checks import Context
 from tests.support import cli
 from tests.support.pool import Pool
@@ -60,7 +60,7 @@ def stressed(rank: int, world_size: int, *, folder: str) -> list[str]:
     dist.all_to_all_single = all_to_all_single
     try:
         context = Context(torch.device("cpu"), Path(folder), rank, world_size)
-        runs.stress(context)
+        steps.stress(context)
     finally:
         dist.all_to_all_single = right
         for work in left:
@@ -85,8 +85,8 @@ def test_an_exchange_that_does_not_wait_is_found(ranks: Pool, tmp_path: Path) ->
 def test_a_training_that_differs_is_found(
     flags: tuple[str, ...], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "TRAININGS", {**runs.TRAININGS, "optim_grads_params": flags})
-    monkeypatch.setattr(runs, "ON_CPU", ("optim_grads_params",))
+    monkeypatch.setattr(checks, "TRAININGS", {**checks.TRAININGS, "optim_grads_params": flags})
+    monkeypatch.setattr(checks, "ON_CPU", ("optim_grads_params",))
     context = Context(torch.device("cpu"), tmp_path)
-    runs.training(context)
+    checks.training(context)
     assert any(text in wrong for wrong in context.wrong), context.wrong

@@ -16,19 +16,20 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
 from megatron_muon.fsdp.muon import Muon
+from megatron_muon.megatron import provenance
 from megatron_muon.offload.codecs import Codec
-from megatron_muon.tools.doctor import checks, gpu, runs, steps
+from megatron_muon.tools.doctor import checks, gpu, steps
 from megatron_muon.tools.doctor.checks import Context
 from megatron_muon.tools.plan import estimate
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", runs.CHECKS)
+@pytest.mark.parametrize("name", steps.CHECKS)
 def test_a_gpu_passes(name: str, tmp_path: Path) -> None:
     context = Context(torch.device("cuda", 0), tmp_path)
     torch.cuda.set_device(0)
-    runs.CHECKS[name].run(context)
+    steps.CHECKS[name].run(context)
     assert context.wrong == []
 
 
@@ -37,10 +38,8 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context
     """On the processor, with few and small matrices on two threads."""
     monkeypatch.setattr(steps, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
     monkeypatch.setattr(steps, "SIMULATED", 2)
-    chosen = {
-        name: steps.VARIANTS[name] for name in ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams")
-    }
-    monkeypatch.setattr(steps, "VARIANTS", chosen)
+    chosen = ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams", "int8 momentum")
+    monkeypatch.setattr(steps, "VARIANTS", {name: steps.VARIANTS[name] for name in chosen})
     steps.values.cache_clear()
     yield Context(torch.device("cpu"), tmp_path)
     steps.values.cache_clear()
@@ -110,18 +109,18 @@ def test_what_is_wrong_is_found(control: str, context: Context, monkeypatch: pyt
         monkeypatch.setattr(owner, attribute, lambda *_, **__: None)
     else:
         patched(monkeypatch, owner, attribute, after)
-    runs.CHECKS[name].run(context)
+    steps.CHECKS[name].run(context)
     assert any(text in wrong for wrong in context.wrong), context.wrong
 
 
-@pytest.mark.parametrize("name", [name for name in runs.CHECKS if name not in ("training", "stress")])
+@pytest.mark.parametrize("name", [name for name in steps.CHECKS if name not in ("training", "stress")])
 def test_what_is_right_passes(name: str, context: Context) -> None:
-    runs.CHECKS[name].run(context)
+    steps.CHECKS[name].run(context)
     assert context.wrong == []
     context.keep()  # it can be written
     if name == "exchange":
-        assert context.figures["CUDA graph"] == "skipped: no GPU"
-        assert context.figures.keys() == steps.VARIANTS.keys()
+        assert context.skipped == {"no GPU": ["CUDA graph"]}
+        assert {*context.figures, "CUDA graph"} == steps.VARIANTS.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -169,7 +168,7 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
     assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "too late"
 
     (tmp_path / "wrong").mkdir()  # one that has noted a fault before it ran out of time is no matter of time alone
-    kept = {"figures": {}, "wrong": ["a fault"], "now": "owner"}
+    kept = {"figures": {}, "skipped": {}, "wrong": ["a fault"], "now": "owner"}
     (tmp_path / "wrong" / "figures.0.json").write_text(json.dumps(kept), "utf-8")
     late = gpu._run_check("machine", "cpu", tmp_path / "wrong", 0, 1)
     assert (late["status"], late["wrong"]) == ("failed", ["a fault", "stopped after 1 s, in owner"])
@@ -193,7 +192,7 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
     ],
 )
 def test_a_report_has_no_names_and_folders(text: str, shown: str) -> None:
-    made = gpu.public({"ada": [text], "seconds": 1.0}, {"node-17", "ada"})
+    made = provenance.public({"ada": [text], "seconds": 1.0}, {"node-17", "ada"})
     assert made == {"ada": [shown], "seconds": 1.0}
 
 
@@ -241,6 +240,6 @@ def test_an_error_on_one_of_the_simulated_ranks_is_named(context: Context, monke
 
     failed: list[bool] = []
     patched(monkeypatch, Orthogonalizer, "orthogonalize_stack", failing)
-    runs.exchange(context)
+    steps.exchange(context)
     assert context.wrong == ["owner: ValueError: rank 1 is out of luck"]
     assert {"shared", "all-gather", "NorMuon", "teams"} <= context.figures.keys()

@@ -21,7 +21,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.gpu import no_transformer_engine, unusable_gpu
 from megatron_muon.tools.doctor import gpu
-from megatron_muon.tools.parser import write_json
+from megatron_muon.tools.parser import positive, write_json
 
 EXAMPLES = """\
 examples:
@@ -29,7 +29,13 @@ examples:
   megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
 
-with --gpu, """
+  one GPU, and a report in report.md and report.json:
+    megatron-muon doctor --gpu --report report.md
+  eight GPUs; on several nodes with torchrun's --nnodes, and TMPDIR a directory that all of them see:
+    torchrun --nproc-per-node 8 -m megatron_muon.tools.doctor.gpu --report report.md
+  the checks themselves, without a GPU:
+    megatron-muon doctor --gpu --device cpu
+"""
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _TORCH = (2, 11)
@@ -56,14 +62,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with --gpu, what "
         "this package does on the GPU."
     )
-    parser.epilog = EXAMPLES + gpu.EXAMPLES
+    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
         "folders")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
     add("--gpu", action="store_true", help="prove this package on the GPU; under torchrun on several")
-    gpu.add_arguments(parser)
+    add = parser.add_argument_group("with --gpu").add_argument
+    add("--device", choices=("cuda", "cpu"), help="cpu: small sizes, to try the checks themselves (cuda)")
+    add("--only", nargs="+", metavar="CHECK", help="some checks, by name (all)")
+    add("--report", type=Path, metavar="FILE.md", help="write all figures to FILE.md, and to FILE.json")
+    add("--write-profile", type=Path, metavar="FILE.yaml", help="write measured rates, for plan --hardware FILE.yaml")
+    add("--limit", type=positive, metavar="S", help="seconds that a check may take, some several times these (120)")
+    add("--verbose", action="store_true", help="keep host names and paths in the report")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The checks of steps: on rows of matrices, on real ranks or on simulated ones; under delays; with state elsewhere.
+"""The checks of steps on ranks, real or simulated ones: results, delays, offload, cost; and the list of all checks.
 
 The reference is the package's own step on whole matrices on the processor, which the tests hold to independent
 optimizers.
@@ -7,19 +7,22 @@ optimizers.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,19 +33,18 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.codecs import Codec, Int8
 from megatron_muon.offload.store import DISK, HOST, RecordStore
-from megatron_muon.tools.doctor import SKIPPED
-from megatron_muon.tools.doctor.checks import Context
+from megatron_muon.tools.doctor.checks import Check, Context, arithmetic, machine, training
+from megatron_muon.tools.plan import command as plan
+from megatron_muon.tools.plan.estimate import measured
 
 # The matrices of a layer of llama3-8b, in small with odd ones and a stack of experts.
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
-SHAPES: tuple[tuple[int, ...], ...] = (
-    *((rows // 16, cols // 16) for rows, cols in LLAMA),
-    *((256, 512), (333, 777), (64, 64), (1, 100), (100, 3)),
-    (6, 40, 24),
-)
+SHAPES: list[tuple[int, ...]] = [(rows // 16, cols // 16) for rows, cols in LLAMA]
+SHAPES += [(256, 512), (333, 777), (64, 64), (1, 100), (100, 3), (6, 40, 24)]
 SIMULATED = 4  # ranks that one process stands for
-STEPS = 10
+TEN = range(10)
 Given = dict[str, Any]
+Mesh = DeviceMesh | None
 
 
 @functools.cache
@@ -52,19 +54,13 @@ def values(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) * (0.02 if not seed else 1.0) for shape in SHAPES]
 
 
-def on_mesh(tensor: torch.Tensor, mesh: DeviceMesh | None, dim: int = 0) -> torch.Tensor:
+def on_mesh(tensor: torch.Tensor, mesh: Mesh, dim: int = 0) -> torch.Tensor:
     """A tensor cut along a dimension over the ranks of a mesh that all have it; whole without one."""
     return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
 
 
 def trained(
-    device: torch.device,
-    settings: Given,
-    mesh: DeviceMesh | None = None,
-    *,
-    steps: range = range(STEPS),
-    cut: int = 0,
-    saved: str = "",
+    device: torch.device, settings: Given, mesh: Mesh = None, *, steps: range = TEN, cut: int = 0, saved: str = ""
 ) -> list[torch.Tensor]:
     """Whole weights, on the processor, after `steps` of Muon in true fp32 on matrices that are cut over a mesh.
 
@@ -72,8 +68,7 @@ def trained(
     """
     mesh = None if "share_replicated" in settings else mesh  # what is to be shared is whole
     weights = [nn.Parameter(on_mesh(one.to(device), mesh, cut).clone()) for one in values(0)]
-    names = (f"layers.{number}.{'experts.' * (one.dim() == 3)}weight" for number, one in enumerate(weights))
-    named = dict(zip(names, weights, strict=True))
+    named = {f"layers.{at}.{'experts.' * (one.dim() == 3)}weight": one for at, one in enumerate(weights)}
     base: Given = {"lr": 0.02, "fp32_matmul_prec": "highest", "exchange_buffer_mb": 8.0}
     optimizer = Muon(named.items(), **(base | settings))
     state = {"weights": named, "optimizer": optimizer.state_dict()}
@@ -107,39 +102,39 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Te
 
     if context.ranks > 1:
         return call()
-    from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
+    from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode  # type: ignore[attr-defined]
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-    store, found, failures = HashStore(), list[torch.Tensor](), list[BaseException]()
-    join: Callable[..., Any] = threaded.Collective.join
+    store, join = HashStore(), threaded.Collective.join
 
     def waiting(*args: Any) -> Any:
         context.synchronize()
-        work = join(*args)
+        work = join(*args)  # type: ignore[no-untyped-call]
         context.synchronize()
         return work
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> list[torch.Tensor]:
+        dist.init_process_group("threaded", rank=rank, world_size=SIMULATED, store=store)
         try:
-            dist.init_process_group("threaded", rank=rank, world_size=SIMULATED, store=store)
-            found.extend(call())
+            return call()
+        except BaseException as failure:
+            threaded.ProcessLocalGroup.exception_handle(failure)  # ends the others by SystemExit
+            raise
+        finally:
             dist.destroy_process_group()
-        except BaseException as failure:  # torch ends the others by SystemExit
-            failures.append(failure)
-            threaded.ProcessLocalGroup.exception_handle(failure)
 
     _set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     try:
         with mock.patch.object(threaded.Collective, "join", waiting), ThreadPoolExecutor(SIMULATED) as threads:
-            list(threads.map(work, range(SIMULATED)))
+            made = [threads.submit(work, rank) for rank in range(SIMULATED)]
     finally:
         threaded._uninstall_threaded_pg()
         threaded.ProcessLocalGroup.reset()
         _set_thread_isolation_mode(False)
-    if failures:
-        raise next((one for one in failures if isinstance(one, Exception)), failures[0])
-    return found
+    for one in sorted(made, key=lambda one: not isinstance(one.exception(), Exception)):
+        one.result()
+    return [weight for one in made for weight in one.result()]
 
 
 def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -180,7 +175,7 @@ def exchange(context: Context) -> None:
     """
     for name, settings in VARIANTS.items():
         if "cuda_graph" in settings and not context.on_gpu:
-            context.figures[name] = SKIPPED
+            context.skip(name)
             continue
         alone = {key: value for key, value in settings.items() if key not in ALONE}
         is_graph = "cuda_graph" in settings  # threads cannot capture beside each other
@@ -233,7 +228,7 @@ def _rounds(context: Context, what: str, count: int, make: Callable[[], Any], ex
 def stress(context: Context) -> None:
     """Steps under random delays (on a GPU of all streams), with freed memory overwritten, have undisturbed bits."""
     for name, rounds in (("owner", 200), ("teams", 50), ("NorMuon", 50)):
-        call = functools.partial(on_ranks, context, VARIANTS[name], steps=range(3))
+        call = functools.partial(on_ranks, context, VARIANTS[name], steps=TEN[:3])
         with context.trying(name):
             context.figures[name] = _rounds(context, name, rounds if context.on_gpu else 3, call, call())
 
@@ -263,9 +258,105 @@ def offload(context: Context) -> None:
     for name, there in (("none", "cpu"), ("cpu", "none")):
         with context.trying(f"checkpoint, offload {name}"):
             here, saved = {"offload": name}, str(context.folder / f"checkpoint-{name}")
-            on_ranks(context, here, steps=range(5), saved=saved)
-            expected, resumed = on_ranks(context, here), on_ranks(context, here, steps=range(5, STEPS), saved=saved)
+            on_ranks(context, here, steps=TEN[:5], saved=saved)
+            expected, resumed = on_ranks(context, here), on_ranks(context, here, steps=TEN[5:], saved=saved)
             context.hold(same(resumed, expected), f"checkpoint, offload {name}: other bits")
-            moved = on_ranks(context, {"offload": there}, steps=range(5, STEPS), saved=saved, cut=1)
+            moved = on_ranks(context, {"offload": there}, steps=TEN[5:], saved=saved, cut=1)
             error = figures[f"saved with offload {name}, resumed with {there} and columns"] = distance(moved, expected)
             context.near(f"checkpoint of offload {name}, resumed with {there} and columns", error, 1e-4)
+
+
+def cost(context: Context) -> None:
+    """Milliseconds of an optimizer's step, on a GPU on as many layers of llama3-8b as fit, and on small matrices.
+
+    "owner" is Muon as it is by default; host_ms is the time until the step has been launched, peak_mb the memory beside
+    weights and gradients. "owner / momentum on the host" is what offload leaves of a step's speed. Ratios and the
+    planner's estimate are for information; memory may not grow.
+    """
+    figures, now = context.figures, replace(context, figures={}, skipped={}, wrong=[])
+    models = {"small matrices": [(256, 512)] * (64 if context.on_gpu else 4)}
+    if not context.on_gpu:
+        context.skip("llama3-8b", "CUDA graph", "launches", "memory")
+    else:
+        of_layer = 24 * sum(math.prod(shape) for shape in LLAMA) / context.ranks
+        layers = min(32, int(0.6 * torch.cuda.mem_get_info()[0] / of_layer))
+        models[f"llama3-8b, {layers} layers"] = LLAMA * layers
+    machine(now)
+    for model, shapes in models.items():
+        steps: dict[str, float] = {}
+        for label, make in _optimizers(context, shapes).items():
+            with context.trying(f"{model}: {label}"):
+                figures[f"{model}: {label}"] = found = _cost_of(context, make)
+                steps[label], grown = found["step_ms"], found.pop("grown_mb")
+                context.hold(grown < 0.1, f"{model}: {label}: five steps left {grown:.1f} MiB behind")
+        planned, ours = plan.step_ms(shapes, context.ranks, measured(now.figures)), steps.pop("owner", math.nan)
+        figures |= {f"{model}: owner / {other}": ours / other_ms for other, other_ms in steps.items()}
+        figures[f"{model}: planner's estimate, ms"] = planned
+        figures[f"{model}: error of the estimate, %"] = 100 * (planned / ours - 1)
+
+
+def _optimizers(context: Context, shapes: Sequence[tuple[int, int]]) -> dict[str, Callable[[], Any]]:
+    """Makers of optimizers on the same weights with gradients, their rows over the ranks where there are several."""
+    mesh = init_device_mesh(context.device.type, (context.ranks,)) if context.ranks > 1 else None
+    weights = [nn.Parameter(on_mesh(torch.randn(shape, device=context.device), mesh).clone()) for shape in shapes]
+    for one in weights:
+        one.grad = one.detach().clone()
+    named = [(f"layers.{number}.weight", one) for number, one in enumerate(weights)]
+    names = ("owner", "all-gather", "NorMuon", "int8 momentum", *(("CUDA graph",) if context.on_gpu else ()))
+    settings = {name: VARIANTS[name] for name in names} | {"momentum on the host": {"offload": "cpu"}}
+    made: dict[str, Callable[[], Any]]
+    made = {name: functools.partial(Muon, named, lr=1e-3, **given) for name, given in settings.items()}
+    if context.ranks == 1:
+        made["torch.optim.Muon"] = functools.partial(torch.optim.Muon, weights, lr=1e-3)
+    return made | {"AdamW": functools.partial(torch.optim.AdamW, weights, lr=1e-3, fused=context.on_gpu)}
+
+
+def _cost_of(context: Context, make: Callable[[], Any]) -> dict[str, float]:
+    """Of one optimizer: the time of a step and the host's part of it, and on a GPU memory and launches."""
+    gc.collect()
+    before, hosts, optimizer = _allocated(context), list[float](), make()
+
+    def step() -> None:
+        begun = time.perf_counter()
+        optimizer.step()
+        hosts.append(time.perf_counter() - begun)
+
+    for _ in range(4):  # a graph is captured in the third
+        step()
+    context.synchronize()
+    state = _allocated(context)
+    if context.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    figures = {"step_ms": context.seconds(step) * 1e3, "host_ms": statistics.mean(hosts[-5:]) * 1e3}
+    figures["grown_mb"] = (_allocated(context) - state) / 2**20
+    if context.on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+        figures |= {"state_mb": (state - before) / 2**20, "peak_mb": (peak - before) / 2**20}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            optimizer.step()
+            torch.cuda.synchronize()
+        kernels = [one for one in profiled.events() if one.device_type.name == "CUDA" and not one.is_user_annotation]
+        figures |= {"launches": len(kernels), "kernels_ms": sum(one.device_time for one in kernels) / 1e3}
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    return figures
+
+
+def _allocated(context: Context) -> int:
+    """Bytes of the tensors that are alive."""
+    if context.on_gpu:
+        return torch.cuda.memory_allocated()
+    alive = (one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
+
+
+_LOST = "train without what fails here, and send the report"
+CHECKS = {
+    "machine": Check(machine, "the device, and its speed", "see whether nvidia-smi and torch agree on the driver"),
+    "arithmetic": Check(arithmetic, "Newton-Schulz is that of fp64", f"--muon-fp32-matmul-prec highest, or {_LOST}", 3),
+    "exchange": Check(exchange, "steps on ranks are those on whole matrices", f"other --muon-exchange, or {_LOST}", 3),
+    "stress": Check(stress, "results do not depend on timing", _LOST, 4),
+    "offload": Check(offload, "offload and checkpoints change no result", f"--muon-offload none, or {_LOST}", 2),
+    "training": Check(training, "training on ranks is that on one", _LOST, 12),
+    "cost": Check(cost, "what a step costs, and the planner's estimate", "send the report, as memory may grow", 2),
+}

@@ -13,10 +13,11 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import yaml
 
 from megatron_muon.core.assignment import TeamRules, Unmet, refuse_unmet
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
@@ -106,6 +107,14 @@ def measured(figures: Mapping[str, Any]) -> Hardware:
     node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
     memory_gb = figures.get("memory_gb", known.memory_gb)
     return replace(known, name=f"measured {name}", node_ranks=node_ranks, memory_gb=memory_gb, **rates)
+
+
+def profile(figures: Mapping[str, Any]) -> str:
+    """The file that `--hardware FILE.yaml` reads, of what was measured."""
+    machine = asdict(measured(figures))
+    rates = (key for key in figures if key in machine or key.startswith("all_to_all"))
+    text = yaml.safe_dump(machine, sort_keys=False)
+    return f"# Measured: {', '.join(rates)}; the rest by data sheets\n{text}"
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,20 @@ def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, env.get("PYTHONPATH"))))}
 
 
-def environment(ranks: int, *, settings: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None) -> dict[str, str]:
     """The environment of `ranks` processes on this machine: the cores shared evenly, gloo on the loopback.
 
-    `settings` are ENV_VARS of an experiment file; what is set already wins over them.
+    `settings` are ENV_VARS of an experiment file; what is set already wins over them. Where nothing but this program
+    starts the processes, they meet at a `port` of the first one's.
     """
     env = {**(settings or {}), **os.environ}
     env |= python_path(env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     if sys.platform == "linux" and env.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's number of nodes
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if port is not None:
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return env
 
 
