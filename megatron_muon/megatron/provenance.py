@@ -1,6 +1,7 @@
 """Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them.
 
-The guard of the supported megatron-core stands here, too: it answers before anything heavy is imported.
+Here too: what of it is private, and the guard of the supported megatron-core, which answers before anything heavy is
+imported.
 """
 
 from __future__ import annotations
