@@ -35,7 +35,9 @@ def test_a_gpu_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
-    """On the processor, with few and small matrices on two threads."""
+    """On the processor, with few and small matrices on two threads, as torchrun starts a process alone."""
+    for name, value in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(steps, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
     monkeypatch.setattr(steps, "SIMULATED", 2)
     chosen = ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams", "int8 momentum")

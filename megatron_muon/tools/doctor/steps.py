@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import random
 import statistics
 import time
@@ -105,6 +106,7 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Te
     from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode  # type: ignore[attr-defined]
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # torchrun's counts processes; threads are ranks of one node
     store, join = HashStore(), threaded.Collective.join
 
     def waiting(*args: Any) -> Any:
