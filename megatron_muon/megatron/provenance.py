@@ -77,7 +77,10 @@ def origin() -> dict[str, Any]:
 def private_names() -> set[str]:
     """Names of this host and its user."""
     host = socket.gethostname()
-    return {host, host.split(".")[0], getpass.getuser(), Path.home().name} - {"", "root", "localhost"}
+    names = {host, host.split(".")[0], Path(os.environ.get("HOME", "")).name}
+    with contextlib.suppress(KeyError, OSError):  # in a container a user may have no name
+        names.add(getpass.getuser())
+    return names - {"", "root", "localhost"}
 
 
 def public(value: Any, names: Collection[str]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pwd
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,19 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
 def test_a_report_has_no_names_and_folders(text: str, shown: str) -> None:
     made = provenance.public({"ada": [text], "seconds": 1.0}, {"node-17", "ada"})
     assert made == {"ada": [shown], "seconds": 1.0}
+
+
+def test_a_user_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"uid not found: {uid}")
+
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-17.corp.example.com")
+    assert provenance.private_names() == {"node-17.corp.example.com", "node-17"}
 
 
 def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,8 @@ _CUTOFF = 0.75
 
 def kept() -> frozenset[str]:
     """The flags that `keep` has kept; empty where it has not, or for other versions."""
-    with contextlib.suppress(OSError, ValueError, ModuleNotFoundError):  # the last where there is no megatron-core
+    # RuntimeError: a user without a home; ModuleNotFoundError: no megatron-core.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, ModuleNotFoundError):
         return frozenset(json.loads(_file().read_text("utf-8")))
     return frozenset()
 
@@ -28,7 +29,7 @@ def keep(flags: Iterable[str]) -> None:
     """Keeps the flags for the next command, where that can be written."""
     from megatron_muon.checkpoint import files
 
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         _file().parent.mkdir(parents=True, exist_ok=True)
         with files.written_at_once(_file()) as stream:
             stream.write(json.dumps(sorted(flags)))

@@ -95,7 +95,7 @@ class Context:
 
 
 class Check(NamedTuple):
-    """A check; its docstring tells a report's reader what its figures are."""
+    """A check; the docstring of `run` stands in the report and explains the figures."""
 
     run: Callable[[Context], None]
     proves: str

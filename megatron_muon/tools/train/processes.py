@@ -53,8 +53,8 @@ def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 def environment(ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None) -> dict[str, str]:
     """The environment of `ranks` processes on this machine: the cores shared evenly, gloo on the loopback.
 
-    `settings` are ENV_VARS of an experiment file; what is set already wins over them. Where nothing but this program
-    starts the processes, they meet at a `port` of the first one's.
+    `settings` are ENV_VARS of an experiment file; what is set already wins over them. `port` is where processes
+    meet that no torchrun of their own starts.
     """
     env = {**(settings or {}), **os.environ}
     env |= python_path(env)
