@@ -10,7 +10,8 @@ from megatron_muon.core.errors import UserError
 
 _OF = {
     "flatten": "the {} parameters of more than two dimensions",
-    "matrices": "the {} parameters of two or three dimensions",
+    "stacks": "the {} parameters of more than two dimensions",
+    "matrices": "the {} parameters of two or more dimensions",
 }
 """Among what an argument's patterns look, where that is not Muon's matrices."""
 

@@ -221,7 +221,7 @@ def _units(
                 source = shard.rank if is_gather else shard.source(owner, layout.world_size)
                 whole = Piece(shard.row_start, shard.rows, shard.col_start, shard.cols, 0, 0)
                 for piece in [whole] if part is None else part.pieces(shard):
-                    of_slots = [(found, found[2].pieces(shard) if part is None else [piece]) for found in ours]
+                    of_slots = [(found, found[2].runs(shard) if part is None else [piece]) for found in ours]
                     parts = [(stack, place, each) for (stack, place, _), pieces in of_slots for each in pieces]
                     yield _Unit(index, owner, source, shard, *piece[:4], parts)
 
@@ -237,15 +237,19 @@ def _laid_out(ranks: int, units: Sequence[tuple[int, _Unit]]) -> tuple[list[int]
 
 
 def _to_stacks(placed: _Placed) -> list[Copy]:
-    return [
-        Copy(
-            (piece.rows, piece.cols),
-            Strided(at + (piece.row - unit.row) * unit.cols + piece.col - unit.col, (unit.cols, 1)),
-            stack.place(number, piece.slice_row, piece.slice_col),
-        )
-        for at, unit in placed
-        for stack, number, piece in unit.parts
-    ]
+    copies = []
+    for at, unit in placed:
+        for stack, number, piece in unit.parts:
+            source = at + (piece.row - unit.row) * unit.cols + piece.col - unit.col
+            target, (row, col) = stack.place(number, piece.slice_row, piece.slice_col)
+            copies.append(
+                Copy(
+                    (piece.repeats, piece.rows, piece.cols),
+                    Strided(source, (piece.stride * unit.cols, unit.cols, 1)),
+                    Strided(target, (piece.rows * row, row, col)),
+                )
+            )
+    return copies
 
 
 def _reversed(copies: Sequence[Copy]) -> list[Copy]:

@@ -6,7 +6,7 @@ a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -49,7 +49,10 @@ class BlockKind(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle that a shard and a slice have in common, by its first element in the matrix and in the slice."""
+    """A rectangle that a shard and a slice have in common, by its first element in the matrix and in the slice.
+
+    `repeats` of them begin `stride` rows apart in the matrix, and follow each other in the slice.
+    """
 
     row: int
     rows: int
@@ -57,6 +60,8 @@ class Piece(NamedTuple):
     cols: int
     slice_row: int
     slice_col: int
+    repeats: int = 1
+    stride: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,55 @@ class BlockSlice:
     def _cols(self) -> tuple[int, int]:
         return (0, self.of[1]) if self.is_tall else _part(self.of[1], self.place, len(self.ranks))
 
-    def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Rows that lie together in the matrix: the first there, how many, and the first in the slice."""
+    def _spans(self, groups: Iterable[int] | None = None) -> Iterator[tuple[int, int, int]]:
+        """Rows that are consecutive in the matrix: the first there, how many, and the first in the slice.
+
+        Args:
+            groups: of the split, those to take; None takes all.
+        """
         start, count = self._rows
         before = sum(self.split.parts[: self.block or 0])
         if self.block is None or self.split.groups == 1:
             yield before + start, count, 0
             return
         part, stride = self.split.parts[self.block], sum(self.split.parts)
-        for group in range(start // part, -(-(start + count) // part)):
+        all_groups = range(start // part, -(-(start + count) // part))
+        for group in all_groups if groups is None else groups:
             low, high = max(start, group * part), min(start + count, (group + 1) * part)
             yield group * stride + before + low - group * part, high - low, low - start
 
     def pieces(self, shard: Shard) -> list[Piece]:
-        """What `shard` has of it, by rows."""
+        """The rectangles of it that `shard` has, by rows."""
+        return self._pieces(shard, self._spans())
+
+    def runs(self, shard: Shard) -> list[Piece]:
+        """As `pieces`, with those of consecutive groups of the split as one, and in any order.
+
+        Interleaved rows would else be a piece each.
+        """
+        if self.block is None or self.split.groups == 1:
+            return self.pieces(shard)
+        start, count = self._rows
+        part, stride = self.split.parts[self.block], sum(self.split.parts)
+        before = sum(self.split.parts[: self.block])
+        first_row, end_row = shard.row_start - before, shard.row_start + shard.rows - before
+        # Groups whose rows the slice has, and the shard, all of them.
+        first = max(-(-start // part), -(-first_row // stride))
+        end = min((start + count) // part, (end_row - part) // stride + 1)
+        if end - first < 2:
+            return self.pieces(shard)
+        neighbours = [
+            group for group in (first - 1, end) if start < (group + 1) * part and group * part < start + count
+        ]
+        at_edges = self._pieces(shard, self._spans(neighbours))
+        repeated = self._pieces(shard, self._spans([first]))
+        return [*at_edges, *(piece._replace(repeats=end - first, stride=stride) for piece in repeated)]
+
+    def _pieces(self, shard: Shard, spans: Iterable[tuple[int, int, int]]) -> list[Piece]:
         first_col, cols = self._cols
         left, right = max(first_col, shard.col_start), min(first_col + cols, shard.col_start + shard.cols)
         found = []
-        for row, rows, slice_row in self._spans() if left < right else ():
+        for row, rows, slice_row in spans if left < right else ():
             top, bottom = max(row, shard.row_start), min(row + rows, shard.row_start + shard.rows)
             if top < bottom:
                 found.append(Piece(top, bottom - top, left, right - left, slice_row + top - row, left - first_col))

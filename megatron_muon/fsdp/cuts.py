@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -95,7 +96,7 @@ def layout_of(
 
     mine, cut = [], []
     for parameter, several in matrices.items():
-        name, view = several[0].name.removesuffix("[0]"), (views or {}).get(parameter)
+        name, view = _parameter_of(several[0].name), (views or {}).get(parameter)
         offsets, sizes = box_of(name, parameter)
         if view is None:
             (rows, cols), inner = several[0].shape, math.prod(sizes[1:-1])
@@ -113,6 +114,11 @@ def layout_of(
     layout = Layout(group.size(), tuple(cut))
     check_alike(layout, mine, group, remedy=remedy)
     return layout, mine
+
+
+def _parameter_of(matrix: str) -> str:
+    """The name of the parameter of which this is the first matrix."""
+    return re.sub(r"\[0(,0)*\]$", "", matrix)
 
 
 def ranks_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
 from megatron_muon.fsdp.part import Part, Source, source_of
-from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
+from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, Split, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
@@ -33,8 +33,8 @@ from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
 
 _ALIKE = (
-    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, transposed=, "
-    "split= and ns_steps_for="
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, stacks=, "
+    "transposed=, split= and ns_steps_for="
 )
 
 
@@ -47,7 +47,7 @@ class Muon(MuonState):
 
     Names, meaning and defaults are those of `torch.optim.Muon` where it has them. Parameters are plain tensors, or
     DTensors on one mesh or several; make the optimizer after the model is sharded. Every rank of their meshes takes
-    part in every step. A 3D parameter of experts `(E, m, n)` is E matrices. State is there from the start:
+    part in every step. A parameter of experts `(E, m, n)` is E matrices. State is there from the start:
     `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters
     are, for `torch.distributed.checkpoint.state_dict`.
 
@@ -69,10 +69,13 @@ class Muon(MuonState):
         exclude: patterns of what goes to AdamW all the same.
         flatten: patterns of parameters that are read with all dimensions but the first as columns,
             `{"conv*": True}` for `(out, in * k * k)`; of several that match the last holds.
+        stacks: patterns of parameters with more than two dimensions, of which the leading ones count matrices:
+            `(E, m, n)`, `(L, E, m, n)`. Names with `expert` in them need no mention.
         transposed: patterns of weights that a model stores as (inputs, outputs), which Muon then reads as
             (outputs, inputs).
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
-            they repeat to fill its rows, those of each expert, and each is orthogonalised alone.
+            they repeat to fill its rows, those of each expert, and each is orthogonalised alone. "interleaved" gathers
+            every other row (`fsdp.selection.Split`).
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that match the last holds.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
@@ -108,8 +111,9 @@ class Muon(MuonState):
         matrices: Sequence[str] | Rule | None = None,
         exclude: Sequence[str] = (),
         flatten: Mapping[str, bool] | None = None,
+        stacks: Sequence[str] = (),
         transposed: Sequence[str] = (),
-        split: Mapping[str, int | Sequence[int]] | None = None,
+        split: Mapping[str, Split] | None = None,
         ns_steps_for: Mapping[str, int] | None = None,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
@@ -147,7 +151,7 @@ class Muon(MuonState):
             self._build(self._select(params))
 
     def _select(self, params: Any) -> Selection:
-        chosen_by = "matrices", "exclude", "flatten", "transposed"
+        chosen_by = "matrices", "exclude", "flatten", "stacks", "transposed"
         return select(params, **{name: self._settings[name] for name in chosen_by})
 
     def _build(self, selection: Selection) -> None:

@@ -22,15 +22,11 @@ class Source(NamedTuple):
     view: View
     matrices: list[torch.Tensor]  # the parameter itself, or views; empty tensors for those that other ranks hold
     first: int  # place of the first among all matrices of the part
-    held: range  # those of which this rank has a part, if any rank has more
-
-    def places(self) -> range:
-        """Those of which this rank has a part, among all matrices of the part."""
-        return range(self.first + self.held.start, self.first + self.held.stop)
+    places: list[int]  # of matrices that this rank holds rows of, among all matrices of the part
 
     def of(self, other: torch.Tensor) -> zip[tuple[int, torch.Tensor]]:
-        """Each of these places with what this rank has of the matrix in `other`, a tensor like the parameter."""
-        return zip(self.places(), self.view.tensors(local_parts([other])[0]), strict=True)
+        """Each of these places with this rank's rows of the matrix in `other`, a tensor like the parameter."""
+        return zip(self.places, self.view.tensors(local_parts([other])[0]), strict=True)
 
 
 def weights_of(name: str, parameter: torch.Tensor, view: View) -> list[torch.Tensor]:
@@ -45,14 +41,16 @@ def weights_of(name: str, parameter: torch.Tensor, view: View) -> list[torch.Ten
 def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
     """How this rank, which holds `rectangles`, has a parameter stand; a UserError where that cannot be by views."""
     if view.is_itself:
-        return Source(parameter, view, [parameter], first, range(1))
+        return Source(parameter, view, [parameter], first, [first])
     here = weights_of(name, parameter, view)
     for matrix in here:
         matrix.grad_dtype = None  # any, as its parameter has it
-    begin = next((number for number, (_, rows, _, cols) in enumerate(rectangles) if rows or cols), 0)
-    elsewhere = [local_parts([parameter])[0].new_empty(0, 0) for _ in range(view.count - len(here))]
-    matrices = [*elsewhere[:begin], *here, *elsewhere[begin:]]
-    return Source(parameter, view, matrices, first, range(begin, begin + len(here)))
+    held = [number for number, (_, rows, _, cols) in enumerate(rectangles) if rows and cols]
+    numbers = held or range(len(here))  # of matrices without rows any will do
+    matrices = [local_parts([parameter])[0].new_empty(0, 0) for _ in range(view.count)]
+    for number, matrix in zip(numbers, here, strict=True):
+        matrices[number] = matrix
+    return Source(parameter, view, matrices, first, [first + number for number in numbers])
 
 
 class Part(ShardedMuon):
@@ -94,8 +92,7 @@ class Part(ShardedMuon):
                 for slot in (slot for slot in rule.slots if slot not in shown):
                     shown[slot] = rule.zeros(slot, source.first, like)
                     local = local_parts([shown[slot]])[0]
-                    parts = local.unbind() if source.view.is_stack else [local]
-                    for place, part in zip(source.places(), parts, strict=True):
+                    for place, part in zip(source.places, source.view.unstacked(local), strict=True):
                         self.state[self._matrices[place]][slot] = part
         super().initialize_state()
         for source in self.sources:
@@ -117,14 +114,14 @@ class Part(ShardedMuon):
             if local.data_ptr() != self._lies_at[number]:
                 here = weights_of(self._matrix_names[source.first], source.parameter, source.view)
                 self._lies_at[number] = local.data_ptr()
-                for place, part in zip(source.places(), here, strict=True):
+                for place, part in zip(source.places, here, strict=True):
                     self._matrices[place].data = part
             for place, part in source.of(gradient) if gradient is not None else ():
                 self._matrices[place].grad = part
 
     def let_go(self) -> None:
         """Forget gradients, so that their memory can be freed."""
-        for place in (place for source in self._apart for place in source.places()):
+        for place in (place for source in self._apart for place in source.places):
             self._matrices[place].grad = None
 
     def show_settings(self, groups: Sequence[dict[str, Any]]) -> None:

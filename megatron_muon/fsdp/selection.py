@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.numbers import check_number
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
@@ -58,6 +58,11 @@ _NUMBERS = {
 
 Rule = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
+
+Split = int | str | Sequence[int | str]
+"""Rows of the matrices that are fused in one: `(4096, 1024, 1024)`, repeated to fill the rows, each alone; the same
+after "interleaved", `("interleaved", 64, 64, 64)`, where part i of every repetition belongs to matrix i; "interleaved"
+alone, for rows that take turns; "whole", for one matrix."""
 
 _FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
 """Settings of a group that have no effect on its part of Muon, or of AdamW."""
@@ -134,17 +139,20 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def why_not_muon(name: str, parameter: torch.Tensor, *, flat: bool = False) -> str:
-    """Why a parameter is no matrix inside the network, or stack of these; empty where it is one."""
+def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False) -> str:
+    """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
+
+    `is_named`: by `flatten=` or `stacks=`.
+    """
     parts = name.split(".")
-    is_stack = parameter.ndim == 3 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
-    if parameter.ndim != 2 and not is_stack and not flat:
-        return f"{parameter.ndim}D"
+    is_stack = parameter.ndim > 2 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
+    if parameter.ndim != 2 and not is_stack and not is_named:
+        return f"{parameter.ndim}D{_how_to_stack(name, parameter)}"
     if not parameter.numel():
         return "no elements"
-    if flat:  # named by the user, a patch embedding too, which is a convolution and no table
+    if is_named:  # a patch embedding too, which is a convolution and no table
         return ""
-    if is_stack and 1 in parameter.shape[1:]:
+    if is_stack and 1 in parameter.shape[-2:]:
         return "vectors"
     if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return "table"
@@ -156,12 +164,38 @@ def why_not_muon(name: str, parameter: torch.Tensor, *, flat: bool = False) -> s
     return ""
 
 
+def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter of more than two dimensions can be read as matrices one after the other.
+
+    A convolution is recognised by its name, or by a kernel with equal sides of at most 16.
+    """
+    rows, cols = parameter.shape[-2:]
+    is_kernel = parameter.ndim > 3 and rows == cols <= 16
+    is_convolution = is_kernel or "conv" in name.lower()
+    return min(rows, cols) > 1 and not is_convolution
+
+
+def _how_to_stack(name: str, parameter: torch.Tensor) -> str:
+    """Ends the table's line of a parameter that may be a stack of matrices, and whose name does not say so."""
+    if parameter.ndim < 3 or not may_be_stack(name, parameter):
+        return ""
+    return f'; stacks=["{_pattern_of(name)}"] reads it as matrices'
+
+
+def _pattern_of(name: str) -> str:
+    """A pattern that finds this parameter in every layer: what follows the last number."""
+    parts = name.removesuffix(".weight").split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts) or name
+
+
 def select(
     params: Any,
     matrices: Sequence[str] | Rule | None = None,
     exclude: Sequence[str] = (),
     flatten: Mapping[str, bool] | None = None,
     transposed: Sequence[str] = (),
+    stacks: Sequence[str] = (),
 ) -> Selection:
     """Sort parameters by optimizer.
 
@@ -172,6 +206,7 @@ def select(
         exclude: such patterns of what goes to AdamW all the same.
         flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
         transposed: such patterns of weights that are stored as (inputs, outputs).
+        stacks: such patterns of parameters whose leading dimensions count matrices.
 
     Raises:
         TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
@@ -186,13 +221,21 @@ def select(
     for pattern, is_flat in (flatten or {}).items():
         found = matching("flatten", [pattern], of_more, others=[name for name, _, _ in tensors if name])
         flat = flat.union(found) if is_flat else flat.difference(found)
+    stacked = set(matching("stacks", stacks, of_more, others=[name for name, _, _ in tensors if name]))
+    if both := sorted(flat & stacked):
+        raise UserError(f"{both[0]} is named in flatten= and in stacks=; leave it out of one")
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
     if matrices is None:
-        included = {name for name, p in by_name.items() if not why_not_muon(name, p, flat=name in flat)}
+        named = flat | stacked
+        included = {name for name, p in by_name.items() if not why_not_muon(name, p, is_named=name in named)}
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
-        possible = [name for name, p in by_name.items() if p.ndim in (2, 3) or name in flat]
+        possible = [
+            name
+            for name, p in by_name.items()
+            if p.ndim == 2 or name in flat or name in stacked or (p.ndim > 2 and may_be_stack(name, p))
+        ]
         included = set(matching("matrices", matrices, possible, others=by_name))
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
@@ -205,7 +248,8 @@ def select(
             selection.why[parameter] = why
         else:
             is_given = bool(name) or OPTIMIZER in options  # nothing tells a stack from its shape
-            _check_shape(selection.names[parameter], parameter, flat=name in flat, may_be_stack=is_given)
+            if not (name in flat or name in stacked):
+                _check_shape(selection.names[parameter], parameter, is_given=is_given)
             selection.views[parameter] = View(tuple(parameter.shape), flat=name in flat)
         parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(parameter)
     taken = {selection.names[p]: p for p in selection.views}
@@ -220,14 +264,14 @@ def select(
     return selection
 
 
-def _check_shape(name: str, parameter: torch.Tensor, *, flat: bool, may_be_stack: bool) -> None:
+def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
     """Refuse, by a UserError, what Muon cannot read as a matrix or a stack of them."""
-    is_stack = parameter.ndim == 3 and may_be_stack and 1 not in parameter.shape[1:]
-    if not parameter.numel() or not (parameter.ndim == 2 or flat or is_stack):
+    is_stack = parameter.ndim > 2 and is_given and may_be_stack(name, parameter)
+    if not parameter.numel() or not (parameter.ndim == 2 or is_stack):
         raise UserError(
-            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group, stacks (E, m, n) "
-            "with m and n above 1: pass model.named_parameters(), leave it out of matrices=, name it in flatten=, or "
-            "put it into a group with optimizer='adamw'"
+            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group, stacks (..., m, n) "
+            "with m and n above 1: pass model.named_parameters(), leave it out of matrices=, name it in flatten= if it "
+            "is a convolution or in stacks=, or put it into a group with optimizer='adamw'"
         )
 
 
@@ -239,21 +283,37 @@ def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
     return {**group, "params": [], OPTIMIZER: optimizer}
 
 
+WHOLE, INTERLEAVED = "whole", "interleaved"
+"""Words of `split=`: one block; rows of the matrices take turns."""
+
+
 def splits(
-    given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], views: Mapping[torch.Tensor, View]
+    given: Mapping[str, Split], names: Mapping[torch.Tensor, str], views: Mapping[torch.Tensor, View]
 ) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows."""
+    """The blocks of matrices that hold several, by pattern; of several patterns that match the last holds."""
     found, by_name = {}, {names[p]: p for p in views}
-    for pattern, several in given.items():
-        parts = tuple(several) if isinstance(several, Iterable) else (several,)
-        if not all(type(rows) is int for rows in parts):
-            raise UserError(f"split: {pattern!r} has {several!r}; give whole numbers of rows, as (4096, 1024, 1024)")
+    for pattern, split in given.items():
         for name in matching("split", [pattern], by_name):
-            rows = views[by_name[name]].matrix[0]
-            if min(parts, default=0) < 1 or rows % sum(parts):
-                raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
-            found[by_name[name]] = RowSplit(1, parts * (rows // sum(parts)))
+            found[by_name[name]] = _row_split(pattern, split, name, views[by_name[name]].matrix[0])
     return found
+
+
+def _row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
+    """The blocks of one matrix with so many rows; a UserError where `split` does not fit them."""
+    if split == WHOLE:
+        return whole(rows)
+    words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
+    takes_turns = words[:1] == (INTERLEAVED,)
+    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if takes_turns else words
+    if not all(type(part) is int for part in parts):
+        raise UserError(
+            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024), the same after "
+            "'interleaved' where they repeat down the rows of one block each, or 'whole'"
+        )
+    if min(parts, default=0) < 1 or rows % sum(parts):
+        raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
+    repeats = rows // sum(parts)
+    return RowSplit(repeats, parts) if takes_turns else RowSplit(1, parts * repeats)
 
 
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -379,4 +439,7 @@ def blocks(split: RowSplit) -> str:
     """The rows of each block, as a note; of several alike in a row, how many there are. Empty for one block."""
     runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
     shown = ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
-    return f"blocks of {shown} rows" if len(split.parts) > 1 else ""
+    if len(split.parts) == 1:
+        return ""
+    order = ", interleaved" if split.groups > 1 else ""
+    return f"blocks of {shown} rows{order}"

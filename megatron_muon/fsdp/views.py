@@ -1,8 +1,9 @@
 """How Muon reads a parameter as matrices.
 
     2D                  a matrix
-    3D                  a stack of experts `(E, m, n)`: E matrices, each orthogonalised and scaled alone
-    more, by `flatten=` all dimensions but the first are columns: `(out, in * k * k)` of a convolution
+    more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of all layers' experts:
+                        each matrix is orthogonalised and scaled alone
+    by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)` of a convolution
     `transposed=`       weights that are stored as (inputs, outputs): the rows of a matrix are their columns
 
 Gradients, weights and state stay as they are; what the core gets are views of the part that this rank holds.
@@ -14,9 +15,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_muon.core.layout import Rectangle
+
+
+def _range(first: int, count: int) -> slice:
+    return slice(first, first + count)
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,8 @@ class View:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it holds several matrices."""
-        return len(self.shape) == 3 and not self.flat
+        """Whether the leading dimensions count matrices."""
+        return len(self.shape) > 2 and not self.flat
 
     @property
     def is_itself(self) -> bool:
@@ -38,42 +44,59 @@ class View:
         return len(self.shape) == 2 and not self.transposed
 
     @property
+    def stacked(self) -> tuple[int, ...]:
+        """The leading dimensions of a stack; none of a matrix."""
+        return self.shape[:-2] if self.is_stack else ()
+
+    @property
     def count(self) -> int:
-        """How many matrices it holds."""
-        return self.shape[0] if self.is_stack else 1
+        """Number of matrices."""
+        return math.prod(self.stacked)
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of each of its matrices."""
-        rows, cols = self.shape[1:] if self.is_stack else (self.shape[0], math.prod(self.shape[1:]))
+        """Rows and columns of each matrix."""
+        first, *others = self.shape[len(self.stacked) :]
+        rows, cols = first, math.prod(others)
         return (cols, rows) if self.transposed else (rows, cols)
 
     def names(self, name: str) -> list[str]:
-        """A name for each of its matrices."""
-        return [f"{name}[{number}]" for number in range(self.count)] if self.is_stack else [name]
+        """A name for each matrix, `name[l,e]` in a stack."""
+        if not self.is_stack:
+            return [name]
+        return [f"{name}[{','.join(map(str, place))}]" for place in np.ndindex(*self.stacked)]
 
     def described(self) -> str:
-        """What the table says of it; nothing of a matrix."""
+        """A note for the table; empty for a matrix that is the parameter itself."""
         size = " x ".join(map(str, self.matrix))
-        return f"{self.count} experts of {size}" if self.is_stack else "" if self.is_itself else f"as {size}"
+        if self.is_stack:
+            return f"{' x '.join(map(str, self.stacked))} matrices of {size}"
+        return "" if self.is_itself else f"as {size}"
 
     def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
-        """What a rank has of each matrix that holds `sizes` of each dimension, from `offsets` on.
+        """The rectangle of each matrix that a rank holds.
 
-        Of a flat one the dimensions that are columns are whole.
+        Args:
+            offsets: the first element held in each dimension of the parameter.
+            sizes: the number of elements held. A flat parameter is whole in all dimensions but the first.
         """
-        first, stacked = (offsets[0], sizes[0]) if self.is_stack else (0, 1)
-        row, col = ((offsets[dim], sizes[dim]) for dim in (int(self.is_stack), int(self.is_stack) + 1))
-        if self.flat:
-            col = 0, math.prod(self.shape[1:])
+        leading = len(self.stacked)
+        row = offsets[leading], sizes[leading]
+        col = (0, math.prod(self.shape[1:])) if self.flat else (offsets[leading + 1], sizes[leading + 1])
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
-        return [mine if first <= number < first + stacked else (0, 0, 0, 0) for number in range(self.count)]
+        held = np.zeros(self.stacked, dtype=bool)
+        held[tuple(map(_range, offsets[:leading], sizes))] = True
+        return [mine if is_held else (0, 0, 0, 0) for is_held in held.flat]
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices, 2D each, that `local`, this rank's part of the parameter or of its like, has elements of."""
-        return list(self.whole(local).unbind()) if self.is_stack else [self.whole(local)]
+        """The matrices `(rows, cols)` of `local`, this rank's part of the parameter or of a tensor like it."""
+        return self.unstacked(self.whole(local))
+
+    def unstacked(self, read: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a tensor that is read already, `(rows, cols)` or `(..., rows, cols)`."""
+        return list(read.flatten(0, -3).unbind()) if self.is_stack else [read]
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter, or its like, a DTensor too, as it is read, `(rows, cols)` or `(E, rows, cols)`."""
+        """A parameter, or its like, a DTensor too, as it is read, `(rows, cols)` or `(..., rows, cols)`."""
         folded = tensor.flatten(1) if self.flat else tensor
         return folded.mT if self.transposed else folded

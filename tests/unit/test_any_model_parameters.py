@@ -92,7 +92,14 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "0D": (groups(of()), r"parameter 0 has shape \(\)"),
     "4D by pattern": (wrong(matrices=["conv.weight"]), r"only parameters that are not among these \(conv"),
     "3D without names": (groups(of(2, 3, 4)), r"parameter 0 has shape \(2, 3, 4\)"),
-    "4D by group": (groups({"params": [("w", of(2, 3, 4, 5))], "optimizer": "muon"}), r"w has shape \(2, 3, 4, 5\)"),
+    "a kernel by group": (
+        groups({"params": [("w", of(8, 3, 5, 5))], "optimizer": "muon"}),
+        "it is a convolution or in",
+    ),
+    "stack and flat": (
+        wrong(flatten={"conv": True}, stacks=["conv"]),
+        "conv.weight is named in flatten= and in stacks=",
+    ),
     "a stack of biases": (groups({"params": [("w", of(2, 1, 4))], "optimizer": "muon"}), r"w has shape \(2, 1, 4\)"),
     "channels_last": (
         lambda: megatron_muon.Muon(

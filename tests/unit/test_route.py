@@ -28,7 +28,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     matrices = []
     for number in range(draw(st.integers(1, 4))):
         parts = draw(st.sampled_from([(1,), (2, 1, 1)]))
-        split = RowSplit(draw(st.integers(1, 3)), parts)
+        split = RowSplit(draw(st.integers(1, 6)), parts)
         rows, cols = split.rows, draw(st.integers(1, 9))
         by_rows = draw(st.booleans())
         side = rows if by_rows else cols

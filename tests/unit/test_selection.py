@@ -100,7 +100,7 @@ def test_the_table_says_why_and_what_is_split() -> None:
     lines = [" ".join(line.split()) for line in table.splitlines()]
     for line in (
         "muon 1 32 x 48 blocks.1.weight (blocks of 4 x 8 rows)",
-        "muon 1 16 x 32 blocks.2.weight (blocks of 2 x 8 rows)",
+        "muon 1 16 x 32 blocks.2.weight (blocks of 2 x 8 rows, interleaved)",
         "adam 1 64 x 16 wte.weight (embedding)",
         "adam 1 64 x 16 lm_head.weight (output layer)",
         "adam 1 48 x 16 blocks.0.weight (--muon-exclude)",

@@ -18,14 +18,25 @@ from megatron_muon.core.cost import DENSE, KERNEL, Iteration
 from megatron_muon.core.layout import Holders, Layout, Matrix, RowSplit, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.slices import TEAM_SIZES, Team, chunks
+from megatron_muon.core.slices import TEAM_SIZES, Piece, Team, chunks
 
 # What each rank has
 
 
+def one_by_one(runs: list[Piece]) -> list[Piece]:
+    """The pieces of runs, each alone."""
+    return [
+        Piece(
+            run.row + number * run.stride, run.rows, run.col, run.cols, run.slice_row + number * run.rows, run.slice_col
+        )
+        for run in runs
+        for number in range(run.repeats)
+    ]
+
+
 @given(data=st.data())
 def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
-    groups, parts = data.draw(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    groups, parts = data.draw(st.tuples(st.integers(1, 7), st.lists(st.integers(1, 40), min_size=1, max_size=3)))
     split, cols = RowSplit(groups, tuple(parts)), data.draw(st.integers(1, 40))
     bounds = sorted(data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)))
     held = [bounds[0], bounds[1] - bounds[0], split.rows - bounds[1]]
@@ -46,6 +57,7 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
         common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
             pieces = block_slice.pieces(shard)
+            assert sorted(one_by_one(block_slice.runs(shard))) == pieces
             assert sum(piece.rows * piece.cols for piece in pieces) == elements
             for piece in pieces:
                 there = slice(piece.row, piece.row + piece.rows), slice(piece.col, piece.col + piece.cols)
