@@ -213,7 +213,7 @@ def trained_under_fsdp(
 
     def shard_of(p: torch.Tensor) -> Shard:
         """torchtitan's choice where there are fewer experts than ranks; FSDP2 wants equal parts then."""
-        return Shard(int(p.ndim == 3 and p.shape[1] % shape[-1] == 0))
+        return Shard(int(p.ndim > 2 and p.shape[1] % shape[-1] == 0))
 
     options: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": shard_of if within else None}
     for model in models:
@@ -254,7 +254,7 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
 OF_KEYS = ("c_attn.bias", "k_proj.bias")
 """The gradient of a bias of keys is rounding alone, which AdamW divides by its size."""
 
-MIXTURES = ("qwen3-moe", "deepseek-v3", "llama4")
+MIXTURES = ("qwen3-moe", "deepseek-v3", "llama4", "gpt-oss", "scanned")
 
 
 @pytest.mark.parametrize(

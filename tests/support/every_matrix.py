@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Model:
     config: dict[str, Any]
     transposed: Sequence[str] = ()
     flatten: Mapping[str, bool] = field(default_factory=dict)
-    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # rows of the blocks, repeated
+    split: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)  # rows of the blocks, repeated
     excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "classifier", "bias")  # parts of names for AdamW
 
     def build(self) -> nn.Module:
@@ -66,12 +67,15 @@ class Model:
         flat = any(self.flatten[part] for part in self.flatten if part in name)
         if whole.ndim < 2 or (not flat and any(part in name for part in self.excluded)):
             return []
-        parts = [whole.flatten(1)] if flat else list(whole) if whole.ndim == 3 else [whole]
+        parts = [whole.flatten(1)] if flat else list(whole.view(-1, *whole.shape[-2:]))
         return [part.T for part in parts] if any(part in name for part in self.transposed) else parts
 
     def blocks(self, name: str, rows: int) -> list[slice]:
         """The rows of each of a matrix's blocks."""
         sizes = next((sizes for part, sizes in self.split.items() if part in name), (rows,))
+        if sizes == "interleaved":
+            return [slice(0, rows, 2), slice(1, rows, 2)]
+        assert not isinstance(sizes, str)
         ends = [0, *itertools.accumulate(sizes * (rows // sum(sizes)))]
         assert ends[-1] == rows
         return [slice(*pair) for pair in itertools.pairwise(ends)]
@@ -81,6 +85,48 @@ class Model:
         mine = {"split": self.split, "transposed": self.transposed, "flatten": self.flatten}
         common = {"lr": LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY, "fp32_matmul_prec": "highest"}
         return megatron_muon.Muon(parameters, **{**common, **mine, **settings})
+
+
+class ScannedLayer(nn.Module):
+    """Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict(
+            {
+                "up_proj": nn.Parameter(torch.randn(2, 3, 10, 21) / 5),
+                "down_proj": nn.Parameter(torch.randn(2, 3, 21, 10) / 5),
+            }
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for ups, downs in zip(self.experts["up_proj"].unbind(), self.experts["down_proj"].unbind(), strict=True):
+            x = x + sum(torch.tanh(x @ up.mT) @ down.mT for up, down in zip(ups.unbind(), downs.unbind(), strict=True))
+        return x
+
+
+class ScannedModel(nn.Module):
+    """The least around such layers that can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 21)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([ScannedLayer()])})
+        self.lm_head = nn.Linear(21, 50, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.model["layers"]:  # type: ignore[union-attr]
+            x = layer(x)
+        loss = nn.functional.cross_entropy(self.lm_head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=loss)
+
+
+@dataclass(frozen=True)
+class Scanned(Model):
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return ScannedModel()
 
 
 _TEXT: dict[str, Any] = {
@@ -119,6 +165,12 @@ MODELS: dict[str, Model] = {
         transposed=("gate_up_proj", "experts.down_proj"),
         split={"gate_up_proj": (18, 18)},
     ),
+    "gpt-oss": Model(  # as (experts, inputs, outputs), gate and up in turns
+        {"model_type": "gpt_oss", **_TEXT, "num_local_experts": 4, "num_experts_per_tok": 2},
+        transposed=("gate_up_proj", "experts.down_proj"),
+        split={"gate_up_proj": "interleaved"},
+    ),
+    "scanned": Scanned({"vocab_size": 50}, split={"up_proj": (4, 6)}),
     "gpt2": Model(
         {"model_type": "gpt2", "vocab_size": 50, "n_embd": 22, "n_layer": 2, "n_head": 2, "n_positions": 32},
         transposed=("c_attn", "c_proj", "c_fc"),

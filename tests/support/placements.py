@@ -30,10 +30,11 @@ class Cut:
 
     def of(self, shape: Sequence[int]) -> list[Placement]:
         """The placements of a parameter: Replicate for dimensions that it lacks, rows of a convolution."""
+        is_convolution = len(shape) > 3 and shape[-1] == shape[-2]
         found: list[Placement] = []
         for place, one in enumerate(self.placements.split()):
             dim = int(one[1:] or 0) if one != "R" else 0
-            dim = 0 if len(shape) > 3 else dim
+            dim = 0 if is_convolution else dim
             if one == "R" or dim >= len(shape):
                 found.append(Replicate())
             elif one[0] == "s":
