@@ -181,7 +181,7 @@ class Muon(MuonState):
         given, names, parameters = self._settings, selection.names, list(selection.views)
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
-        selection.splits = splits(given["split"] or {}, names, selection.views)
+        selection.splits = splits(given["split"] or {}, selection)
         by_ranks: dict[tuple[int, ...], dict[torch.Tensor, list[Matrix]]] = {}
         for p in parameters:
             view = selection.views[p]

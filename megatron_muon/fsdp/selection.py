@@ -22,6 +22,7 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.numbers import check_number
+from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -90,6 +91,8 @@ class Selection:
         frozen: what needs no gradient.
         views: how each parameter of Muon is read.
         splits: the blocks of matrices that hold several.
+        known_splits: those that modules tell, where `split=` says nothing else.
+        looks_fused: a note for matrices of which that is not known.
         grouped: whether groups with settings of their own were given.
     """
 
@@ -99,6 +102,8 @@ class Selection:
     frozen: list[torch.Tensor] = field(default_factory=list)
     views: dict[torch.Tensor, View] = field(default_factory=dict)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
+    known_splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
+    looks_fused: dict[torch.Tensor, str] = field(default_factory=dict)
     grouped: bool = False
 
     def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
@@ -114,6 +119,8 @@ class Selection:
             why={new: self.why[old] for old, new in pairs if old in self.why},
             views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
+            known_splits={new: self.known_splits[old] for old, new in pairs if old in self.known_splits},
+            looks_fused={new: self.looks_fused[old] for old, new in pairs if old in self.looks_fused},
         )
 
     def table(self, *, full: bool = False) -> str:
@@ -122,7 +129,7 @@ class Selection:
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
                 notes = [self.why.get(p, ""), self.views[p].described() if p in self.views else ""]
-                notes.append(blocks(self.splits[p]) if p in self.splits else "")
+                notes.append(blocks(self.splits[p]) if p in self.splits else self.looks_fused.get(p, ""))
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
@@ -200,7 +207,8 @@ def select(
     """Sort parameters by optimizer.
 
     Args:
-        params: `model.named_parameters()`, tensors, or groups of either; a group may have `optimizer`, "muon" or
+        params: a model, whose modules then tell more than names do; `model.named_parameters()`, tensors, or groups of
+            either; a group may have `optimizer`, "muon" or
             "adamw", which decides for its parameters.
         matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
@@ -213,6 +221,7 @@ def select(
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
     selection = Selection()
+    modules = dict(params.named_modules()) if isinstance(params, nn.Module) else {}
     tensors = list(_trained(params, selection))
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
@@ -255,6 +264,8 @@ def select(
     taken = {selection.names[p]: p for p in selection.views}
     for name in matching("transposed", transposed, taken, others=by_name):
         selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
+    for name, p in taken.items():
+        _read_as_modules_do(selection, name, p, modules)
     second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
     selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
     if not selection.views:
@@ -262,6 +273,20 @@ def select(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def _read_as_modules_do(selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules) -> None:
+    """Take from a weight's module whether it is stored transposed, and how its rows divide."""
+    view = selection.views[parameter]
+    if view.flat:
+        return
+    if fused.is_stored_transposed(name, modules):
+        view = selection.views[parameter] = replace(view, transposed=True)
+    split = fused.known_split(name, view.matrix[0], modules)
+    if split is not None:
+        selection.known_splits[parameter] = split
+    elif note := fused.note_of(name, view.matrix, modules):
+        selection.looks_fused[parameter] = note
 
 
 def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
@@ -287,14 +312,13 @@ WHOLE, INTERLEAVED = "whole", "interleaved"
 """Words of `split=`: one block; rows of the matrices take turns."""
 
 
-def splits(
-    given: Mapping[str, Split], names: Mapping[torch.Tensor, str], views: Mapping[torch.Tensor, View]
-) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several, by pattern; of several patterns that match the last holds."""
-    found, by_name = {}, {names[p]: p for p in views}
+def splits(given: Mapping[str, Split], selection: Selection) -> dict[torch.Tensor, RowSplit]:
+    """The blocks of matrices that hold several: those known, then by pattern; the last pattern that matches holds."""
+    found, by_name = dict(selection.known_splits), {selection.names[p]: p for p in selection.views}
     for pattern, split in given.items():
         for name in matching("split", [pattern], by_name):
-            found[by_name[name]] = _row_split(pattern, split, name, views[by_name[name]].matrix[0])
+            p = by_name[name]
+            found[p] = _row_split(pattern, split, name, selection.views[p].matrix[0])
     return found
 
 
@@ -321,9 +345,9 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
 
     Fills in the selection's `names` and `frozen`.
     """
-    if isinstance(params, (nn.Module, torch.Tensor)):
-        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
-    given = list(params)
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params is a {type(params).__name__}; pass the model, or model.named_parameters()")
+    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not given:
         raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
     taken = set[str]()
