@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.optimizer import MOMENTUM, STEPS
+from megatron_muon.core.optimizer import MOMENTUM, STEPS, refuse_copy
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.arguments import check_loaded
@@ -127,6 +127,8 @@ class MuonState(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": others})
         for group, old in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in old.items() if name not in group})
+            if "betas" in group:  # which whole state dicts of torch give back as a list
+                group["betas"] = tuple(group["betas"])
         for part in self.parts:
             part.take_settings(self.param_groups)
             loaded = {p: slots for p, slots in saved.items() if slots and p in part.shown}
@@ -137,6 +139,4 @@ class MuonState(torch.optim.Optimizer):
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "Muon holds process groups and cannot be copied or pickled; make another one and give it the state_dict"
-        )
+        refuse_copy()
