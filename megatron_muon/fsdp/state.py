@@ -81,7 +81,10 @@ class MuonState(torch.optim.Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; momentum that is stored elsewhere is copied into it, as `momentum_state` reads it."""
+        """As of any optimizer: its tensors are those of the optimizer, not copies, and each owns its storage.
+
+        Momentum that is stored elsewhere is copied into it, as `momentum_state` reads it.
+        """
         self._take_up_exchanged()
         if not self.stores:
             return super().state_dict()

@@ -397,6 +397,7 @@ def saved_by_megatron(rank: int, world_size: int, *, kinds: list[str]) -> dict[s
         other.step(lambda name, shape, step: torch.ones(shape))
         for name, parameter in other.parameters.items():
             parameter._local_tensor.copy_(trainer.parameters[name]._local_tensor)
+        other.model.state_dict()  # from then on the model shows the parameters that the optimizer has
         other.optimizer.load_state_dict(torch.load(file, weights_only=False))
         trainer.step()
         other.step()
