@@ -86,6 +86,8 @@ class MuonState(torch.optim.Optimizer):
         Momentum that is stored elsewhere is copied into it, as `momentum_state` reads it.
         """
         self._take_up_exchanged()
+        for part in self.parts:
+            part.take_up_replaced(self.state)
         if not self.stores:
             return super().state_dict()
         apart = {p: self.state[p] for p in self.selection.views}
@@ -110,7 +112,10 @@ class MuonState(torch.optim.Optimizer):
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
         keys = {p: key for ours, theirs in pairs for p, key in zip(ours["params"], theirs["params"], strict=False)}
-        saved = {p: state_dict["state"].get(keys.get(p), {}) for p in self.selection.views}
+        saved = {p: dict(state_dict["state"].get(keys.get(p), {})) for p in self.selection.views}
+        for part in self.parts:
+            for p in part.shown:
+                part.show_own(p, self.state)
         own = {MOMENTUM, *(slot for part in self.parts for rule in part.rules for slot in rule.slots)}
         for p in self.selection.views:
             for slot in sorted(own):

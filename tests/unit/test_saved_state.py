@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import megatron_muon
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import with_own_storage
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,3 +84,35 @@ def test_an_optimizer_itself_cannot_be_copied(duplicate: Any) -> None:
     for one in (optimizer, optimizer.parts[0]):
         with pytest.raises(TypeError, match="cannot be copied or pickled; make another one and give it the state_dict"):
             duplicate(one)
+
+
+@pytest.mark.parametrize("kind", ["adamuon", "host"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(kind: str, whole: bool) -> None:
+    """Story: other momentum of a stack, or another dict of any matrix, was left aside without a word."""
+    settings: dict[str, Any] = {"host": {"offload": "cpu"}, "adamuon": {"moment2_method": "adamuon"}}[kind]
+    (net, written), (other, replaced) = trained(**settings), trained(**settings)
+    state = copy.deepcopy(written.state_dict())
+    for number, slots in state["state"].items():
+        for slot, tensor in slots.items():
+            generator = torch.Generator().manual_seed(number)
+            slots[slot] = torch.rand(tensor.shape, generator=generator)
+    written.load_state_dict(state)
+    for (p, shown), slots in zip(list(replaced.state.items()), state["state"].values(), strict=True):
+        if whole:
+            replaced.state[p] = dict(slots)
+        else:
+            shown.update(slots)
+    written.step()
+    replaced.step()
+    assert all(map(torch.equal, other.parameters(), net.parameters()))
+
+
+def test_state_that_is_taken_away_is_refused() -> None:
+    _, optimizer = trained()
+    kept = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    with pytest.raises(UserError, match="has no momentum_buffer; to reset it, set it to zero in place"):
+        optimizer.step()
+    optimizer.load_state_dict(kept)
+    optimizer.step()
