@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,13 @@ MOMENTUM = "momentum_buffer"
 
 STEPS = "rounding_steps"
 """A parameter group's count of steps where momentum is rounded for storage."""
+
+
+def refuse_copy() -> NoReturn:
+    """Raise a TypeError: what pickle and `copy.deepcopy` meet when they are given an optimizer."""
+    raise TypeError(
+        "Muon holds process groups and cannot be copied or pickled; make another one and give it the state_dict"
+    )
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -187,6 +194,9 @@ class ShardedMuon(torch.optim.Optimizer):
         with self.probe.phase("apply"):
             for rule in self.rules:
                 rule.end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_copy()
 
     def _slot(self, name: str) -> list[torch.Tensor]:
         return [local_rows(self.state[parameter][name]) for parameter in self._matrices]

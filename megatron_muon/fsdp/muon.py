@@ -356,6 +356,7 @@ class Muon(MuonState):
             store.verify()
         self.refuse_lost_state()
         for part in self.parts:
+            part.take_up_replaced(self.state)
             part.take_settings(self.param_groups)
             part.take_gradients()
         with self.metrics.step():

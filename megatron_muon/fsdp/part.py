@@ -73,6 +73,7 @@ class Part(ShardedMuon):
         self.captured: CapturedStep | None = None
         self.copies = 1
         self.shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._own: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # what is shown, unless it was replaced
         self._numbers = [number for number, _ in groups]
         self._apart = [source for source in sources if not source.view.is_itself]
         self._lies_at = [local_parts([source.parameter])[0].data_ptr() for source in self._apart]
@@ -100,6 +101,29 @@ class Part(ShardedMuon):
                 self.shown[source.parameter] = self.state[source.parameter]
             if self.store is not None:  # what looks for a slot of momentum finds this one; see MuonState.state_dict
                 self.shown[source.parameter][MOMENTUM] = torch.empty(0)
+        for parameter, slots in self.shown.items():
+            self._own.setdefault(parameter, dict(slots))
+
+    def take_up_replaced(self, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Copy tensors that a user has put in the place of those in `state` into these, and show these again."""
+        for p, own in self._own.items():
+            given = state[p]
+            if given is self.shown[p] and all(given.get(slot) is tensor for slot, tensor in own.items()):
+                continue
+            if missing := sorted(own.keys() - given.keys()):
+                name = next(self._matrix_names[source.first] for source in self.sources if source.parameter is p)
+                raise UserError(f"the state of {name} has no {missing[0]}; to reset it, set it to zero in place")
+            replaced = {slot: given[slot] for slot, tensor in own.items() if given[slot] is not tensor}
+            self.show_own(p, state)
+            if MOMENTUM in replaced:
+                self.load_momentum({p: replaced.pop(MOMENTUM)})
+            for slot, tensor in replaced.items():
+                local_parts([own[slot]])[0].copy_(local_parts([tensor])[0])
+
+    def show_own(self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Show this optimizer's own state of a parameter in `state`."""
+        self.shown[parameter].update(self._own[parameter])
+        state[parameter] = self.shown[parameter]
 
     def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the settings of all groups."""

@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.optimizer import MOMENTUM, STEPS
+from megatron_muon.core.optimizer import MOMENTUM, STEPS, refuse_copy
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.arguments import check_loaded
@@ -81,8 +81,13 @@ class MuonState(torch.optim.Optimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; momentum that is stored elsewhere is copied into it, as `momentum_state` reads it."""
+        """As of any optimizer: its tensors are those of the optimizer, not copies, and each owns its storage.
+
+        Momentum that is stored elsewhere is copied into it, as `momentum_state` reads it.
+        """
         self._take_up_exchanged()
+        for part in self.parts:
+            part.take_up_replaced(self.state)
         if not self.stores:
             return super().state_dict()
         apart = {p: self.state[p] for p in self.selection.views}
@@ -107,7 +112,10 @@ class MuonState(torch.optim.Optimizer):
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
         keys = {p: key for ours, theirs in pairs for p, key in zip(ours["params"], theirs["params"], strict=False)}
-        saved = {p: state_dict["state"].get(keys.get(p), {}) for p in self.selection.views}
+        saved = {p: dict(state_dict["state"].get(keys.get(p), {})) for p in self.selection.views}
+        for part in self.parts:
+            for p in part.shown:
+                part.show_own(p, self.state)
         own = {MOMENTUM, *(slot for part in self.parts for rule in part.rules for slot in rule.slots)}
         for p in self.selection.views:
             for slot in sorted(own):
@@ -127,6 +135,8 @@ class MuonState(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": others})
         for group, old in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in old.items() if name not in group})
+            if "betas" in group:  # which whole state dicts of torch give back as a list
+                group["betas"] = tuple(group["betas"])
         for part in self.parts:
             part.take_settings(self.param_groups)
             loaded = {p: slots for p, slots in saved.items() if slots and p in part.shown}
@@ -137,6 +147,4 @@ class MuonState(torch.optim.Optimizer):
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "Muon holds process groups and cannot be copied or pickled; make another one and give it the state_dict"
-        )
+        refuse_copy()

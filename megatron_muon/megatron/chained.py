@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, refuse_copy
 from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
@@ -152,6 +153,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if not nothing_is_lost:
                 raise self.offload_failure
 
+    def state_dict(self) -> Any:
+        """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""
+        raise UserError(
+            "state_dict() has no momentum under Megatron-FSDP; save sharded_state_dict(model.state_dict(), "
+            'metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}), which load_state_dict takes'
+        )
+
+    def __getstate__(self) -> Any:
+        refuse_copy()
+
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -159,7 +170,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
         for member in self._members:
             part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
-            merged["state"].update(part["state"])
+            # Copies of the dicts: those of the optimizers would keep what is added to them below.
+            merged["state"].update((name, dict(slots)) for name, slots in part["state"].items())
             merged["param_to_group_meta"].update(part["param_to_group_meta"])
         for member, muon in self._stored.items():
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():

@@ -1,0 +1,118 @@
+"""Tensors that state dicts hand out: they own their storage, and lie in the memory that a step works on."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_muon
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.rows import with_own_storage
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "normuon": {"moment2_method": "normuon"},
+    "host": {"offload": "cpu"},
+    "int8": {"momentum_dtype": "int8"},
+}
+
+
+def bytes_saved(value: Any) -> int:
+    torch.save(value, file := io.BytesIO())
+    return len(file.getvalue())
+
+
+def trained(**settings: Any) -> tuple[nn.Module, megatron_muon.Muon]:
+    torch.manual_seed(0)
+    net = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("up", "gate", "down")})
+    net.register_parameter("experts", nn.Parameter(torch.randn(4, 32, 64)))
+    optimizer = megatron_muon.Muon(net.named_parameters(), lr=0.1, **settings)
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape)
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tensor_takes_the_bytes_of_its_elements(kind: str) -> None:
+    """Story: each was a view of a wave's flat momentum, and one of them alone took all of it into the file."""
+    _, optimizer = trained(**KINDS[kind])
+    state = optimizer.state_dict()["state"]
+    for slot in (slot for slots in state.values() for slot in slots.values()):
+        assert slot.untyped_storage().nbytes() == slot.nbytes
+        assert bytes_saved(slot) < slot.nbytes + 2_000
+        assert len(pickle.dumps(slot)) < slot.nbytes + 2_000
+
+
+def test_state_is_in_the_memory_of_the_step() -> None:
+    """Momentum set to zero in place is zero in the step; so it is where a copy has kept other values."""
+    net, optimizer = trained()
+    kept = copy.deepcopy(optimizer.state_dict())
+    for slots in optimizer.state.values():
+        slots["momentum_buffer"].zero_()
+    fresh = megatron_muon.Muon([(n, nn.Parameter(p.detach().clone())) for n, p in net.named_parameters()], lr=0.1)
+    theirs = [p for group in fresh.param_groups for p in group["params"]]
+    for p, other in zip(net.parameters(), theirs, strict=True):
+        other.grad = p.grad.clone()
+    optimizer.step()
+    fresh.step()
+    assert all(map(torch.equal, net.parameters(), theirs))
+    assert all(slots["momentum_buffer"].any() for slots in kept["state"].values())
+
+
+def test_a_view_in_its_own_storage_keeps_the_memory_alive() -> None:
+    flat = torch.arange(12.0)
+    view = with_own_storage(flat[4:10].view(2, 3))
+    assert view.data_ptr() == flat[4:].data_ptr()
+    assert view.storage_offset() == 0
+    del flat
+    assert torch.equal(view, torch.arange(4.0, 10.0).view(2, 3))
+    whole = torch.empty(3)
+    assert with_own_storage(whole) is whole
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_itself_cannot_be_copied(duplicate: Any) -> None:
+    """torch's `__getstate__` would leave out the plan and the process groups, and the copy fail in its first step."""
+    _, optimizer = trained()
+    for one in (optimizer, optimizer.parts[0]):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; make another one and give it the state_dict"):
+            duplicate(one)
+
+
+@pytest.mark.parametrize("kind", ["adamuon", "host"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(kind: str, whole: bool) -> None:
+    """Story: other momentum of a stack, or another dict of any matrix, was left aside without a word."""
+    settings: dict[str, Any] = {"host": {"offload": "cpu"}, "adamuon": {"moment2_method": "adamuon"}}[kind]
+    (net, written), (other, replaced) = trained(**settings), trained(**settings)
+    state = copy.deepcopy(written.state_dict())
+    for number, slots in state["state"].items():
+        for slot, tensor in slots.items():
+            generator = torch.Generator().manual_seed(number)
+            slots[slot] = torch.rand(tensor.shape, generator=generator)
+    written.load_state_dict(state)
+    for (p, shown), slots in zip(list(replaced.state.items()), state["state"].values(), strict=True):
+        if whole:
+            replaced.state[p] = dict(slots)
+        else:
+            shown.update(slots)
+    written.step()
+    replaced.step()
+    assert all(map(torch.equal, other.parameters(), net.parameters()))
+
+
+def test_state_that_is_taken_away_is_refused() -> None:
+    _, optimizer = trained()
+    kept = copy.deepcopy(optimizer.state_dict())
+    optimizer.state.clear()
+    with pytest.raises(UserError, match="has no momentum_buffer; to reset it, set it to zero in place"):
+        optimizer.step()
+    optimizer.load_state_dict(kept)
+    optimizer.step()
