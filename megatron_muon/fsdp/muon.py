@@ -38,7 +38,7 @@ from megatron_muon.fsdp.selection import (
     splits,
 )
 from megatron_muon.fsdp.state import MuonState
-from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
+from megatron_muon.fsdp.step import adamw_numbers, local_parts, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
@@ -367,6 +367,7 @@ class Muon(MuonState):
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
+        of_adamw = [(group, adamw_numbers(group)) for group in self.param_groups if group[OPTIMIZER] == ADAMW]
         for part in self.parts:
             part.take_settings(self.param_groups)
             part.take_gradients()
@@ -374,8 +375,8 @@ class Muon(MuonState):
             for part in self.parts:
                 part.update_matrices()
             self.refuse_lost_state()
-            for group in (group for group in self.param_groups if group[OPTIMIZER] == ADAMW):
-                step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
+            for group, numbers in of_adamw:
+                step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
             part.let_go()
             part.show_settings(self.param_groups)

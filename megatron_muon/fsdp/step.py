@@ -25,13 +25,24 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, Any]], *, counts_empty: bool) -> None:
-    """A step of a parameter group; the step counter goes on alike on all ranks, also for empty shards.
+def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group as floats, by torch's names; a UserError for what is not one finite number."""
+    numbers = {name: as_float(f"{name} of a parameter group", group[name]) for name in ("lr", "weight_decay", "eps")}
+    beta1, beta2 = (as_float("betas of a parameter group", beta) for beta in group["betas"])
+    return {**numbers, "beta1": beta1, "beta2": beta2}
+
+
+def step_adamw(
+    group: Mapping[str, Any],
+    numbers: Mapping[str, float],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    *,
+    counts_empty: bool,
+) -> None:
+    """A step of a parameter group by its `adamw_numbers`; steps are counted alike on all ranks, for empty shards too.
 
     `counts_empty` says that empty shards have no gradients, as under Megatron-FSDP.
     """
-    numbers = {name: as_float(f"{name} of a parameter group", group[name]) for name in ("lr", "weight_decay", "eps")}
-    beta1, beta2 = (as_float("betas of a parameter group", beta) for beta in group["betas"])
     members = []
     for p in group["params"]:
         if not local_parts([p])[0].numel():
@@ -52,8 +63,8 @@ def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, 
             [slots["step"] for slots in states],
             foreach=True,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+            beta1=numbers["beta1"],
+            beta2=numbers["beta2"],
             lr=numbers["lr"],
             weight_decay=numbers["weight_decay"] if decay else 0.0,
             eps=numbers["eps"],
