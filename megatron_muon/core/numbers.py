@@ -54,9 +54,22 @@ _INFINITE = ("grad_norm_skip_threshold",)
 """Fields of megatron-core's OptimizerConfig that are infinite unless they are set."""
 
 
+def number_of(value: Any) -> Any:
+    """A numpy scalar, or an array or tensor of one element, as a Python number; any other value as it is.
+
+    Waits for the device of a tensor.
+    """
+    shape = getattr(value, "shape", None)
+    return value if shape is None or math.prod(shape) != 1 else value.item()
+
+
 def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
-    """Refuse, by a UserError, a value out of the range of `name`; `flag` is another flag that gave it."""
+    """Refuse, by a UserError, a value out of the range of `name`; `flag` is another flag that gave it.
+
+    Takes what `number_of` reads.
+    """
     flag = flag or flag_of(name)
+    value = number_of(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UserError(f"{flag} {value!r} is not a number; choose {RANGES[name]}")
     number = _finite(flag, value, str(RANGES[name]))
@@ -66,7 +79,7 @@ def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
 
 def check_numbers(values: Any) -> None:
     """The same for all numbers of parsed flags or of a config: ranges, nothing NaN, no lowest rate above its peak."""
-    given = {name: value for name, value in vars(values).items() if value is not None}
+    given = {name: number_of(value) for name, value in vars(values).items() if value is not None}
     for name, value in given.items():
         if name in RANGES:
             check_number(name, value)

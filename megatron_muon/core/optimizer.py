@@ -17,6 +17,7 @@ Gradient reduction, clipping and installing weights are the caller's part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange import LOCAL, Exchange
-from megatron_muon.core.numbers import check_number
+from megatron_muon.core.group_numbers import read_group
+from megatron_muon.core.numbers import check_number, number_of
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.core.rules.rule import Part, Rule, Step
@@ -84,7 +86,7 @@ class ShardedMuon(torch.optim.Optimizer):
     ) -> None:
         for name, value in defaults.items():
             check_number(f"muon_{name}" if name == "momentum" else name, value)
-        super().__init__(list(params), dict(defaults))
+        super().__init__(list(params), {name: number_of(value) for name, value in defaults.items()})
         self._matrices = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._names, self._matrix_names = names, [names[parameter] for parameter in self._matrices]
@@ -97,6 +99,7 @@ class ShardedMuon(torch.optim.Optimizer):
         added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
         for rule in rules:
             added |= rule.settings
+        self._number_names = (*defaults, *(name for name in added if name != STEPS))
         for group in self.param_groups:
             group.update(added | group)
         self._weights = weights or Storage(lambda index: local_rows(self._matrices[index]))
@@ -205,7 +208,7 @@ class ShardedMuon(torch.optim.Optimizer):
         """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
 
         Momentum advances before rows travel, so a rank that knew only its own gradients would advance the momentum of a
-        matrix that another rank cannot update. A gradient whose magnitudes add up to more than fp32 has is not finite.
+        matrix that another rank cannot update.
         """
         device = self._skipped.device
         failed = torch.zeros(len(self._matrices), dtype=torch.float32, device=device)
@@ -214,9 +217,10 @@ class ShardedMuon(torch.optim.Optimizer):
             failed[sorted(self._missing)] = torch.nan
         if ready:
             gradients = [local_rows(self._matrices[index].grad) for index in ready]
-            sums = torch.stack(torch._foreach_norm(gradients, ord=1)).to(device, torch.float32)
+            # The largest magnitudes: a sum of finite ones can overflow.
+            largest = torch.stack(torch._foreach_norm(gradients, ord=math.inf)).to(device, torch.float32)
             at = torch.tensor(ready, device=device) if self._missing else self._held_on_device
-            failed.index_add_(0, at, sums.mul_(0.0))
+            failed.index_add_(0, at, largest.mul_(0.0))  # NaN where it is not finite
         if self.exchange.scheme != LOCAL and self.exchange.group.size() > 1:
             dist.all_reduce(failed, group=self.exchange.group)
         self._failed = failed
@@ -290,8 +294,10 @@ class ShardedMuon(torch.optim.Optimizer):
             rule.check_weights([local_rows(parameter) for parameter in self._matrices], self._matrix_names)
 
     def _check_groups(self) -> None:
-        """Have the rules look at the numbers of each matrix's parameter group."""
-        self._groups = [self.param_groups[number] for number in self._group_of]
+        """Read the numbers of the parameter groups, and have the rules look at those of each matrix."""
+        device = self._matrices[0].device
+        groups = [read_group(group, self._number_names, device) for group in self.param_groups]
+        self._groups = [groups[number] for number in self._group_of]
         for rule in self.rules:
             rule.check(self._groups, self._matrix_names)
 

@@ -232,5 +232,5 @@ def _by_count(
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm([tensor.float() for tensor in tensors])
-    return torch.stack(list(norms)).double().square().sum()
+    norms = torch._foreach_norm([tensor.float() for tensor in tensors], dtype=torch.float64)  # squares of 1e20, 1e-30
+    return torch.stack(list(norms)).square().sum()

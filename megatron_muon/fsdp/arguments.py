@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.numbers import check_number, check_numbers
-from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
+from megatron_muon.core.numbers import check_number, check_numbers, number_of
+from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER, check_betas
 from megatron_muon.settings import MuonSettings, choices_of
 
 ADJUST_LR = {
@@ -42,6 +42,9 @@ _NOT_SHARED = ("lr", "exclude", "ns_steps_for")
 
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
 """torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
+
+EPS = 1e-7
+"""The default `eps` of torch.optim.Muon: there, momentum of a smaller norm makes a smaller update."""
 
 
 def iteration_of(
@@ -84,10 +87,7 @@ def check(given: Mapping[str, Any]) -> None:
         if (value := given[f"adamw_{name}"]) is not None:
             check_number("adam_eps" if name == "eps" else name, value, flag=f"adamw_{name}")
     check_number("adam_eps", given["eps"], flag="eps")
-    if not isinstance(given["adamw_betas"], Sequence) or len(given["adamw_betas"]) != 2:
-        raise UserError(f"adamw_betas={given['adamw_betas']!r} are not two numbers")
-    for place, beta in enumerate(given["adamw_betas"]):
-        check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
+    check_betas(given["adamw_betas"], "adamw_betas")
     uncaptured = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False, "metrics_interval": 0}
     for name, value in uncaptured.items() if given["cuda_graph"] else ():
         if given[name] != value:
@@ -127,7 +127,7 @@ def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dic
             )
         for name in [name for name in (*OF_ALL, "eps") if name in group]:
             theirs, ours = _meaning(name, group.pop(name)), _meaning(name, given[name])
-            if theirs != ours:
+            if theirs != ours and not (name == "eps" and theirs == EPS and ours == 0.0):  # the default of each
                 raise UserError(f"the state to load has {name}={theirs!r}; make this Muon with it, not with {ours!r}")
     return {**state_dict, "param_groups": groups}
 
@@ -136,7 +136,7 @@ def _meaning(name: str, value: Any) -> Any:
     """A setting of `torch.optim.Muon`, alike for values that mean the same."""
     if name == "ns_coefficients":
         return iteration_of(value).coefficient_type
-    return (value or "original") if name == "adjust_lr_fn" else value
+    return (value or "original") if name == "adjust_lr_fn" else number_of(value)
 
 
 @contextmanager

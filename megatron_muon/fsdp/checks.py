@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.numbers import number_of
 from megatron_muon.fsdp.step import local_parts
 
 TIME_LIMIT = timedelta(minutes=5)
@@ -69,7 +70,7 @@ def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, 
 
 
 def _shown(value: Any) -> str:
-    return repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+    return repr(number_of(value))
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import Matrix, whole
+from megatron_muon.core.numbers import number_of
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
@@ -25,9 +26,20 @@ from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
 from megatron_muon.fsdp.part import Part, Source, source_of
-from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, Split, members_of, select, splits
+from megatron_muon.fsdp.selection import (
+    ADAMW,
+    MUON,
+    OPTIMIZER,
+    Rule,
+    Selection,
+    Split,
+    floats_of,
+    members_of,
+    select,
+    splits,
+)
 from megatron_muon.fsdp.state import MuonState
-from megatron_muon.fsdp.step import local_parts, put_on_device, step_adamw
+from megatron_muon.fsdp.step import adamw_numbers, local_parts, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
@@ -53,7 +65,9 @@ class Muon(MuonState):
 
     A parameter without a gradient is skipped, and so is a matrix whose update is not finite.
 
-    Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
+    Numbers may be Python's, numpy's, or tensors of one element, which are read here; tensors that are put into
+    `param_groups` later are read in each step. Arguments that are not listed are those of `torch.optim.Muon`, or the
+    flags `--muon-*` (`--adaptive-muon-*`).
 
     Args:
         params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
@@ -63,6 +77,8 @@ class Muon(MuonState):
         weight_decay: decay per unit of learning rate; `adamw_weight_decay` None takes it too.
         ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
             set of emerging-optimizers, such as "polar_express".
+        eps: matrices whose momentum has a smaller norm are divided by this instead, so that their updates are smaller;
+            with 0 updates do not depend on the scale of gradients.
         adjust_lr_fn: how updates are scaled by a matrix's shape: a key of `fsdp.arguments.ADJUST_LR`.
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
             and parameter.
@@ -104,7 +120,7 @@ class Muon(MuonState):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
-        eps: float = 1e-7,
+        eps: float = 0.0,
         ns_steps: int = NS_STEPS,
         adjust_lr_fn: str | None = None,
         *,
@@ -144,7 +160,7 @@ class Muon(MuonState):
         self._run: OffloadRun | None = None
         self._warned = set[str]()
         self._settings = {
-            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
+            name: number_of(value) for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
         with in_arguments():
             arguments.check(self._settings)
@@ -161,7 +177,7 @@ class Muon(MuonState):
         self._building, self._has_stepped = True, False
         self.selection = selection
         for options in selection.groups:
-            options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
+            options.update(floats_of(options))
         try:
             self._build_matrices(selection)
             self._add_groups(selection)
@@ -260,6 +276,7 @@ class Muon(MuonState):
         defaults = {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
         of_adamw = {name: self._settings[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas", "eps")}
         of_adamw |= {name: defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None}
+        of_adamw |= floats_of(of_adamw)
         for group in selection.groups:
             group.update({**(defaults if group[OPTIMIZER] == MUON else of_adamw), **group})
         torch.optim.Optimizer.__init__(self, selection.groups, defaults)
@@ -355,6 +372,7 @@ class Muon(MuonState):
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
+        of_adamw = [(group, adamw_numbers(group)) for group in self.param_groups if group[OPTIMIZER] == ADAMW]
         for part in self.parts:
             part.take_up_replaced(self.state)
             part.take_settings(self.param_groups)
@@ -363,8 +381,8 @@ class Muon(MuonState):
             for part in self.parts:
                 part.update_matrices()
             self.refuse_lost_state()
-            for group in (group for group in self.param_groups if group[OPTIMIZER] == ADAMW):
-                step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
+            for group, numbers in of_adamw:
+                step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
             part.let_go()
             part.show_settings(self.param_groups)

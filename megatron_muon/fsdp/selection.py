@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
-from megatron_muon.core.numbers import check_number
+from megatron_muon.core.numbers import check_number, number_of
 from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
@@ -48,13 +48,7 @@ OUTPUTS = (
 )
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
 
-_NUMBERS = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    "momentum": "muon_momentum",
-    "betas": "adam_beta1",
-    "eps": "adam_eps",
-}
+_NUMBERS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "muon_momentum", "eps": "adam_eps"}
 """Numbers that a group may have, with the names of their ranges."""
 
 Rule = Callable[[str, torch.Tensor], bool]
@@ -71,7 +65,7 @@ _FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
 OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 """Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
 
-KNOWN = (*_NUMBERS, OPTIMIZER, DECAY_VECTORS)
+KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
 NOTES = ("name", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
@@ -399,10 +393,27 @@ def _check_options(options: Mapping[str, Any], number: int) -> None:
             wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
         if wrong:
             raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
-        values = {f"{name}[{place}]": beta for place, beta in enumerate(value)} if name == "betas" else {name: value}
-        for shown, given in values.items() if name in _NUMBERS else ():
-            given = given.item() if isinstance(given, torch.Tensor) else given
-            check_number(_NUMBERS[name], given, flag=f"{shown} of parameter group {number}")
+        if name == "betas":
+            check_betas(value, f"betas of parameter group {number}")
+        elif name in _NUMBERS:
+            check_number(_NUMBERS[name], value, flag=f"{name} of parameter group {number}")
+
+
+def check_betas(betas: Any, shown: str) -> None:
+    """Refuse, by a UserError that calls them `shown`, what are not two numbers in a sequence, an array or a tensor."""
+    has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
+    if not has_elements or len(betas) != 2:
+        raise UserError(f"{shown}={betas!r} are not two numbers")
+    for place, beta in enumerate(betas):
+        check_number("adam_beta1", beta, flag=f"{shown}[{place}]")
+
+
+def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a group as floats, those of tensors as they are now."""
+    numbers: dict[str, Any] = {name: float(number_of(group[name])) for name in _NUMBERS if name in group}
+    if "betas" in group:
+        numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
+    return numbers
 
 
 def _check_tensor(name: str, parameter: torch.Tensor) -> None:

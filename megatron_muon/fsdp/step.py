@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.group_numbers import as_float, stays_on_device
+from megatron_muon.core.numbers import number_of
 from megatron_muon.core.rows import local_rows
 from megatron_muon.fsdp.selection import decays
 
@@ -23,8 +25,21 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, Any]], *, counts_empty: bool) -> None:
-    """A step of a parameter group; the step counter goes on alike on all ranks, also for empty shards.
+def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a parameter group as floats, by torch's names; a UserError for what is not one finite number."""
+    numbers = {name: as_float(f"{name} of a parameter group", group[name]) for name in ("lr", "weight_decay", "eps")}
+    beta1, beta2 = (as_float("betas of a parameter group", beta) for beta in group["betas"])
+    return {**numbers, "beta1": beta1, "beta2": beta2}
+
+
+def step_adamw(
+    group: Mapping[str, Any],
+    numbers: Mapping[str, float],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    *,
+    counts_empty: bool,
+) -> None:
+    """A step of a parameter group by its `adamw_numbers`; steps are counted alike on all ranks, for empty shards too.
 
     `counts_empty` says that empty shards have no gradients, as under Megatron-FSDP.
     """
@@ -48,11 +63,11 @@ def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, 
             [slots["step"] for slots in states],
             foreach=True,
             amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"] if decay else 0.0,
-            eps=group["eps"],
+            beta1=numbers["beta1"],
+            beta2=numbers["beta2"],
+            lr=numbers["lr"],
+            weight_decay=numbers["weight_decay"] if decay else 0.0,
+            eps=numbers["eps"],
             maximize=False,
         )
 
@@ -64,6 +79,9 @@ def local_parts(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 _BEFORE = 2
 """Steps that run as they are: the first makes connections and caches, the second is like all others."""
+
+_NUMBERS = ("lr", "weight_decay", "momentum", "beta2", "eps")
+"""Numbers of a group that a captured step works with."""
 
 
 def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> None:
@@ -107,8 +125,9 @@ class CapturedStep:
         fixed = self._fixed()
         if None in fixed or (self._graph is not None and fixed != self._captured):
             raise UserError(
-                "cuda_graph=True needs gradients, lr and weight_decay in the same tensors in every step; call "
-                "optimizer.zero_grad(set_to_none=False) and group['lr'].fill_(value), or leave cuda_graph out"
+                "cuda_graph=True needs gradients, lr and weight_decay in the same tensors in every step, and the same "
+                "momentum; call optimizer.zero_grad(set_to_none=False) and group['lr'].fill_(value), or leave "
+                "cuda_graph out"
             )
         if self._graph is None:
             graph: Any = torch.cuda.CUDAGraph()
@@ -118,7 +137,13 @@ class CapturedStep:
         self._graph.replay()
 
     def _fixed(self) -> list[Any]:
-        """The addresses of what the step reads; None of a gradient that is missing; a number as it is."""
-        gradients = [None if p.grad is None else local_rows(p.grad).data_ptr() for p in self._held]
-        numbers = [group[name] for group in self._groups for name in ("lr", "weight_decay")]
-        return gradients + [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in numbers]
+        """The addresses of what the step reads; None of a gradient that is missing; a number as it is captured."""
+        fixed: list[Any] = [None if p.grad is None else local_rows(p.grad).data_ptr() for p in self._held]
+        for group in self._groups:
+            for name in _NUMBERS:
+                value = group.get(name)
+                if stays_on_device(value, name, self._held[0].device):
+                    fixed.append(value.data_ptr())
+                else:
+                    fixed.append(("number", number_of(value)))
+        return fixed

@@ -14,6 +14,7 @@ from torch.optim import _muon as torch_muon
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
+from megatron_muon.fsdp.arguments import EPS
 from tests.support.small_model import Model, give_gradients
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
@@ -73,10 +74,12 @@ def test_ten_steps_are_those_of_torch_in_bf16() -> None:
         assert (one - other).norm() < 0.02 * moved
 
 
-def test_defaults_are_those_of_torch() -> None:
+def test_defaults_are_those_of_torch_but_for_eps() -> None:
     ours = inspect.signature(megatron_muon.Muon).parameters
-    for name, parameter in inspect.signature(torch.optim.Muon).parameters.items():
-        assert ours[name].default == parameter.default, name
+    others = {name: parameter.default for name, parameter in inspect.signature(torch.optim.Muon).parameters.items()}
+    assert others.pop("eps") == EPS
+    assert ours["eps"].default == 0.0
+    assert {name: ours[name].default for name in others} == others
 
 
 def test_eps_means_what_it_means_in_torch(torch_in_fp32: None) -> None:

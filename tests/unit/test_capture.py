@@ -93,7 +93,7 @@ def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> N
     """With another learning rate in between, as a scheduler fills it in. A fake tensor has no value to read."""
     with on_fake_gpu(**VARIANTS[variant]) as muon:
         group = muon.param_groups[0]
-        group["lr"] = number(0.1)
+        group["lr"] = number(0.1).view(1)  # of any shape
         if group["weight_decay"]:
             group["weight_decay"] = number(0.1)
         enqueued(muon)
@@ -228,8 +228,9 @@ def test_a_load_has_the_step_captured_anew(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(captured.graphs) == 1 + (number == 6)
 
 
-@pytest.mark.parametrize("moved", ["gradient", "missing", "lr", "weight_decay"])
+@pytest.mark.parametrize("moved", ["gradient", "missing", "lr", "weight_decay", "momentum"])
 def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+    """A schedule of momentum, as OneCycleLR's, had no effect."""
     captured = Captured(monkeypatch)
     captured.capture()
     for number in range(1, 4):
@@ -245,3 +246,28 @@ def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
         captured.muon.step()
     assert torch.equal(weight, before)
+
+
+def test_a_captured_step_refuses_new_values_of_a_tensor_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate in another dtype, or on another device, is read by the host when the step is captured."""
+    captured = Captured(monkeypatch)
+    captured.capture()
+    rate = captured.muon.param_groups[0]["lr"] = torch.tensor([0.1], dtype=torch.float64)
+    for number in range(1, 5):
+        captured.step(number)
+    rate.fill_(0.05)
+    with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
+        captured.step(5)
+
+
+def test_a_captured_step_reads_a_tensor_of_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, captured = (Captured(monkeypatch, lr=0.1) for _ in range(2))
+    captured.capture()
+    rate = captured.muon.param_groups[0]["lr"] = torch.tensor([[0.1]])
+    for number in range(1, 6):
+        plain.muon.param_groups[0]["lr"] = 0.1 / number
+        rate.fill_(0.1 / number)
+        plain.step(number)
+        captured.step(number)
+        torch.testing.assert_close(captured.weights, plain.weights, rtol=1e-6, atol=1e-7)
+    assert len(captured.graphs) == 1

@@ -21,11 +21,14 @@ import torch.distributed as dist
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import local_rows
-from megatron_muon.core.rules.plain import acts, together, zero_nan
+from megatron_muon.core.rules.plain import acts, is_on_device, together, zero_nan
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
 
 EPS = 1e-8
-"""The least norm that is divided by; the default of emerging-optimizers."""
+"""The least norm of an update that is divided by; the default of emerging-optimizers."""
+
+SMALLEST = torch.finfo(torch.float32).tiny
+"""The least norm of weights that is divided by: EPS would shrink a matrix of a smaller norm with every step."""
 
 ROUNDING = 1e-6
 """What fp32 sums leave of ||w||^2 where less than this is left is their rounding."""
@@ -58,7 +61,7 @@ class Hyperball(Rule):
     @override
     def check(self, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         for group, name in zip(groups, names, strict=True):
-            if not isinstance(group["lr"], torch.Tensor) and group["lr"] >= 1.0:
+            if not is_on_device(group["lr"]) and group["lr"] >= 1.0:
                 raise UserError(
                     f"the learning rate {group['lr']:g} of {name} is not below 1: with MuonHyperball it is the size of "
                     "a step relative to the matrix; begin with 0.02"
@@ -117,7 +120,7 @@ class Hyperball(Rule):
             pace[self._starts[start] : self._starts[end]] *= rate
             start = end
         moved = sums[0] - 2.0 * pace * product + pace.square() * of_update  # the square of ||w - pace * update||
-        shrink = radius / moved.maximum(ROUNDING * sums[0]).sqrt().clamp_min(EPS)
+        shrink = radius / moved.maximum(ROUNDING * sums[0]).sqrt().clamp_min(SMALLEST)
         is_still = of_update == 0.0
         return shrink.masked_fill_(is_still, 1.0), pace.masked_fill_(is_still, 0.0)
 

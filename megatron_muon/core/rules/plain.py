@@ -110,9 +110,14 @@ def aligned(weights: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     return weights * updates >= 0.0
 
 
+def is_on_device(number: Number) -> bool:
+    """Whether reading it would wait for a device."""
+    return isinstance(number, torch.Tensor) and number.device.type != "cpu"
+
+
 def acts(decay: Number) -> bool:
-    """Whether weights decay; of a tensor nobody asks, as that would wait for the device."""
-    return isinstance(decay, torch.Tensor) or decay != 0.0
+    """Whether weights decay; on a device any decay counts."""
+    return is_on_device(decay) or bool(decay != 0.0)
 
 
 def _add_scaled(tensors: list[torch.Tensor], others: list[torch.Tensor], factor: Number) -> None:

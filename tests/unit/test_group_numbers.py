@@ -1,0 +1,198 @@
+"""Numbers of parameter groups: whatever torch's optimizers take, wherever it is given."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import megatron_muon
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.group_numbers import read_group
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.ranks import Alone
+from megatron_muon.core.rules.rule import Held
+from megatron_muon.megatron.builder import make_muon
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+
+Make = Callable[[float], Any]
+KINDS: dict[str, Make] = {
+    "fraction": Fraction,
+    "numpy fp16": np.float16,
+    "numpy fp32": np.float32,
+    "numpy fp64": np.float64,
+    "array": np.array,
+    "array of one": lambda value: np.array([value]),
+    "tensor": torch.tensor,
+    "tensor of one": lambda value: torch.tensor([value]),
+    "tensor of 1 x 1": lambda value: torch.tensor([[value]]),
+    "bf16": lambda value: torch.tensor([value], dtype=torch.bfloat16),
+    "fp64": lambda value: torch.tensor([value], dtype=torch.float64),
+}
+PLACES = ("construction", "groups", "later", "loaded")
+VARIANTS: list[dict[str, Any]] = [
+    *({}, {"moment2_method": "adamuon", "beta2": 0.875, "moment2_eps": 2.0**-20}),
+    *({"cautious_weight_decay": True}, {"offload": "cpu"}, {"momentum_dtype": "int8"}),
+]
+
+
+def trained(make: Make, place: str, *, has_schedule: bool, **given: Any) -> list[torch.Tensor]:
+    """A matrix and a vector after four steps, with numbers made by `make`, which all kinds have exactly."""
+    torch.manual_seed(0)
+    matrix, vector = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
+    of_muon = {"lr": make(0.0625), "weight_decay": make(0.125), "momentum": make(0.875)}
+    betas = make(0.875), make(0.9375)
+    of_adamw = {"lr": make(0.0625), "weight_decay": make(0.125), "betas": betas, "eps": make(2.0**-20)}
+    groups: list[dict[str, Any]] = [
+        {"params": [matrix], "optimizer": "muon"},
+        {"params": [vector], "optimizer": "adamw", "decay_vectors": True},
+    ]
+    if place == "construction":
+        settings = {f"adamw_{name}": value for name, value in of_adamw.items()} | of_muon
+        optimizer = megatron_muon.Muon(groups, **settings, **given)
+    elif place == "groups":
+        optimizer = megatron_muon.Muon([{**groups[0], **of_muon}, {**groups[1], **of_adamw}], **given)
+    else:
+        optimizer = megatron_muon.Muon(groups, **given)
+        state = copy.deepcopy(optimizer.state_dict())
+        for group, numbers in zip(optimizer.param_groups, (of_muon, of_adamw), strict=True):
+            group.update(numbers)
+        if "moment2_method" in given:
+            optimizer.param_groups[0].update(beta2=make(0.875), eps=make(2.0**-20))
+        if place == "loaded":
+            state["param_groups"] = optimizer.state_dict()["param_groups"]
+            optimizer = megatron_muon.Muon(groups, **given)
+            optimizer.load_state_dict(state)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if has_schedule else None
+    for step in range(4):
+        torch.manual_seed(step)
+        matrix.grad, vector.grad = torch.randn(6, 8), torch.randn(8)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return [matrix.detach(), vector.detach()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_number_trains_as_a_float(kind: str) -> None:
+    """A learning rate of one element and one dimension was a RuntimeError in the step; a momentum, of any shape."""
+    for has_schedule in (False, True):
+        expected = trained(float, "construction", has_schedule=has_schedule)
+        for place in PLACES:
+            found = trained(KINDS[kind], place, has_schedule=has_schedule)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, p=place: f"{p}: {text}")
+
+
+@pytest.mark.parametrize("given", VARIANTS[1:], ids=str)
+def test_so_it_does_in_every_variant(given: dict[str, Any]) -> None:
+    expected = trained(float, "construction", has_schedule=True, **given)
+    for kind in ("numpy fp32", "tensor of one"):
+        for place in PLACES:
+            found = trained(KINDS[kind], place, has_schedule=True, **given)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_every_other_setting_takes_numpys_numbers_and_tensors() -> None:
+    p = nn.Parameter(torch.eye(4))
+    settings = {"ns_steps": np.int64(6), "eps": torch.tensor([0.0]), "ns_coefficients": np.array([3.0, -3.2, 1.2])}
+    more = {"adamw_betas": torch.tensor([0.5, 0.75]), "offload_buffer_mb": np.float32(1.0), "adamw_lr": np.float32(1)}
+    optimizer = megatron_muon.Muon([p, nn.Parameter(torch.eye(3))], **settings, **more)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
+    """A decay of 0 in a tensor was refused, "weight decay 0 has no effect", and a rate above 1 was taken."""
+    p = nn.Parameter(torch.eye(4))
+    optimizer = megatron_muon.Muon([p], lr=0.1, weight_decay=torch.tensor([0.0]), hyperball=True)
+    group = optimizer.param_groups[0]
+    group["weight_decay"], group["lr"] = torch.tensor([0.0]), torch.tensor([0.1])
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    group["lr"].fill_(2.0)
+    with pytest.raises(UserError, match=r"learning rate 2 of .* is not below 1"):
+        optimizer.step()
+
+
+WRONG: dict[str, Any] = {
+    "two": torch.tensor([0.1, 0.2]),
+    "none": torch.tensor([]),
+    "complex": torch.tensor(1j),
+    "text": "0.1",
+    "nothing": None,
+    "flag": True,
+    "nan": math.nan,
+    "infinite": np.float32(math.inf),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
+    """Two elements were a RuntimeError of torch, in the middle of a step."""
+    value, w, b = WRONG[wrong], nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(4))
+    if wrong != "nothing":
+        with pytest.raises(UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"):
+            megatron_muon.Muon([{"params": [w], "lr": value}])
+    optimizer = megatron_muon.Muon([("w", w), ("b", b)])
+    w.grad, b.grad = torch.ones(4, 4), torch.ones(4)
+    of_muon, of_adamw = optimizer.param_groups
+    for group, name in ((of_muon, "lr"), (of_muon, "momentum"), (of_muon, "weight_decay"), (of_adamw, "eps")):
+        before = group[name]
+        group[name] = value
+        with pytest.raises(UserError, match=f"^{name} of a parameter group is .*; give one finite number"):
+            optimizer.step()
+        group[name] = before
+    of_adamw["betas"] = (value, 0.9)
+    with pytest.raises(UserError, match=r"^betas of a parameter group is .*; give one finite number"):
+        optimizer.step()
+    assert torch.equal(w.detach(), torch.eye(4)), "nothing has moved"
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None], ids=repr)
+def test_betas_are_two_numbers(betas: Any) -> None:
+    """One number in a group was a TypeError."""
+    b = nn.Parameter(torch.zeros(4))
+    for group, given in (({"betas": betas}, {}), ({}, {"adamw_betas": betas})):
+        with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
+            megatron_muon.Muon([{"params": [b], "optimizer": "adamw", **group}, {"params": [b]}], **given)
+
+
+def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:
+    """Its memory is part of a CUDA graph; tensors elsewhere, or of another dtype, are read by the host."""
+    device = torch.device("cpu")
+    group = {"lr": torch.tensor([0.5]), "weight_decay": torch.tensor(0.5, dtype=torch.float64), "momentum": np.ones(1)}
+    read = read_group(group, group, device)
+    assert read["lr"].shape == ()
+    assert read["lr"].data_ptr() == group["lr"].data_ptr()
+    assert (type(read["weight_decay"]), type(read["momentum"])) == (float, float)
+    assert type(read_group(group, group, torch.device("cuda:0"))["lr"]) is float
+
+
+@pytest.mark.parametrize(
+    "variant", [{}, {"muon_cautious_weight_decay": True}, {"optimizer": "adaptive_muon"}, {"muon_hyperball": True}]
+)
+@pytest.mark.parametrize("make", [np.float32, np.float64])
+def test_a_config_of_megatrons_takes_numpys_numbers(make: Make, variant: dict[str, Any]) -> None:
+    found = []
+    for kind in (float, make):
+        decay = 0.0 if variant.get("muon_hyperball") else 0.125
+        rates = {"lr": kind(0.0625), "min_lr": kind(0.0), "weight_decay": kind(decay)}
+        others = {"muon_momentum": kind(0.875), "adaptive_muon_beta2": kind(0.875), "adaptive_muon_eps": kind(2.0**-20)}
+        config = MuonOptimizerConfig(**{"optimizer": "muon", **variant, **rates, **others})
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(6, 8, generator=generator))
+        layout = Layout(1, (row_sharded("w", (6, 8), [6]),))
+        held = Held(layout, Alone(), torch.device("cpu"), [1])  # type: ignore[arg-type]
+        muon = make_muon([{"params": [p], "lr": kind(0.0625)}], held, config, {p: "w"}, offload=None)
+        for step in range(3):
+            muon.param_groups[0]["lr"] = kind(0.0625) / (step + 1)  # as Megatron's schedule
+            p.grad = torch.randn(6, 8, generator=generator)
+            muon.step()
+        found.append(p.detach())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
