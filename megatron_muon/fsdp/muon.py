@@ -9,6 +9,7 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -21,9 +22,10 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp import arguments, checks, cuts
+from megatron_muon.fsdp import arguments, checks, cuts, modules
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
+from megatron_muon.fsdp.coverage import warn_if_few
 from megatron_muon.fsdp.part import Part, Source, source_of
 from megatron_muon.fsdp.selection import ADAMW, MUON, OPTIMIZER, Rule, Selection, Split, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
@@ -56,9 +58,10 @@ class Muon(MuonState):
     Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
 
     Args:
-        params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
-            `momentum`, `betas`, `eps`, and `optimizer`, "muon" or "adamw", which decides for all of a group. Tensors
-            without names must be matrices or in such a group. What needs no gradient is left out.
+        params: the model, whose modules show embeddings and output layers, `model.named_parameters()`, or groups of it
+            with settings of their own: `lr`, `weight_decay`, `momentum`, `betas`, `eps`, and `optimizer`, "muon" or
+            "adamw", which decides for all of a group. Tensors without names must be matrices or in such a group. What
+            needs no gradient is left out.
         lr: learning rate of Muon; `adamw_lr` None takes it too.
         weight_decay: decay per unit of learning rate; `adamw_weight_decay` None takes it too.
         ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
@@ -143,16 +146,24 @@ class Muon(MuonState):
     ) -> None:
         self._run: OffloadRun | None = None
         self._warned = set[str]()
+        self._roles: dict[str, str] = {}
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
         with in_arguments():
             arguments.check(self._settings)
             self._build(self._select(params))
+        if matrices is None:
+            warn_if_few(self.selection, self._roles)
 
     def _select(self, params: Any) -> Selection:
         chosen_by = "matrices", "exclude", "flatten", "stacks", "transposed"
-        return select(params, **{name: self._settings[name] for name in chosen_by})
+        given = {name: self._settings[name] for name in chosen_by}
+        owners: dict[str, nn.Module] = {}
+        if isinstance(params, nn.Module):
+            owners, self._roles = modules.owners_of(params), modules.roles_of(params)
+            params = params.named_parameters()
+        return select(params, **given, modules=owners, roles=self._roles)
 
     def _build(self, selection: Selection) -> None:
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
@@ -382,9 +393,11 @@ class Muon(MuonState):
         """
         now = members_of(self.param_groups)
         if len(now) != len(self._members):
+            flat = any(p.ndim == 1 for p in now) and not any(p.ndim == 2 for p in now)
+            remedy = "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat buffers (as of ZeRO)"
             raise UserError(
                 f"param_groups have {len(now)} parameters, and had {len(self._members)} when the optimizer was made; "
-                "give it all parameters then"
+                f"{remedy if flat else 'give it all parameters then'}"
             )
         if not any(map(operator.is_not, now, self._members)):
             return

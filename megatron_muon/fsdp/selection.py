@@ -22,6 +22,7 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.numbers import check_number
+from megatron_muon.fsdp.foreign import foreign, refuse_foreign
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -43,9 +44,22 @@ EXPERTS = "*expert*"
 
 OUTPUTS = (
     *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
-    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out"),
+    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out", "logits", "output_projection"),
+    *("lm_heads", "value_head", "v_head", "reward_head", "score_head", "classification_head"),
 )
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
+
+_OUTPUT_WEIGHTS = (".generator.weight", ".generator.proj.weight")
+"""Ends of output layers' names; a module called so may also be a whole network."""
+
+EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"
+"""Why a 2D parameter is no matrix inside the network."""
+
+BY_GROUP, BY_NAME = "its group says so", "exclude"
+"""Why a parameter is AdamW's where the user has said so."""
+
+LINEAR = "linear"
+"""The role of a linear layer's weight, which is no table of vectors whatever its name."""
 
 _NUMBERS = {
     "lr": "lr",
@@ -89,6 +103,7 @@ class Selection:
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
         views: how each parameter of Muon is read.
+        left_out: lines of the table for frozen parameters that are no plain numbers.
         splits: the blocks of matrices that hold several.
         grouped: whether groups with settings of their own were given.
     """
@@ -98,6 +113,7 @@ class Selection:
     why: dict[torch.Tensor, str] = field(default_factory=dict)
     frozen: list[torch.Tensor] = field(default_factory=list)
     views: dict[torch.Tensor, View] = field(default_factory=dict)
+    left_out: list[Row] = field(default_factory=list)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     grouped: bool = False
 
@@ -106,6 +122,11 @@ class Selection:
         pairs = list(zip(before, members_of(groups), strict=True))
         for old, new in pairs:
             _check_tensor(self.names[old], new)
+        refuse_foreign((self.names[old], new, self.why.get(old) == BY_GROUP) for old, new in pairs)
+        for old, new in pairs:
+            if old in self.views and new.shape != old.shape:
+                shapes = f"{tuple(new.shape)} in param_groups, and was {tuple(old.shape)}"
+                raise UserError(f"{self.names[old]} is {shapes}; Muon needs whole matrices: use fully_shard (FSDP2)")
         return replace(
             self,
             groups=[dict(group) for group in groups],
@@ -126,7 +147,7 @@ class Selection:
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
-        return table(rows, frozen=len(self.frozen), full=full)
+        return table([*rows, *self.left_out], frozen=len(self.frozen), full=full)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -139,10 +160,15 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False) -> str:
+def is_numbered(name: str) -> bool:
+    """Whether a parameter is in a numbered layer."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = "") -> str:
     """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
 
-    `is_named`: by `flatten=` or `stacks=`.
+    `is_named`: by `flatten=` or `stacks=`. `role`: `EMBEDDING`, `OUTPUT` or `LINEAR`, where its module is known.
     """
     parts = name.split(".")
     is_stack = parameter.ndim > 2 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
@@ -152,16 +178,18 @@ def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False) 
         return "no elements"
     if is_named:  # a patch embedding too, which is a convolution and no table
         return ""
+    if role in (EMBEDDING, OUTPUT):
+        return role
     if is_stack and 1 in parameter.shape[-2:]:
         return "vectors"
     if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return "table"
-    numbered = any(part.isdigit() for part in parts)
-    if not numbered and any(part.lower() in OUTPUTS for part in parts):
-        return "output layer"
-    if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
-        return "embedding"
-    return ""
+    is_output = any(part.lower() in OUTPUTS for part in parts) or f".{name}".endswith(_OUTPUT_WEIGHTS)
+    if is_output and not is_numbered(name):
+        return OUTPUT
+    if role != LINEAR and any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
+        return EMBEDDING
+    return VECTOR if 1 in parameter.shape else ""
 
 
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
@@ -196,6 +224,9 @@ def select(
     flatten: Mapping[str, bool] | None = None,
     transposed: Sequence[str] = (),
     stacks: Sequence[str] = (),
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+    roles: Mapping[str, str] | None = None,
 ) -> Selection:
     """Sort parameters by optimizer.
 
@@ -207,6 +238,8 @@ def select(
         flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
         transposed: such patterns of weights that are stored as (inputs, outputs).
         stacks: such patterns of parameters whose leading dimensions count matrices.
+        modules: the module that holds each parameter, by name, where a model is at hand.
+        roles: what modules say of parameters, by name (`fsdp.modules.roles_of`).
 
     Raises:
         TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
@@ -214,6 +247,9 @@ def select(
     """
     selection = Selection()
     tensors = list(_trained(params, selection))
+    refuse_foreign(((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors), modules)
+    selection.left_out = _packed_rows(selection, modules or {})
+    roles = roles or {}
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat = set[str]()
@@ -227,7 +263,11 @@ def select(
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
     if matrices is None:
         named = flat | stacked
-        included = {name for name, p in by_name.items() if not why_not_muon(name, p, is_named=name in named)}
+        included = {
+            name
+            for name, p in by_name.items()
+            if not why_not_muon(name, p, is_named=name in named, role=roles.get(name, ""))
+        }
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
@@ -240,10 +280,11 @@ def select(
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
     for name, parameter, options in tensors:
-        optimizer, why = options.get(OPTIMIZER), "its group says so"
+        optimizer, why = options.get(OPTIMIZER), BY_GROUP
         if optimizer is None:
             optimizer = MUON if not name or name in included - excluded else ADAMW
-            why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
+            why = why_not_muon(name, parameter, role=roles.get(name, "")) or "not among matrices"
+            why = BY_NAME if name in excluded else why
         if optimizer == ADAMW:
             selection.why[parameter] = why
         else:
@@ -262,6 +303,17 @@ def select(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def _packed_rows(selection: Selection, modules: Mapping[str, nn.Module]) -> list[Row]:
+    """Lines of the table for frozen parameters that are no plain numbers, such as the 4-bit base under LoRA."""
+    rows = []
+    for parameter in selection.frozen:
+        name = selection.names[parameter]
+        found = foreign(parameter, modules.get(name))
+        if found is not None:
+            rows.append(Row(FROZEN, name, tuple(parameter.shape), found.kind))
+    return rows
 
 
 def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
@@ -401,6 +453,10 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
 
 
+FROZEN = "frozen"
+"""In the table, in the place of an optimizer."""
+
+
 class Row(NamedTuple):
     """A parameter, the optimizer that takes it, and what is to be said of it."""
 
@@ -418,7 +474,8 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
     sizes: dict[str, list[int]] = defaultdict(list)
     kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for row in rows:
-        sizes[row.optimizer].append(math.prod(row.shape))
+        if row.optimizer != FROZEN:  # counted by `frozen`
+            sizes[row.optimizer].append(math.prod(row.shape))
         shape = " x ".join(map(str, row.shape)) or "scalar"
         kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
         kinds[row.optimizer, shape, kind, row.note].append(row.name)
@@ -427,7 +484,7 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
     for optimizer, counts in sizes.items():
         lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
     if frozen:
-        lines.append(f"{'frozen':<12}{frozen:>9,}")
+        lines.append(f"{FROZEN:<12}{frozen:>9,}")
     lines.append("")
     for (optimizer, shape, kind, note), names in kinds.items():
         shown = names[0] if len(names) == 1 else kind
