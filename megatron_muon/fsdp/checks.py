@@ -133,8 +133,8 @@ def refuse_orphans(members: Sequence[torch.Tensor], names: Mapping[torch.Tensor,
     if orphans:
         if hasattr(orphans[0], "main_grad"):
             raise UserError(
-                f"{names[orphans[0]]} has its gradient in main_grad, where Megatron's DistributedDataParallel puts it and "
-                "Muon does not look; use Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
+                f"{names[orphans[0]]} has its gradient in main_grad, as under Megatron's DistributedDataParallel, and "
+                "not in grad; use Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
             )
         alone = "" if len(orphans) < len(trained) else ", and no other parameter has one"
         raise UserError(

@@ -387,6 +387,8 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
         selection.grouped |= bool(options)
+        if isinstance(group["params"], nn.Module):
+            raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if not members:
             raise UserError(f"parameter group {number} has no parameters; leave it out")
