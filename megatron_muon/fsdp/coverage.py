@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp.selection import (
-    BY_GROUP,
-    BY_NAME,
-    EMBEDDING,
-    EMBEDDINGS,
-    OUTPUT,
-    VECTOR,
-    Selection,
-    is_numbered,
-    may_be_stack,
-)
+from megatron_muon.fsdp.names import EMBEDDING, OUTPUT, is_embedding, is_numbered
+from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
 
 LEAST_SHARE = 0.5
 """Of the elements of matrices inside the network, below which a warning says what is left."""
@@ -36,12 +26,12 @@ class Inside(NamedTuple):
     why: str
 
 
-def warn_if_few(selection: Selection, roles: Mapping[str, str]) -> None:
+def warn_if_few(selection: Selection) -> None:
     """Warn, once, where under half of the elements of matrices inside the network go to Muon."""
     inside = []
     for parameter, name in selection.names.items():
         why = selection.why.get(parameter, "")
-        if parameter in selection.views or _is_left(name, parameter, why, roles.get(name, "")):
+        if parameter in selection.views or _is_left(name, parameter, why, selection.roles.get(name, "")):
             inside.append(Inside(name, parameter.numel(), why))
     remedy = "name what Muon is to take in matrices= or stacks=, and put the rest into a group with optimizer='adamw'"
     if text := few(inside, remedy):
@@ -67,8 +57,7 @@ def _is_left(name: str, parameter: torch.Tensor, why: str, role: str) -> bool:
     """Whether AdamW got what looks like a matrix inside the network, or a stack, though the user did not say so."""
     if not why or why in _NOT_COUNTED or parameter.ndim < 2:
         return False
-    parts = name.lower().split(".")
-    is_embedding = any(fnmatchcase(part, pattern) for part in parts for pattern in EMBEDDINGS)
     if parameter.ndim > 2:
-        return may_be_stack(name, parameter) and not is_embedding
-    return why != EMBEDDING or (role != EMBEDDING and is_numbered(".".join(parts[:-2])))
+        return may_be_stack(name, parameter) and not is_embedding(name)
+    around = name.rsplit(".", 2)[0]  # a list of embeddings is numbered too, right before the weight
+    return why != EMBEDDING or (role != EMBEDDING and is_numbered(around))

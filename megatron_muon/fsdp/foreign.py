@@ -111,13 +111,13 @@ def refuse_foreign(
 ) -> None:
     """Raise a UserError for the first parameter that Muon cannot read, with its kind and the remedy.
 
-    `given` has names, parameters, and whether their group asks for AdamW, which can update flat shards. Where FSDP1
-    keeps a matrix whole (NO_SHARD with `use_orig_params`), its vectors are whole too.
+    `given` has names, parameters, and whether their group asks for AdamW, which can update flat shards; `modules` are
+    those of the model by name. Where FSDP1 keeps a matrix whole (NO_SHARD with `use_orig_params`), so it does vectors.
     """
     given = list(given)
     is_whole = any(getattr(p, "_fsdp_flattened", False) and p.ndim > 1 for _, p, _ in given)
     for name, parameter, for_adamw in given:
-        module = (modules or {}).get(name)
+        module = (modules or {}).get(name.rpartition(".")[0])
         if is_whole and _is_fsdp1_shard(parameter):
             found = _flattened(parameter, module)
         else:

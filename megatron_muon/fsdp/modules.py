@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_muon.fsdp.selection import EMBEDDING, LINEAR, OUTPUT, is_numbered, why_not_muon
+from megatron_muon.fsdp.names import EMBEDDING, LINEAR, OUTPUT, is_numbered, is_output
 
 
 def role_of(module: object) -> str:
@@ -17,14 +17,6 @@ def role_of(module: object) -> str:
     if any(name.endswith("Embedding") or name == "EmbeddingBag" for name in classes):
         return EMBEDDING
     return LINEAR if any(name.endswith("Linear") for name in classes) else ""
-
-
-def owners_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The module that holds each parameter, the first of several, by the names of `named_parameters()`."""
-    owners: dict[torch.Tensor, nn.Module] = {}
-    for parameter, module in _held(model):
-        owners.setdefault(parameter, module)
-    return {name: owners[p] for name, p in model.named_parameters() if p in owners}
 
 
 def roles_of(model: nn.Module) -> dict[str, str]:
@@ -62,7 +54,7 @@ def _outputs(model: nn.Module, tables: set[torch.Tensor], linear: set[torch.Tens
     vocabulary or the labels, or has an embedding's shape, is one. It may be numbered if none follows.
     """
     named = {name: p for name, p in model.named_parameters() if p in linear}
-    outputs = {p for name, p in named.items() if why_not_muon(name, p) == OUTPUT}
+    outputs = {p for name, p in named.items() if is_output(name)}
     for module in _returned(model, "get_output_embeddings"):
         outputs.update(p for p in module.parameters() if p.ndim == 2)
     candidates = [p for name, p in named.items() if not is_numbered(name) or name == list(named)[-1]]

@@ -9,7 +9,6 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -22,7 +21,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp import arguments, checks, cuts, modules
+from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
 from megatron_muon.fsdp.coverage import warn_if_few
@@ -146,7 +145,6 @@ class Muon(MuonState):
     ) -> None:
         self._run: OffloadRun | None = None
         self._warned = set[str]()
-        self._roles: dict[str, str] = {}
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
@@ -154,16 +152,11 @@ class Muon(MuonState):
             arguments.check(self._settings)
             self._build(self._select(params))
         if matrices is None:
-            warn_if_few(self.selection, self._roles)
+            warn_if_few(self.selection)
 
     def _select(self, params: Any) -> Selection:
         chosen_by = "matrices", "exclude", "flatten", "stacks", "transposed"
-        given = {name: self._settings[name] for name in chosen_by}
-        owners: dict[str, nn.Module] = {}
-        if isinstance(params, nn.Module):
-            owners, self._roles = modules.owners_of(params), modules.roles_of(params)
-            params = params.named_parameters()
-        return select(params, **given, modules=owners, roles=self._roles)
+        return select(params, **{name: self._settings[name] for name in chosen_by})
 
     def _build(self, selection: Selection) -> None:
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
@@ -192,7 +185,7 @@ class Muon(MuonState):
         given, names, parameters = self._settings, selection.names, list(selection.views)
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
-        selection.splits = splits(given["split"] or {}, names, selection.views)
+        selection.splits = splits(given["split"] or {}, selection)
         by_ranks: dict[tuple[int, ...], dict[torch.Tensor, list[Matrix]]] = {}
         for p in parameters:
             view = selection.views[p]
@@ -328,7 +321,8 @@ class Muon(MuonState):
                     "fully_shard_model(model), make Muon on its parameters, then fully_shard_optimizer(optimizer)"
                 )
             with in_arguments():
-                self._build(self._select(param_group["params"]))
+                parameters = list(param_group["params"])
+                self._build(self.selection.resharded(parameters) or self._select(parameters))
         else:
             raise UserError("Muon plans who owns what when it is made; give it all parameters then")
 

@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,10 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.numbers import check_number
+from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.foreign import foreign, refuse_foreign
+from megatron_muon.fsdp.modules import roles_of
+from megatron_muon.fsdp.names import EMBEDDING, LINEAR, OUTPUT, is_embedding, is_of_experts, is_output, is_table
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -33,33 +35,11 @@ OPTIMIZER = "optimizer"
 DECAY_VECTORS = "decay_vectors"
 """The key of a group of AdamW's that says whether its weight decay holds for what has fewer than two dimensions too."""
 
-EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
-"""Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
-
-TABLES = ("*bias*", "*_table", "*_log")
-"""Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba."""
-
-EXPERTS = "*expert*"
-"""Names of modules, or of parameters, whose 3D weights are stacks of matrices."""
-
-OUTPUTS = (
-    *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
-    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out", "logits", "output_projection"),
-    *("lm_heads", "value_head", "v_head", "reward_head", "score_head", "classification_head"),
-)
-"""Names of modules that make a network's outputs, where they are in no numbered layer."""
-
-_OUTPUT_WEIGHTS = (".generator.weight", ".generator.proj.weight")
-"""Ends of output layers' names; a module called so may also be a whole network."""
-
-EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"
-"""Why a 2D parameter is no matrix inside the network."""
+VECTOR = "vector"
+"""Why a weight of one row or column is no matrix."""
 
 BY_GROUP, BY_NAME = "its group says so", "exclude"
 """Why a parameter is AdamW's where the user has said so."""
-
-LINEAR = "linear"
-"""The role of a linear layer's weight, which is no table of vectors whatever its name."""
 
 _NUMBERS = {
     "lr": "lr",
@@ -103,8 +83,11 @@ class Selection:
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
         views: how each parameter of Muon is read.
+        roles: of weights whose modules are known, by name: embedding, output layer or linear.
         left_out: lines of the table for frozen parameters that are no plain numbers.
         splits: the blocks of matrices that hold several.
+        known_splits: those that modules tell, where `split=` says nothing else.
+        looks_fused: a note for matrices of which that is not known.
         grouped: whether groups with settings of their own were given.
     """
 
@@ -113,8 +96,11 @@ class Selection:
     why: dict[torch.Tensor, str] = field(default_factory=dict)
     frozen: list[torch.Tensor] = field(default_factory=list)
     views: dict[torch.Tensor, View] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
     left_out: list[Row] = field(default_factory=list)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
+    known_splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
+    looks_fused: dict[torch.Tensor, str] = field(default_factory=dict)
     grouped: bool = False
 
     def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
@@ -135,7 +121,18 @@ class Selection:
             why={new: self.why[old] for old, new in pairs if old in self.why},
             views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
+            known_splits={new: self.known_splits[old] for old, new in pairs if old in self.known_splits},
+            looks_fused={new: self.looks_fused[old] for old, new in pairs if old in self.looks_fused},
         )
+
+    def resharded(self, parameters: Iterable[torch.Tensor]) -> Selection | None:
+        """The same choice for Megatron-FSDP's parameters; None where they do not have the names of those before."""
+        now = {_known_name(p): p for p in parameters}
+        before = members_of(self.groups)
+        if not all(self.names[p] in now for p in before):
+            return None
+        groups = [{**group, "params": [now[self.names[p]] for p in group["params"]]} for group in self.groups]
+        return self.exchanged(before, groups)
 
     def table(self, *, full: bool = False) -> str:
         """Which optimizer takes which parameters, with the reason, what is split and what has no weight decay."""
@@ -143,7 +140,7 @@ class Selection:
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
                 notes = [self.why.get(p, ""), self.views[p].described() if p in self.views else ""]
-                notes.append(blocks(self.splits[p]) if p in self.splits else "")
+                notes.append(blocks(self.splits[p]) if p in self.splits else self.looks_fused.get(p, ""))
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
@@ -160,18 +157,12 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def is_numbered(name: str) -> bool:
-    """Whether a parameter is in a numbered layer."""
-    return any(part.isdigit() for part in name.split("."))
-
-
 def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = "") -> str:
     """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
 
     `is_named`: by `flatten=` or `stacks=`. `role`: `EMBEDDING`, `OUTPUT` or `LINEAR`, where its module is known.
     """
-    parts = name.split(".")
-    is_stack = parameter.ndim > 2 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
+    is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
         return f"{parameter.ndim}D{_how_to_stack(name, parameter)}"
     if not parameter.numel():
@@ -182,14 +173,13 @@ def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, 
         return role
     if is_stack and 1 in parameter.shape[-2:]:
         return "vectors"
-    if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
+    if is_table(name):
         return "table"
-    is_output = any(part.lower() in OUTPUTS for part in parts) or f".{name}".endswith(_OUTPUT_WEIGHTS)
-    if is_output and not is_numbered(name):
+    if is_output(name):
         return OUTPUT
-    if role != LINEAR and any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
+    if role != LINEAR and is_embedding(name):
         return EMBEDDING
-    return VECTOR if 1 in parameter.shape else ""
+    return VECTOR if not is_stack and 1 in parameter.shape else ""
 
 
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
@@ -224,32 +214,29 @@ def select(
     flatten: Mapping[str, bool] | None = None,
     transposed: Sequence[str] = (),
     stacks: Sequence[str] = (),
-    *,
-    modules: Mapping[str, nn.Module] | None = None,
-    roles: Mapping[str, str] | None = None,
 ) -> Selection:
     """Sort parameters by optimizer.
 
     Args:
-        params: `model.named_parameters()`, tensors, or groups of either; a group may have `optimizer`, "muon" or
-            "adamw", which decides for its parameters.
+        params: a model, whose modules then tell more than names do; `model.named_parameters()`, tensors, or groups of
+            either; a group may have `optimizer`, "muon" or "adamw", which decides for its parameters.
         matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
         flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
         transposed: such patterns of weights that are stored as (inputs, outputs).
         stacks: such patterns of parameters whose leading dimensions count matrices.
-        modules: the module that holds each parameter, by name, where a model is at hand.
-        roles: what modules say of parameters, by name (`fsdp.modules.roles_of`).
 
     Raises:
         TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
     selection = Selection()
+    modules: fused.Modules = {}
+    if isinstance(params, nn.Module):
+        modules, selection.roles = dict(params.named_modules()), roles_of(params)
     tensors = list(_trained(params, selection))
     refuse_foreign(((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors), modules)
-    selection.left_out = _packed_rows(selection, modules or {})
-    roles = roles or {}
+    selection.left_out = _packed_rows(selection, modules)
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat = set[str]()
@@ -266,7 +253,7 @@ def select(
         included = {
             name
             for name, p in by_name.items()
-            if not why_not_muon(name, p, is_named=name in named, role=roles.get(name, ""))
+            if not why_not_muon(name, p, is_named=name in named, role=selection.roles.get(name, ""))
         }
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
@@ -283,7 +270,7 @@ def select(
         optimizer, why = options.get(OPTIMIZER), BY_GROUP
         if optimizer is None:
             optimizer = MUON if not name or name in included - excluded else ADAMW
-            why = why_not_muon(name, parameter, role=roles.get(name, "")) or "not among matrices"
+            why = why_not_muon(name, parameter, role=selection.roles.get(name, "")) or "not among matrices"
             why = BY_NAME if name in excluded else why
         if optimizer == ADAMW:
             selection.why[parameter] = why
@@ -296,6 +283,8 @@ def select(
     taken = {selection.names[p]: p for p in selection.views}
     for name in matching("transposed", transposed, taken, others=by_name):
         selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
+    for name, p in taken.items():
+        _read_as_modules_do(selection, name, p, modules)
     second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
     selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
     if not selection.views:
@@ -305,15 +294,29 @@ def select(
     return selection
 
 
-def _packed_rows(selection: Selection, modules: Mapping[str, nn.Module]) -> list[Row]:
+def _packed_rows(selection: Selection, modules: fused.Modules) -> list[Row]:
     """Lines of the table for frozen parameters that are no plain numbers, such as the 4-bit base under LoRA."""
     rows = []
     for parameter in selection.frozen:
         name = selection.names[parameter]
-        found = foreign(parameter, modules.get(name))
+        found = foreign(parameter, modules.get(name.rpartition(".")[0]))
         if found is not None:
             rows.append(Row(FROZEN, name, tuple(parameter.shape), found.kind))
     return rows
+
+
+def _read_as_modules_do(selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules) -> None:
+    """Take from a weight's module whether it is stored transposed, and how its rows divide."""
+    view = selection.views[parameter]
+    if view.flat:
+        return
+    if fused.is_stored_transposed(name, modules):
+        view = selection.views[parameter] = replace(view, transposed=True)
+    split = fused.known_split(name, view.matrix[0], modules)
+    if split is not None:
+        selection.known_splits[parameter] = split
+    elif note := fused.note_of(name, view.matrix, modules):
+        selection.looks_fused[parameter] = note
 
 
 def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
@@ -339,14 +342,13 @@ WHOLE, INTERLEAVED = "whole", "interleaved"
 """Words of `split=`: one block; rows of the matrices take turns."""
 
 
-def splits(
-    given: Mapping[str, Split], names: Mapping[torch.Tensor, str], views: Mapping[torch.Tensor, View]
-) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several, by pattern; of several patterns that match the last holds."""
-    found, by_name = {}, {names[p]: p for p in views}
+def splits(given: Mapping[str, Split], selection: Selection) -> dict[torch.Tensor, RowSplit]:
+    """The blocks of matrices that hold several: those known, then by pattern; the last pattern that matches holds."""
+    found, by_name = dict(selection.known_splits), {selection.names[p]: p for p in selection.views}
     for pattern, split in given.items():
         for name in matching("split", [pattern], by_name):
-            found[by_name[name]] = _row_split(pattern, split, name, views[by_name[name]].matrix[0])
+            p = by_name[name]
+            found[p] = _row_split(pattern, split, name, selection.views[p].matrix[0])
     return found
 
 
@@ -373,9 +375,9 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
 
     Fills in the selection's `names` and `frozen`.
     """
-    if isinstance(params, (nn.Module, torch.Tensor)):
-        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
-    given = list(params)
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params is a {type(params).__name__}; pass the model, or model.named_parameters()")
+    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not given:
         raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
     taken = set[str]()

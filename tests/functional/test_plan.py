@@ -134,7 +134,7 @@ def digests_of_models(rank: int, world_size: int, *, folder: str, models: list[t
                 fully_shard(experts, mesh=of_experts["data"], shard_placement_fn=rows)
             fully_shard(layer, mesh=everyone)
         fully_shard(model, mesh=everyone)
-        found.append(megatron_muon.Muon(model.named_parameters()).digest)
+        found.append(megatron_muon.Muon(model).digest)
     return found
 
 

@@ -21,18 +21,15 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
+from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
-from megatron_muon.fsdp.selection import EMBEDDING, OUTPUT, Row, blocks, table, why_not_muon
+from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
+from megatron_muon.fsdp.selection import Row, blocks, table, why_not_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patterns import matching, steps_of
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer, beside the reasons of `why_not_muon`."""
-
-_FUSED = re.compile(
-    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))", re.I
-)
-"""Names of layers, megatron-core's and others, that keep several matrices in one weight."""
 
 _LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon", "partition_sizes")
 
@@ -112,7 +109,7 @@ def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
     parameter.fused_rows = fused if fits else None
     if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
         return UNKNOWN
-    return "" if fits and (fused or not _FUSED.search(".".join(name.split(".")[-2:]))) else UNKNOWN
+    return "" if fits and (fused or not LOOKS_FUSED.search(".".join(name.split(".")[-2:]))) else UNKNOWN
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon import shipped
-from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix, Shard
+from megatron_muon.core.layout import MAX_RANKS, Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory, moment_bytes
 from megatron_muon.core.plan import all_gather_bytes
 from megatron_muon.errors import UserError, install, quiet_imports
@@ -184,7 +184,7 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     """
     import torch
 
-    from megatron_muon.fsdp.selection import select
+    from megatron_muon.fsdp.selection import select, splits
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     path = shipped.find(path)
@@ -203,12 +203,13 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
-    selection = select(model.named_parameters())
+    selection = select(model)
+    blocks = splits({}, selection)
     if ep > 1 and not any(view.is_stack for view in selection.views.values()):
         raise UserError(f"--hf {path} has no stacks of experts for Muon; leave --ep {ep} out")
     cut = {view: _shards_of(view, world_size, ep) for view in dict.fromkeys(selection.views.values())}
     matrices = [
-        Matrix(name, view.matrix, shards)
+        Matrix(name, view.matrix, shards, blocks.get(p, whole(view.matrix[0])))
         for p, view in selection.views.items()
         for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
     ]

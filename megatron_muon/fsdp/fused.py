@@ -1,0 +1,247 @@
+"""Weights that hold several matrices: how their rows divide, by the module that splits what the weight computes.
+
+A name does not say it: `query_key_value` has all queries first in one model and takes turns head by head in another.
+So the class of the module does, for families of transformers, some code from its hub, and torch.nn. What only looks
+fused is not split; the table says so, with a `split=` that would divide it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from megatron_muon.core.layout import RowSplit
+
+Modules = Mapping[str, nn.Module]
+"""The modules of a model by name, as `model.named_modules()` gives them."""
+
+LOOKS_FUSED = re.compile(
+    r"in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
+    re.I,
+)
+"""Names of layers, megatron-core's and others, that keep several matrices in one weight."""
+
+_ONE_MATRIX = re.compile(
+    r"(q|k|v|o|query|key|value|up|gate|down|out)(_[a-z]+)?_(proj|lin|linear)|query|key|value|dense"
+)
+"""Names of layers that make one thing, whatever their sizes add up to."""
+
+Divide = Callable[[Any, int], RowSplit]
+"""The split of a weight from the module whose forward splits its output, and the number of rows."""
+
+
+def _equal(count: int) -> Divide:
+    def divide(owner: Any, rows: int) -> RowSplit:
+        return RowSplit(1, (rows // count,) * count)
+
+    return divide
+
+
+def _sizes(*names: str) -> Divide:
+    """Consecutive parts whose sizes are attributes of the owner."""
+
+    def divide(owner: Any, rows: int) -> RowSplit:
+        return RowSplit(1, tuple(getattr(owner, name) for name in names))
+
+    return divide
+
+
+def _by_head(owner: Any, rows: int) -> RowSplit:
+    """Query, key and value of each head together."""
+    sizes = (getattr(owner, name, 0) for name in ("head_dim", "head_size", "attention_head_size"))
+    head = next(filter(None, sizes))
+    return RowSplit(rows // (3 * head), (head,) * 3)
+
+
+def _grouped_query(owner: Any, rows: int) -> RowSplit:
+    """All queries, all keys, all values, of which there may be fewer."""
+    heads = getattr(owner, "num_key_value_heads", None) or owner.config.num_key_value_heads
+    keys = heads * owner.head_dim
+    return RowSplit(1, (rows - 2 * keys, keys, keys))
+
+
+def _falcon(owner: Any, rows: int) -> RowSplit:
+    head = owner.head_dim
+    if owner.new_decoder_architecture:
+        return RowSplit(owner.num_kv_heads, (owner.num_heads // owner.num_kv_heads * head, head, head))
+    if owner.multi_query:
+        return RowSplit(1, (rows - 2 * head, head, head))
+    return _by_head(owner, rows)
+
+
+def _gpt_bigcode(owner: Any, rows: int) -> RowSplit:
+    if owner.is_cross_attention:
+        return RowSplit(1, (rows // 2,) * 2)
+    if owner.multi_query:
+        return RowSplit(1, (owner.embed_dim, owner.kv_dim, owner.kv_dim))
+    return _by_head(owner, rows)
+
+
+def _conv1d(owner: Any, rows: int) -> RowSplit:
+    return _equal(2 if getattr(owner, "is_cross_attention", False) else 3)(owner, rows)
+
+
+def _codegen(owner: Any, rows: int) -> RowSplit:
+    """Query, value and key of each of four parts, which were TPU cores."""
+    return RowSplit(4, (rows // 12,) * 3)
+
+
+def _interleaved(owner: Any, rows: int) -> RowSplit:
+    return RowSplit(rows // 2, (1, 1))
+
+
+def _gate_up(owner: Any, rows: int) -> RowSplit:
+    """`is_concatenated`: transformers' mark on modules of experts."""
+    if getattr(owner, "is_concatenated", True):
+        return RowSplit(1, (rows // 2,) * 2)
+    return _interleaved(owner, rows)
+
+
+def _delta_qkvz(owner: Any, rows: int) -> RowSplit:
+    """Of each key head: query, key, then value and gate of its value heads."""
+    values = owner.value_dim // owner.num_k_heads
+    return RowSplit(owner.num_k_heads, (owner.head_k_dim, owner.head_k_dim, values, values))
+
+
+def _delta_ba(owner: Any, rows: int) -> RowSplit:
+    per_key_head = owner.num_v_heads // owner.num_k_heads
+    return RowSplit(owner.num_k_heads, (per_key_head, per_key_head))
+
+
+def _mamba2(owner: Any, rows: int) -> RowSplit:
+    """z, x, B, C and dt."""
+    states = owner.n_groups * owner.ssm_state_size
+    return RowSplit(1, (owner.intermediate_size, owner.intermediate_size, states, states, owner.num_heads))
+
+
+def _mamba_x(owner: Any, rows: int) -> RowSplit:
+    return RowSplit(1, (owner.time_step_rank, owner.ssm_state_size, owner.ssm_state_size))
+
+
+def _latent_heads(owner: Any, rows: int) -> RowSplit:
+    """Keys and values of each head together, made from the latent."""
+    nope, value = owner.qk_nope_head_dim, owner.v_head_dim
+    return RowSplit(rows // (nope + value), (nope, value))
+
+
+HALVES, THIRDS = _equal(2), _equal(3)
+FUSED: tuple[tuple[str, str, Divide], ...] = (
+    ("torch.nn.*.MultiheadAttention", "in_proj_weight", THIRDS),
+    ("torch.nn.*.LSTM*", "weight_[ih]h*", _equal(4)),
+    ("torch.nn.*.GRU*", "weight_[ih]h*", THIRDS),
+    ("*.Phi*Attention", "qkv_proj", _grouped_query),
+    ("transformers.*", "gate_up_proj", _gate_up),
+    ("*.Phi*MLP", "gate_up_proj", HALVES),
+    ("*.MiniMaxLightningAttention", "qkv_proj", _by_head),
+    ("*.CodeGenAttention", "qkv_proj", _codegen),
+    ("*.FalconAttention", "query_key_value", _falcon),
+    ("*.GPTNeoX*Attention", "query_key_value", _by_head),
+    ("*.BloomAttention", "query_key_value", _by_head),
+    ("*.PersimmonAttention", "query_key_value", _by_head),
+    ("*", "W_pack", THIRDS),  # Baichuan, whose classes have general names
+    ("*.MptAttention", "Wqkv", THIRDS),
+    ("*.DbrxAttention", "Wqkv", _grouped_query),
+    ("*.ModernBert*Attention", "Wqkv", THIRDS),
+    ("*.ModernBert*MLP", "Wi", HALVES),
+    ("*.GPTBigCodeAttention", "c_attn", _gpt_bigcode),
+    ("transformers.*", "c_attn", _conv1d),
+    ("*.DisentangledSelfAttention", "in_proj", _by_head),
+    ("*.LayoutLMv2SelfAttention", "qkv_linear", THIRDS),
+    ("*.BarkSelf*Attention*", "att_proj", THIRDS),
+    ("*.Exaone*VisionAttention", "qkv", _sizes("q_dim", "kv_dim", "kv_dim")),
+    ("transformers.*", "qkv", THIRDS),  # vision towers
+    ("timm.*", "qkv", THIRDS),
+    ("*.GraniteMoe*MLP", "input_linear", HALVES),
+    ("*.JetMoeAttention", "kv_proj", HALVES),
+    ("*.Lfm*ShortConv", "in_proj", THIRDS),
+    ("*.ZambaMambaMixer", "in_proj", _interleaved),
+    *((f"*.{mixer}", "in_proj", HALVES) for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")),
+    *((f"*.{mixer}", "x_proj", _mamba_x) for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")),
+    *((f"*.{mixer}", "in_proj", _mamba2) for mixer in ("Mamba2Mixer", "BambaMixer", "NemotronHMamba2Mixer")),
+    *((f"*.{mixer}", "in_proj", _mamba2) for mixer in ("Zamba2MambaMixer", "GraniteMoeHybridMambaLayer")),
+    ("*.FalconH1Mixer", "in_proj", _mamba2),
+    ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
+    ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
+    ("*GatedDeltaNet", "in_proj_qkv", _sizes("key_dim", "key_dim", "value_dim")),
+    ("*.xLSTM*", "qkv_opreact", _sizes("qk_dim", "qk_dim", "v_dim", "v_dim")),
+    ("*Attention", "kv_a_proj_with_mqa", _sizes("kv_lora_rank", "qk_rope_head_dim")),
+    ("*Attention", "kv_b_proj", _latent_heads),
+)
+"""Class of the module that splits, with its package; name of the weight or of its layer; how the rows divide. The first
+line that matches holds.
+
+Sources: the forward methods of these classes in transformers 5.23 and torch 2.13.
+"""
+
+_STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts")
+"""Classes whose weights are (inputs, outputs), besides those that transformers marks `is_transposed`."""
+
+
+def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
+    """The blocks of the weight of this name; None where no class is known that splits it, or sizes do not fit."""
+    owner, weight = _owner(name, modules)
+    for pattern, weights, divide in FUSED:
+        if fnmatchcase(weight, weights) and _is_a(owner, pattern):
+            try:
+                split = divide(owner, rows)
+            except AttributeError:  # a class of this name from elsewhere
+                return None
+            return split if split.rows == rows else None
+    return None
+
+
+def is_stored_transposed(name: str, modules: Modules) -> bool:
+    """Whether a weight is stored as (inputs, outputs)."""
+    module = modules.get(name.rpartition(".")[0])
+    return bool(getattr(module, "is_transposed", False)) or any(_is_a(module, each) for each in _STORED_TRANSPOSED)
+
+
+def note_of(name: str, matrix: tuple[int, int], modules: Modules) -> str:
+    """A note for a matrix that is one block and looks fused; empty for others."""
+    layer = _owner(name, modules)[1]
+    is_named_fused = LOOKS_FUSED.search(layer) is not None
+    if _ONE_MATRIX.fullmatch(layer) and not is_named_fused:
+        return ""
+    if parts := _sum_of_sizes(matrix, modules):
+        return f'looks fused: split={{"{layer}": {parts}}} would divide it'
+    if not is_named_fused:
+        return ""
+    if modules:
+        return "looks fused, by its name: see split="
+    return "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+
+
+def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
+    """The module whose forward uses a weight, and the name of the weight, or of its layer, in that module."""
+    path, _, last = name.rpartition(".")
+    if last == "weight":
+        path, _, last = path.rpartition(".")
+    return modules.get(path), last
+
+
+def _is_a(module: nn.Module | None, pattern: str) -> bool:
+    return any(fnmatchcase(f"{kind.__module__}.{kind.__name__}", pattern) for kind in type(module).__mro__)
+
+
+def _sum_of_sizes(matrix: tuple[int, int], modules: Modules) -> tuple[int, ...]:
+    """Sizes of the model's config that add up to the rows of a projection of hidden states; none where one size does.
+
+    As fused projections have them: queries, keys and values; gate and up; keys and values.
+    """
+    config: Any = getattr(modules.get(""), "config", None)
+    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
+    rows, cols = matrix
+    if not isinstance(heads, int) or not heads or cols != hidden:
+        return ()
+    head = getattr(config, "head_dim", None) or hidden // heads
+    queries = heads * head
+    keys = (getattr(config, "num_key_value_heads", None) or heads) * head
+    gate = getattr(config, "intermediate_size", None) or 4 * hidden
+    if rows in (hidden, queries, keys, gate):
+        return ()
+    possible = (queries, keys, keys), (gate, gate), (keys, keys)
+    return next((parts for parts in possible if sum(parts) == rows), ())

@@ -1,0 +1,346 @@
+"""Weights that hold several matrices, by family of models: which rows belong together, written out by hand.
+
+A Jamba's `in_proj` went to Muon whole, halves of GPT-OSS's `gate_up_proj` mixed gate and up, and so on: one update for
+several matrices, without a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_muon
+from megatron_muon.fsdp.selection import select
+from tests.support.reference import SplitMuon
+
+Blocks = Callable[[torch.Tensor], list[torch.Tensor]]
+"""From the numbers of all rows those of each matrix."""
+
+
+def parts(*sizes: int) -> Blocks:
+    """One matrix after the other."""
+    return lambda rows: list(rows.split(sizes))
+
+
+def heads(count: int, *sizes: int) -> Blocks:
+    """In each of so many heads one matrix after the other."""
+    return lambda rows: [part.flatten() for part in rows.view(count, -1).split(sizes, dim=1)]
+
+
+def turns(rows: torch.Tensor) -> list[torch.Tensor]:
+    """Even rows, and odd ones."""
+    return [rows[0::2], rows[1::2]]
+
+
+@dataclass(frozen=True)
+class Family:
+    config: dict[str, Any]  # `model_type` and sizes
+    blocks: dict[str, Blocks]  # by the end of a weight's name
+    kind: str = "AutoModelForCausalLM"
+    transposed: tuple[str, ...] = ()
+
+
+TEXT = {
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FALCON = {name: size for name, size in TEXT.items() if name != "head_dim"}
+OLD = {
+    "vocab_size": 50,
+    "n_embd": 24,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"moe_intermediate_size": 10, "num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+    "n_routed_experts": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 10,
+}
+STATES = {"mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 4}
+MAMBA2 = {"in_proj.weight": parts(48, 48, 8, 8, 6)}
+
+FAMILIES = {
+    "phi3": Family(
+        {"model_type": "phi3", **TEXT}, {"qkv_proj.weight": parts(24, 12, 12), "gate_up_proj.weight": parts(20, 20)}
+    ),
+    "glm": Family({"model_type": "glm", **TEXT}, {"gate_up_proj.weight": parts(20, 20)}),
+    "falcon, grouped": Family(
+        {"model_type": "falcon", **FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        {"query_key_value.weight": heads(2, 12, 6, 6)},
+    ),
+    "falcon, multi-query": Family(
+        {"model_type": "falcon", **FALCON, "multi_query": True}, {"query_key_value.weight": parts(24, 6, 6)}
+    ),
+    "falcon, by head": Family(
+        {"model_type": "falcon", **FALCON, "multi_query": False}, {"query_key_value.weight": heads(4, 6, 6, 6)}
+    ),
+    "gpt-neox": Family({"model_type": "gpt_neox", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}),
+    "bloom": Family(
+        {"model_type": "bloom", "vocab_size": 50, "hidden_size": 24, "n_layer": 2, "n_head": 4},
+        {"query_key_value.weight": heads(4, 6, 6, 6)},
+    ),
+    "persimmon": Family({"model_type": "persimmon", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}),
+    "codegen": Family(
+        {"model_type": "codegen", **OLD, "n_embd": 32, "rotary_dim": 4}, {"qkv_proj.weight": heads(4, 8, 8, 8)}
+    ),
+    "mpt": Family(
+        {"model_type": "mpt", "vocab_size": 50, "d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 32},
+        {"Wqkv.weight": parts(24, 24, 24)},
+    ),
+    "modernbert": Family(
+        {"model_type": "modernbert", **TEXT, "cls_token_id": 1, "sep_token_id": 2},
+        {"Wqkv.weight": parts(24, 24, 24), "Wi.weight": parts(20, 20)},
+        kind="AutoModel",
+    ),
+    "gpt2": Family(
+        {"model_type": "gpt2", **OLD}, {"c_attn.weight": parts(24, 24, 24)}, transposed=("c_attn", "c_proj", "c_fc")
+    ),
+    "gpt-bigcode": Family({"model_type": "gpt_bigcode", **OLD}, {"c_attn.weight": parts(24, 6, 6)}),
+    "gpt-bigcode, by head": Family(
+        {"model_type": "gpt_bigcode", **OLD, "multi_query": False}, {"c_attn.weight": heads(4, 6, 6, 6)}
+    ),
+    "gpt-oss": Family(
+        {"model_type": "gpt_oss", **TEXT, **EXPERTS},
+        {"experts.gate_up_proj": turns},
+        transposed=("gate_up_proj", "experts.down_proj"),
+    ),
+    "llama4": Family(
+        {"model_type": "llama4_text", **TEXT, **EXPERTS, "intermediate_size_mlp": 20},
+        {"experts.gate_up_proj": parts(20, 20)},
+        transposed=("gate_up_proj", "experts.down_proj"),
+    ),
+    "qwen3-moe": Family({"model_type": "qwen3_moe", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(10, 10)}),
+    "mixtral": Family({"model_type": "mixtral", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(20, 20)}),
+    "deepseek-v3": Family(
+        {"model_type": "deepseek_v3", **TEXT, **EXPERTS, **LATENT},
+        {
+            "kv_a_proj_with_mqa.weight": parts(8, 4),
+            "kv_b_proj.weight": heads(4, 6, 5),
+            "experts.gate_up_proj": parts(10, 10),
+        },
+    ),
+    "qwen3-next": Family(
+        {"model_type": "qwen3_next", **TEXT, **EXPERTS, **DELTA},
+        {
+            "in_proj_qkvz.weight": heads(2, 3, 3, 10, 10),
+            "in_proj_ba.weight": heads(2, 2, 2),
+            "experts.gate_up_proj": parts(10, 10),
+        },
+    ),
+    "qwen3.5": Family({"model_type": "qwen3_5_text", **TEXT, **DELTA}, {"in_proj_qkv.weight": parts(6, 6, 20)}),
+    "mamba": Family(
+        {"model_type": "mamba", **TEXT, "intermediate_size": 48, "state_size": 4, "time_step_rank": 3},
+        {"in_proj.weight": parts(48, 48), "x_proj.weight": parts(3, 4, 4)},
+    ),
+    "falcon-mamba": Family(
+        {"model_type": "falcon_mamba", **TEXT, "intermediate_size": 48, "state_size": 4, "time_step_rank": 3},
+        {"in_proj.weight": parts(48, 48), "x_proj.weight": parts(3, 4, 4)},
+    ),
+    "jamba": Family(
+        {
+            "model_type": "jamba",
+            **TEXT,
+            "num_experts": 2,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 4,
+            "mamba_dt_rank": 3,
+        },
+        {
+            "mamba.in_proj.weight": parts(48, 48),
+            "x_proj.weight": parts(3, 4, 4),
+            "experts.gate_up_proj": parts(20, 20),
+        },
+    ),
+    "mamba2": Family(
+        {"model_type": "mamba2", **TEXT, "state_size": 4, "num_heads": 6, "head_dim": 8, "n_groups": 2}, MAMBA2
+    ),
+    "bamba": Family({"model_type": "bamba", **TEXT, **STATES, "attn_layer_indices": [1]}, MAMBA2),
+    "falcon-h1": Family({"model_type": "falcon_h1", **TEXT, **STATES, "mamba_d_ssm": 48}, MAMBA2),
+    "granite, hybrid": Family(
+        {
+            "model_type": "granitemoehybrid",
+            **TEXT,
+            **STATES,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "shared_intermediate_size": 10,
+            "layer_types": ["mamba", "attention"],
+        },
+        {**MAMBA2, "input_linear.weight": parts(10, 10), "experts.gate_up_proj": parts(20, 20)},
+    ),
+    "lfm2": Family(
+        {"model_type": "lfm2", **TEXT, "layer_types": ["conv", "full_attention"]},
+        {"in_proj.weight": parts(24, 24, 24)},
+    ),
+    "minimax": Family(
+        {
+            "model_type": "minimax",
+            **TEXT,
+            "num_local_experts": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        {"qkv_proj.weight": heads(4, 6, 6, 6), "experts.gate_up_proj": parts(20, 20)},
+    ),
+    "jetmoe": Family(
+        {
+            "model_type": "jetmoe",
+            **{name: size for name, size in TEXT.items() if name not in ("num_attention_heads", "head_dim")},
+            "kv_channels": 6,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        {"kv_proj.weight": parts(12, 12)},
+    ),
+    "deberta": Family({"model_type": "deberta", **TEXT}, {"in_proj.weight": heads(4, 6, 6, 6)}, kind="AutoModel"),
+}
+
+
+def built(family: Family) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**family.config)
+    model: nn.Module = getattr(transformers, family.kind).from_config(config)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_fused_matrix_of_a_family_is_orthogonalised_alone(name: str) -> None:
+    family = FAMILIES[name]
+    model = built(family)
+    fused = {n: p for n, p in model.named_parameters() if n.endswith(tuple(family.blocks))}
+    assert len({end for end in family.blocks for n in fused if n.endswith(end)}) == len(family.blocks)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer = megatron_muon.Muon(model, lr=0.02, weight_decay=0.0, fp32_matmul_prec="highest")
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for n, p in fused.items():
+        transposed = any(part in n for part in family.transposed)
+        blocks_of = next(blocks for end, blocks in family.blocks.items() if n.endswith(end))
+        assert p.grad is not None
+        matrices = [p.detach(), before[n], p.grad]
+        stacks = [one.mT if transposed else one for one in matrices]
+        for now, start, gradient in zip(*(one.reshape(-1, *one.shape[-2:]) for one in stacks), strict=True):
+            weight = nn.Parameter(start.clone())
+            weight.row_blocks = blocks_of(torch.arange(len(weight)))  # type: ignore[attr-defined]
+            weight.grad = gradient.contiguous()
+            SplitMuon(
+                [weight], lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.0, fp32_matmul_prec="highest",
+                coefficient_type="simple", scale_mode="shape_scaling",
+            ).step()  # fmt: skip
+            torch.testing.assert_close(now, weight.detach(), rtol=0.0, atol=2e-6, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_a_wrong_split_is_far_away() -> None:
+    """The negative control: halves of what takes turns."""
+    model = built(FAMILIES["gpt-oss"])
+    runs = []
+    for split in ({}, {"gate_up_proj": (20, 20)}):
+        optimizer = megatron_muon.Muon(model, lr=0.02, weight_decay=0.0, split=split)
+        [p] = [p for n, p in model.named_parameters() if n.endswith("0.mlp.experts.gate_up_proj")]
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+        before = p.detach().clone()
+        for other in model.parameters():
+            other.grad = torch.zeros_like(other) if other is not p else p.grad
+        optimizer.step()
+        runs.append(before - p.detach())
+    assert (runs[0] - runs[1]).norm() > 0.1 * runs[0].norm()
+
+
+class Remote(nn.Module):
+    """A model of somebody's own, with a config as transformers has them."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20})
+        self.layers = nn.ModuleList([nn.ModuleDict(layers)])
+
+
+def table_of(params: Any) -> dict[str, str]:
+    """The note of each weight of Muon's."""
+    rows = re.findall(r"^muon .* (\S+\.weight)(?: \((.*)\))?$", select(params).table(full=True), re.MULTILINE)
+    return dict(rows)
+
+
+def test_what_looks_fused_is_said_with_the_split_that_would_divide_it() -> None:
+    model = Remote(
+        packed=nn.Linear(24, 72),
+        w_gate=nn.Linear(24, 40),
+        q_b_proj=nn.Linear(24, 72),
+        back=nn.Linear(40, 24),
+        c_attn=nn.Linear(24, 36),
+        W_pack=nn.Linear(24, 72),
+    )
+    assert table_of(model) == {
+        "layers.0.packed.weight": 'looks fused: split={"packed": (24, 24, 24)} would divide it',
+        "layers.0.w_gate.weight": 'looks fused: split={"w_gate": (20, 20)} would divide it',
+        "layers.0.q_b_proj.weight": "",
+        "layers.0.back.weight": "",
+        "layers.0.c_attn.weight": "looks fused, by its name: see split=",
+        "layers.0.W_pack.weight": "",
+    }
+    optimizer = megatron_muon.Muon(model)
+    assert "W_pack.weight (blocks of 3 x 24 rows)" in optimizer.table()
+    by_name = "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+    notes = table_of(model.named_parameters())
+    assert [name for name, note in notes.items() if note == by_name] == ["layers.0.c_attn.weight"]
+
+
+def test_split_has_the_last_word() -> None:
+    model = built(FAMILIES["phi3"])
+    optimizer = megatron_muon.Muon(model, split={"qkv_proj": "whole", "layers.1.mlp.gate_up_proj": (10,)})
+    table = optimizer.table(full=True)
+    assert re.search(r"layers\.0\.self_attn\.qkv_proj\.weight$", table, re.MULTILINE)
+    assert "layers.0.mlp.gate_up_proj.weight (blocks of 2 x 20 rows)" in table
+    assert "layers.1.mlp.gate_up_proj.weight (blocks of 4 x 10 rows)" in table
+
+
+RECURRENT = {"lstm": (nn.LSTM, 4), "gru": (nn.GRU, 3)}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_gates_of_recurrent_layers_and_projections_of_multi_head_attention_are_blocks(kind: str) -> None:
+    layer, gates = RECURRENT[kind]
+    model = nn.ModuleDict({"rnn": layer(8, 6), "attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
+    table = megatron_muon.Muon(model).table(full=True)
+    assert f"rnn.weight_ih_l0 (blocks of {gates} x 6 rows)" in table
+    assert f"rnn.weight_hh_l0 (blocks of {gates} x 6 rows)" in table
+    assert "attention.in_proj_weight (blocks of 3 x 8 rows)" in table
