@@ -87,7 +87,7 @@ class Selection:
         left_out: lines of the table for frozen parameters that are no plain numbers.
         splits: the blocks of matrices that hold several.
         known_splits: those that modules tell, where `split=` says nothing else.
-        looks_fused: a note for matrices of which that is not known.
+        notes: for the table, of matrices that look fused, and of adapters.
         grouped: whether groups with settings of their own were given.
     """
 
@@ -100,7 +100,7 @@ class Selection:
     left_out: list[Row] = field(default_factory=list)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     known_splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
-    looks_fused: dict[torch.Tensor, str] = field(default_factory=dict)
+    notes: dict[torch.Tensor, str] = field(default_factory=dict)
     grouped: bool = False
 
     def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
@@ -122,7 +122,7 @@ class Selection:
             views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
             known_splits={new: self.known_splits[old] for old, new in pairs if old in self.known_splits},
-            looks_fused={new: self.looks_fused[old] for old, new in pairs if old in self.looks_fused},
+            notes={new: self.notes[old] for old, new in pairs if old in self.notes},
         )
 
     def resharded(self, parameters: Iterable[torch.Tensor]) -> Selection | None:
@@ -140,7 +140,7 @@ class Selection:
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
                 notes = [self.why.get(p, ""), self.views[p].described() if p in self.views else ""]
-                notes.append(blocks(self.splits[p]) if p in self.splits else self.looks_fused.get(p, ""))
+                notes.append(blocks(self.splits[p]) if p in self.splits else self.notes.get(p, ""))
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
@@ -315,8 +315,10 @@ def _read_as_modules_do(selection: Selection, name: str, parameter: torch.Tensor
     split = fused.known_split(name, view.matrix[0], modules)
     if split is not None:
         selection.known_splits[parameter] = split
+    elif any(part.lower().startswith("lora_") for part in name.split(".")):
+        selection.notes[parameter] = f"LoRA factor of rank {min(view.matrix)}"
     elif note := fused.note_of(name, view.matrix, modules):
-        selection.looks_fused[parameter] = note
+        selection.notes[parameter] = note
 
 
 def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:

@@ -324,6 +324,18 @@ def test_what_looks_fused_is_said_with_the_split_that_would_divide_it() -> None:
     assert [name for name, note in notes.items() if note == by_name] == ["layers.0.c_attn.weight"]
 
 
+def test_factors_of_an_adapter_are_matrices_of_their_own_and_said_to_be() -> None:
+    """PEFT's names; `q_proj` and `lora_A` of rank 8 looked like any other matrix."""
+    base, down, up = nn.Linear(24, 24).requires_grad_(False), nn.Linear(24, 8, bias=False), nn.Linear(8, 24, bias=False)
+    factors = {"lora_A": nn.ModuleDict({"default": down}), "lora_B": nn.ModuleDict({"default": up})}
+    model = Remote(q_proj=nn.ModuleDict({"base_layer": base, **factors}))
+    path = "layers.0.q_proj"
+    assert table_of(model) == {
+        f"{path}.lora_A.default.weight": "LoRA factor of rank 8",
+        f"{path}.lora_B.default.weight": "LoRA factor of rank 8",
+    }
+
+
 def test_split_has_the_last_word() -> None:
     model = built(FAMILIES["phi3"])
     optimizer = megatron_muon.Muon(model, split={"qkv_proj": "whole", "layers.1.mlp.gate_up_proj": (10,)})
