@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from megatron_muon.fsdp.names import EMBEDDING, LINEAR, OUTPUT, is_numbered, is_output
+from megatron_muon.fsdp.names import CONVOLUTION, EMBEDDING, LINEAR, OUTPUT, around, is_numbered, is_output
+
+_NO_VOCABULARY = ("pos", "wpe", "type")
+"""Parts of names of embeddings whose rows are not words, but positions or types of tokens."""
 
 
 def role_of(module: object) -> str:
-    """`EMBEDDING` or `LINEAR`, the role of a weight that this module holds, or nothing; by the names of its classes."""
+    """The role of a weight that this module holds, by the names of its classes; empty where they do not say it."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return CONVOLUTION
     classes = [each.__name__ for each in type(module).__mro__]
     if any(name.endswith("Embedding") or name == "EmbeddingBag" for name in classes):
         return EMBEDDING
@@ -20,54 +24,31 @@ def role_of(module: object) -> str:
 
 
 def roles_of(model: nn.Module) -> dict[str, str]:
-    """The roles of 2D weights, by the names of `named_parameters()`: `EMBEDDING`, `OUTPUT` or `LINEAR`.
-
-    What is tied to an embedding is one.
-    """
-    held = [(p, role_of(module)) for p, module in _held(model) if not nn.parameter.is_lazy(p) and p.ndim == 2]
-    tables = {p for p, role in held if role == EMBEDDING} | _input_embeddings(model)
+    """The roles of a model's weights, by the names of `named_parameters()`; what is tied to an embedding is one."""
+    held = [(p, role_of(module)) for p, module in _held(model)]
+    roles = {p: role for p, role in held if role}
     linear = {p for p, role in held if role == LINEAR}
-    roles = dict.fromkeys(linear, LINEAR)
-    roles.update(dict.fromkeys(_outputs(model, tables, linear), OUTPUT))
+    tables = {p for p, role in held if role == EMBEDDING}
+    tables |= {p for p in _returned(model, "get_input_embeddings") if roles.get(p) != LINEAR}
+    roles.update(dict.fromkeys(_returned(model, "get_output_embeddings"), OUTPUT))
     roles.update(dict.fromkeys(tables, EMBEDDING))
-    return {name: roles[p] for name, p in model.named_parameters() if p in roles}
+    named = {name: roles[p] for name, p in model.named_parameters() if p in roles}
+    tied = {p.shape[0] for p in tables & linear}
+    named.update(dict.fromkeys(_outputs_by_width(model, named, tied), OUTPUT))
+    return named
 
 
 def _held(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Each parameter with each module that holds it."""
+    """Each parameter of two and more dimensions, with each module that holds it."""
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
+            if parameter is not None and not nn.parameter.is_lazy(parameter) and parameter.ndim > 1:
                 yield parameter, module
 
 
-def _input_embeddings(model: nn.Module) -> set[torch.Tensor]:
-    """Tables of modules that a model of transformers calls its input embeddings, whatever their class."""
-    returned = [module for module in _returned(model, "get_input_embeddings") if role_of(module) != LINEAR]
-    return {p for module in returned for p in module._parameters.values() if p is not None and p.ndim == 2}
-
-
-def _outputs(model: nn.Module, tables: set[torch.Tensor], linear: set[torch.Tensor]) -> set[torch.Tensor]:
-    """Weights of output layers.
-
-    These are known by name or by `get_output_embeddings()`; else the last linear layer that is as wide as the
-    vocabulary or the labels, or has an embedding's shape, is one. It may be numbered if none follows.
-    """
-    named = {name: p for name, p in model.named_parameters() if p in linear}
-    outputs = {p for name, p in named.items() if is_output(name)}
-    for module in _returned(model, "get_output_embeddings"):
-        outputs.update(p for p in module.parameters() if p.ndim == 2)
-    candidates = [p for name, p in named.items() if not is_numbered(name) or name == list(named)[-1]]
-    tied = tables & linear
-    sizes = {(width, 0) for width in _widths(model)} | {(table.shape[0], table.shape[1]) for table in tables}
-    for rows, cols in sizes - {(p.shape[0], each) for p in outputs | tied for each in (0, p.shape[1])}:
-        fitting = [p for p in candidates if p.shape[0] == rows != p.shape[1] and cols in (0, p.shape[1])]
-        outputs.update(fitting[-1:])
-    return outputs
-
-
-def _returned(model: nn.Module, method: str) -> Iterator[nn.Module]:
-    """The modules that a method of transformers' models returns."""
+def _returned(model: nn.Module, method: str) -> set[torch.Tensor]:
+    """The matrices of the modules that a method of transformers' models returns."""
+    matrices = set[torch.Tensor]()
     for module in model.modules():
         if not callable(getattr(module, method, None)):
             continue
@@ -76,16 +57,43 @@ def _returned(model: nn.Module, method: str) -> Iterator[nn.Module]:
         except (NotImplementedError, AttributeError):
             continue
         if isinstance(found, nn.Module):
-            yield found
+            matrices.update(p for p, _ in _held(found) if p.ndim == 2)
+    return matrices
 
 
-def _widths(model: nn.Module) -> set[int]:
-    """Sizes of vocabularies and numbers of labels in the configs of a model and its parts."""
-    widths = set[int]()
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        for name in ("vocab_size", "num_labels"):
-            size = getattr(config, name, None)
-            if isinstance(size, int):
-                widths.add(size)
-    return widths
+def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]) -> set[str]:
+    """Names of linear layers that are as wide as the labels, and of the last that is as wide as the vocabulary.
+
+    None is looked for where one is known, or tied to an embedding. Layers of a numbered block are none; the last layer
+    of an `nn.Sequential` is numbered, too.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters() if name in roles}
+    linear = [name for name in shapes if roles[name] == LINEAR]
+    outside = [name for name in linear if not is_numbered(around(name))]
+    possible = [name for name in outside if not is_numbered(name) or name == linear[-1]]
+    known = tied | {shapes[name][0] for name in shapes if roles[name] == OUTPUT or is_output(name)}
+    found = set[str]()
+    for path, size in _sizes(model, "num_labels"):
+        found.update(name for name in outside if name.startswith(path) and _is_as_wide(shapes[name], size))
+    for path, size in _sizes(model, "vocab_size"):
+        fitting = [name for name in possible if name.startswith(path) and _is_as_wide(shapes[name], size)]
+        found.update(fitting[-1:] if size not in known else [])
+    for table in (name for name in shapes if roles[name] == EMBEDDING):
+        is_vocabulary = shapes[table][0] not in known and not any(part in table for part in _NO_VOCABULARY)
+        alike = [name for name in possible if shapes[name] == shapes[table]]
+        fitting = [name for name in alike if _is_as_wide(shapes[name], shapes[table][0])]
+        found.update(fitting[-1:] if is_vocabulary else [])
+    return found
+
+
+def _is_as_wide(shape: torch.Size, rows: int) -> bool:
+    """Whether a weight has so many outputs; where it has as many inputs, that says nothing."""
+    return shape[0] == rows != shape[1]
+
+
+def _sizes(model: nn.Module, name: str) -> Iterator[tuple[str, int]]:
+    """A number in the configs of a model and its parts, with the start of the names below the part."""
+    for path, module in model.named_modules():
+        size = getattr(getattr(module, "config", None), name, None)
+        if isinstance(size, int):
+            yield f"{path}." if path else "", size

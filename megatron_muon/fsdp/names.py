@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-EMBEDDING, OUTPUT, LINEAR = "embedding", "output layer", "linear"
-"""Roles of weights: tables of vectors, a network's outputs, and linear layers, which are no tables whatever their name.
-The first two are reasons why a weight is no matrix inside the network."""
+EMBEDDING, OUTPUT = "embedding", "output layer"
+"""Roles of weights that are no matrices inside the network: tables of vectors, and a network's outputs."""
+
+LINEAR, CONVOLUTION = "linear", "convolution"
+"""Roles of weights that are no tables, and no stacks, whatever their names."""
 
 EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
 """Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
@@ -31,6 +33,11 @@ OUTPUT_WEIGHTS = (".generator.weight", ".generator.proj.weight")
 def is_numbered(name: str) -> bool:
     """Whether a parameter is in a numbered layer."""
     return any(part.isdigit() for part in name.split("."))
+
+
+def around(name: str) -> str:
+    """The name of the module around the one that holds a parameter."""
+    return ".".join(name.split(".")[:-2])
 
 
 def is_output(name: str) -> bool:

@@ -24,7 +24,16 @@ from megatron_muon.core.numbers import check_number
 from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.foreign import foreign, refuse_foreign
 from megatron_muon.fsdp.modules import roles_of
-from megatron_muon.fsdp.names import EMBEDDING, LINEAR, OUTPUT, is_embedding, is_of_experts, is_output, is_table
+from megatron_muon.fsdp.names import (
+    CONVOLUTION,
+    EMBEDDING,
+    LINEAR,
+    OUTPUT,
+    is_embedding,
+    is_of_experts,
+    is_output,
+    is_table,
+)
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -83,7 +92,7 @@ class Selection:
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
         views: how each parameter of Muon is read.
-        roles: of weights whose modules are known, by name: embedding, output layer or linear.
+        roles: those of weights whose modules are known, by name.
         left_out: lines of the table for frozen parameters that are no plain numbers.
         splits: the blocks of matrices that hold several.
         known_splits: those that modules tell, where `split=` says nothing else.
@@ -160,11 +169,11 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
 def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = "") -> str:
     """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
 
-    `is_named`: by `flatten=` or `stacks=`. `role`: `EMBEDDING`, `OUTPUT` or `LINEAR`, where its module is known.
+    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, where that is known (`fsdp.names`).
     """
     is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
-        return f"{parameter.ndim}D{_how_to_stack(name, parameter)}"
+        return f"{parameter.ndim}D{'' if role == CONVOLUTION else _how_to_stack(name, parameter)}"
     if not parameter.numel():
         return "no elements"
     if is_named:  # a patch embedding too, which is a convolution and no table

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
+from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
 from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
@@ -78,6 +80,19 @@ def tag_for_muon(
     steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
+    _warn_if_few(model_chunks)
+
+
+def _warn_if_few(model_chunks: Sequence[Any]) -> None:
+    """Warn where under half of the elements of matrices inside the network go to Muon."""
+    inside = []
+    for parameter, name in parameter_names(model_chunks).items():
+        why = getattr(parameter, "why_not_muon", "")
+        if parameter.requires_grad and (is_muon_matrix(parameter) or is_left(name, parameter, why)):
+            inside.append(Inside(name, parameter.numel(), why))
+    remedy = "set partition_sizes or use_muon=True on what Muon is to take, or --muon-exclude the rest"
+    if text := warning_of_few(inside, remedy):
+        warnings.warn(text, stacklevel=3)
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
