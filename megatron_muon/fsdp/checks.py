@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import number_of
+from megatron_muon.fsdp.foreign import refuse_foreign
 from megatron_muon.fsdp.step import local_parts
 
 TIME_LIMIT = timedelta(minutes=5)
@@ -97,6 +98,7 @@ def check_parameters(
     """
     for p, was in placed:
         if (now := placement_of(p)) != was:
+            refuse_foreign([(names[p], p, False)])
             before, after = _shown_placement(was), _shown_placement(now)
             raise UserError(
                 f"{names[p]} was {before} when the optimizer was made and is {after} now; make the optimizer "
@@ -130,6 +132,11 @@ def refuse_orphans(members: Sequence[torch.Tensor], names: Mapping[torch.Tensor,
     if len(orphans) < len(trained):
         orphans = [p for p in orphans if is_sharded and not isinstance(p, DTensor)]
     if orphans:
+        if hasattr(orphans[0], "main_grad"):
+            raise UserError(
+                f"{names[orphans[0]]} has its gradient in main_grad, as under Megatron's DistributedDataParallel, and "
+                "not in grad; use Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
+            )
         alone = "" if len(orphans) < len(trained) else ", and no other parameter has one"
         raise UserError(
             f"{names[orphans[0]]} has no gradient at the first step{alone}; if the model was sharded "

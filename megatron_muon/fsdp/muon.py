@@ -25,6 +25,7 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
+from megatron_muon.fsdp.coverage import warn_if_few
 from megatron_muon.fsdp.part import Part, Source, source_of
 from megatron_muon.fsdp.selection import (
     ADAMW,
@@ -70,9 +71,10 @@ class Muon(MuonState):
     flags `--muon-*` (`--adaptive-muon-*`).
 
     Args:
-        params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
-            `momentum`, `betas`, `eps`, and `optimizer`, "muon" or "adamw", which decides for all of a group. Tensors
-            without names must be matrices or in such a group. What needs no gradient is left out.
+        params: the model, whose modules show embeddings and output layers, `model.named_parameters()`, or groups of it
+            with settings of their own: `lr`, `weight_decay`, `momentum`, `betas`, `eps`, and `optimizer`, "muon" or
+            "adamw", which decides for all of a group. Tensors without names must be matrices or in such a group. What
+            needs no gradient is left out.
         lr: learning rate of Muon; `adamw_lr` None takes it too.
         weight_decay: decay per unit of learning rate; `adamw_weight_decay` None takes it too.
         ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
@@ -165,6 +167,8 @@ class Muon(MuonState):
         with in_arguments():
             arguments.check(self._settings)
             self._build(self._select(params))
+        if matrices is None:
+            warn_if_few(self.selection)
 
     def _select(self, params: Any) -> Selection:
         chosen_by = "matrices", "exclude", "flatten", "stacks", "transposed"
@@ -334,7 +338,8 @@ class Muon(MuonState):
                     "fully_shard_model(model), make Muon on its parameters, then fully_shard_optimizer(optimizer)"
                 )
             with in_arguments():
-                self._build(self._select(param_group["params"]))
+                parameters = list(param_group["params"])
+                self._build(self.selection.resharded(parameters) or self._select(parameters))
         else:
             raise UserError("Muon plans who owns what when it is made; give it all parameters then")
 
@@ -401,9 +406,11 @@ class Muon(MuonState):
         """
         now = members_of(self.param_groups)
         if len(now) != len(self._members):
+            flat = any(p.ndim == 1 for p in now) and not any(p.ndim == 2 for p in now)
+            remedy = "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat buffers (as of ZeRO)"
             raise UserError(
                 f"param_groups have {len(now)} parameters, and had {len(self._members)} when the optimizer was made; "
-                "give it all parameters then"
+                f"{remedy if flat else 'give it all parameters then'}"
             )
         if not any(map(operator.is_not, now, self._members)):
             return

@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,18 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.numbers import check_number, number_of
 from megatron_muon.fsdp import fused
+from megatron_muon.fsdp.foreign import foreign, refuse_foreign
+from megatron_muon.fsdp.modules import roles_of
+from megatron_muon.fsdp.names import (
+    CONVOLUTION,
+    EMBEDDING,
+    LINEAR,
+    OUTPUT,
+    is_embedding,
+    is_of_experts,
+    is_output,
+    is_table,
+)
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -33,20 +44,11 @@ OPTIMIZER = "optimizer"
 DECAY_VECTORS = "decay_vectors"
 """The key of a group of AdamW's that says whether its weight decay holds for what has fewer than two dimensions too."""
 
-EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
-"""Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
+VECTOR = "vector"
+"""Why a weight of one row or column is no matrix."""
 
-TABLES = ("*bias*", "*_table", "*_log")
-"""Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba."""
-
-EXPERTS = "*expert*"
-"""Names of modules, or of parameters, whose 3D weights are stacks of matrices."""
-
-OUTPUTS = (
-    *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
-    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out"),
-)
-"""Names of modules that make a network's outputs, where they are in no numbered layer."""
+BY_GROUP, BY_NAME = "its group says so", "exclude"
+"""Why a parameter is AdamW's where the user has said so."""
 
 _NUMBERS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "muon_momentum", "eps": "adam_eps"}
 """Numbers that a group may have, with the names of their ranges."""
@@ -84,6 +86,8 @@ class Selection:
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
         views: how each parameter of Muon is read.
+        roles: those of weights whose modules are known, by name.
+        left_out: lines of the table for frozen parameters that are no plain numbers.
         splits: the blocks of matrices that hold several.
         known_splits: those that modules tell, where `split=` says nothing else.
         notes: for the table, of matrices that look fused, and of adapters.
@@ -95,6 +99,8 @@ class Selection:
     why: dict[torch.Tensor, str] = field(default_factory=dict)
     frozen: list[torch.Tensor] = field(default_factory=list)
     views: dict[torch.Tensor, View] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    left_out: list[Row] = field(default_factory=list)
     splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     known_splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     notes: dict[torch.Tensor, str] = field(default_factory=dict)
@@ -105,6 +111,11 @@ class Selection:
         pairs = list(zip(before, members_of(groups), strict=True))
         for old, new in pairs:
             _check_tensor(self.names[old], new)
+        refuse_foreign((self.names[old], new, self.why.get(old) == BY_GROUP) for old, new in pairs)
+        for old, new in pairs:
+            if old in self.views and new.shape != old.shape:
+                shapes = f"{tuple(new.shape)} in param_groups, and was {tuple(old.shape)}"
+                raise UserError(f"{self.names[old]} is {shapes}; Muon needs whole matrices: use fully_shard (FSDP2)")
         return replace(
             self,
             groups=[dict(group) for group in groups],
@@ -117,6 +128,15 @@ class Selection:
             notes={new: self.notes[old] for old, new in pairs if old in self.notes},
         )
 
+    def resharded(self, parameters: Iterable[torch.Tensor]) -> Selection | None:
+        """The same choice for Megatron-FSDP's parameters; None where they do not have the names of those before."""
+        now = {_known_name(p): p for p in parameters}
+        before = members_of(self.groups)
+        if not all(self.names[p] in now for p in before):
+            return None
+        groups = [{**group, "params": [now[self.names[p]] for p in group["params"]]} for group in self.groups]
+        return self.exchanged(before, groups)
+
     def table(self, *, full: bool = False) -> str:
         """Which optimizer takes which parameters, with the reason, what is split and what has no weight decay."""
         rows = []
@@ -127,7 +147,7 @@ class Selection:
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
                 rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
-        return table(rows, frozen=len(self.frozen), full=full)
+        return table([*rows, *self.left_out], frozen=len(self.frozen), full=full)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -140,29 +160,29 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False) -> str:
+def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = "") -> str:
     """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
 
-    `is_named`: by `flatten=` or `stacks=`.
+    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, where that is known (`fsdp.names`).
     """
-    parts = name.split(".")
-    is_stack = parameter.ndim > 2 and any(fnmatchcase(part.lower(), EXPERTS) for part in parts)
+    is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
-        return f"{parameter.ndim}D{_how_to_stack(name, parameter)}"
+        return f"{parameter.ndim}D{'' if role == CONVOLUTION else _how_to_stack(name, parameter)}"
     if not parameter.numel():
         return "no elements"
     if is_named:  # a patch embedding too, which is a convolution and no table
         return ""
+    if role in (EMBEDDING, OUTPUT):
+        return role
     if is_stack and 1 in parameter.shape[-2:]:
         return "vectors"
-    if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
+    if is_table(name):
         return "table"
-    numbered = any(part.isdigit() for part in parts)
-    if not numbered and any(part.lower() in OUTPUTS for part in parts):
-        return "output layer"
-    if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
-        return "embedding"
-    return ""
+    if is_output(name):
+        return OUTPUT
+    if role != LINEAR and is_embedding(name):
+        return EMBEDDING
+    return VECTOR if not is_stack and 1 in parameter.shape else ""
 
 
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
@@ -202,8 +222,7 @@ def select(
 
     Args:
         params: a model, whose modules then tell more than names do; `model.named_parameters()`, tensors, or groups of
-            either; a group may have `optimizer`, "muon" or
-            "adamw", which decides for its parameters.
+            either; a group may have `optimizer`, "muon" or "adamw", which decides for its parameters.
         matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
         flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
@@ -215,8 +234,12 @@ def select(
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
     selection = Selection()
-    modules = dict(params.named_modules()) if isinstance(params, nn.Module) else {}
+    modules: fused.Modules = {}
+    if isinstance(params, nn.Module):
+        modules, selection.roles = dict(params.named_modules()), roles_of(params)
     tensors = list(_trained(params, selection))
+    refuse_foreign(((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors), modules)
+    selection.left_out = _packed_rows(selection, modules)
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat = set[str]()
@@ -230,7 +253,11 @@ def select(
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
     if matrices is None:
         named = flat | stacked
-        included = {name for name, p in by_name.items() if not why_not_muon(name, p, is_named=name in named)}
+        included = {
+            name
+            for name, p in by_name.items()
+            if not why_not_muon(name, p, is_named=name in named, role=selection.roles.get(name, ""))
+        }
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
@@ -243,10 +270,11 @@ def select(
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
     for name, parameter, options in tensors:
-        optimizer, why = options.get(OPTIMIZER), "its group says so"
+        optimizer, why = options.get(OPTIMIZER), BY_GROUP
         if optimizer is None:
             optimizer = MUON if not name or name in included - excluded else ADAMW
-            why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
+            why = why_not_muon(name, parameter, role=selection.roles.get(name, "")) or "not among matrices"
+            why = BY_NAME if name in excluded else why
         if optimizer == ADAMW:
             selection.why[parameter] = why
         else:
@@ -267,6 +295,17 @@ def select(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def _packed_rows(selection: Selection, modules: fused.Modules) -> list[Row]:
+    """Lines of the table for frozen parameters that are no plain numbers, such as the 4-bit base under LoRA."""
+    rows = []
+    for parameter in selection.frozen:
+        name = selection.names[parameter]
+        found = foreign(parameter, modules.get(name.rpartition(".")[0]))
+        if found is not None:
+            rows.append(Row(FROZEN, name, tuple(parameter.shape), found.kind))
+    return rows
 
 
 def _read_as_modules_do(selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules) -> None:
@@ -355,6 +394,8 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
         selection.grouped |= bool(options)
+        if isinstance(group["params"], nn.Module):
+            raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if not members:
             raise UserError(f"parameter group {number} has no parameters; leave it out")
@@ -438,6 +479,10 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
 
 
+FROZEN = "frozen"
+"""In the table, in the place of an optimizer."""
+
+
 class Row(NamedTuple):
     """A parameter, the optimizer that takes it, and what is to be said of it."""
 
@@ -455,7 +500,8 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
     sizes: dict[str, list[int]] = defaultdict(list)
     kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for row in rows:
-        sizes[row.optimizer].append(math.prod(row.shape))
+        if row.optimizer != FROZEN:  # counted by `frozen`
+            sizes[row.optimizer].append(math.prod(row.shape))
         shape = " x ".join(map(str, row.shape)) or "scalar"
         kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
         kinds[row.optimizer, shape, kind, row.note].append(row.name)
@@ -464,7 +510,7 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
     for optimizer, counts in sizes.items():
         lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
     if frozen:
-        lines.append(f"{'frozen':<12}{frozen:>9,}")
+        lines.append(f"{FROZEN:<12}{frozen:>9,}")
     lines.append("")
     for (optimizer, shape, kind, note), names in kinds.items():
         shown = names[0] if len(names) == 1 else kind

@@ -84,6 +84,7 @@ def of(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 HYPERBALL: dict[str, Any] = {"hyperball": True, "weight_decay": 0.0}
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a module in a list": (groups(Model()), r"is a Model, not a tensor; pass model\.named_parameters\(\)"),
     "a string": (groups("layers"), "is a str, not a tensor"),
     "nothing": (lambda: megatron_muon.Muon([]), "params is empty"),
     "no matrix": (groups(("a", of(3))), "no parameter is a matrix"),

@@ -173,7 +173,7 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
         (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
         (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),  # one over all experts would mix them
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
-        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), mp.VECTOR),
+        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), "vector"),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.out_proj.weight", (16, 16), ""),
         (f"{LAYER}attention.linear_q_down_proj.weight", (16, 16), ""),

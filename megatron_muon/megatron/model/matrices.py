@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,23 +18,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
-from torch import nn
 
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
+from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
+from megatron_muon.fsdp.modules import role_of
+from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
 from megatron_muon.fsdp.selection import Row, blocks, table, why_not_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patterns import matching, steps_of
 
-EMBEDDING, OUTPUT, VECTOR = "embedding", "output layer", "vector"
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer, beside the reasons of `why_not_muon`."""
 
-_TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
-_LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)  # a projection of embeddings is a matrix
 _LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon", "partition_sizes")
 
 
@@ -81,6 +80,19 @@ def tag_for_muon(
     steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
+    _warn_if_few(model_chunks)
+
+
+def _warn_if_few(model_chunks: Sequence[Any]) -> None:
+    """Warn where under half of the elements of matrices inside the network go to Muon."""
+    inside = []
+    for parameter, name in parameter_names(model_chunks).items():
+        why = getattr(parameter, "why_not_muon", "")
+        if parameter.requires_grad and (is_muon_matrix(parameter) or is_left(name, parameter, why)):
+            inside.append(Inside(name, parameter.numel(), why))
+    remedy = "set partition_sizes or use_muon=True on what Muon is to take, or --muon-exclude the rest"
+    if text := warning_of_few(inside, remedy):
+        warnings.warn(text, stacklevel=3)
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -95,14 +107,10 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
 
 def _outside(name: str, parameter: Any, module: Any) -> str:
     """Why a 2D weight is no matrix inside the network, by its module, megatron-core's mark, and its name."""
-    if isinstance(module, _TABLES):
-        return EMBEDDING
-    if getattr(parameter, "is_embedding_or_output_parameter", False):
-        return OUTPUT
-    why = why_not_muon(name.replace("module.", ""), parameter)
-    if not why and 1 in parameter.shape:
-        return VECTOR
-    return "" if why == EMBEDDING and isinstance(module, _LINEAR) else why
+    role = role_of(module)
+    if role != EMBEDDING and getattr(parameter, "is_embedding_or_output_parameter", False):
+        role = OUTPUT
+    return why_not_muon(name.replace("module.", ""), parameter, role=role)
 
 
 def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:

@@ -1,0 +1,66 @@
+"""A warning where Muon takes few of the matrices inside a network, though nobody asked for that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from megatron_muon.fsdp.names import CONVOLUTION, EMBEDDING, OUTPUT, around, is_embedding, is_numbered
+from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
+
+LEAST_SHARE = 0.5
+"""Of the elements of matrices inside the network, below which a warning says what is left."""
+
+LARGEST_KERNEL = 16
+"""Side of a convolution's kernel, above which a parameter of more than two dimensions counts as a stack of matrices."""
+
+_NOT_COUNTED = (BY_GROUP, BY_NAME, "--muon-exclude", OUTPUT, VECTOR, "vectors", "table", "no elements")
+"""Reasons that users gave, and those of weights that are no matrices inside the network."""
+
+
+class Inside(NamedTuple):
+    """A matrix inside the network, or a stack, and why Muon leaves it; empty where it does not."""
+
+    name: str
+    elements: int
+    why: str
+
+
+def warn_if_few(selection: Selection) -> None:
+    """Warn, once, where under half of the elements of matrices inside the network go to Muon."""
+    inside = []
+    for parameter, name in selection.names.items():
+        why = selection.why.get(parameter, "")
+        if parameter in selection.views or is_left(name, parameter, why, selection.roles.get(name, "")):
+            inside.append(Inside(name, parameter.numel(), why))
+    remedy = "name what Muon is to take in matrices= or stacks=, and put the rest into a group with optimizer='adamw'"
+    if text := warning_of_few(inside, remedy):
+        warnings.warn(text, stacklevel=3)
+
+
+def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
+    """The warning, or nothing where at least half of the elements go to Muon."""
+    inside = list(inside)
+    left = [each for each in inside if each.why]
+    total = sum(each.elements for each in inside)
+    taken = total - sum(each.elements for each in left)
+    if not left or taken >= LEAST_SHARE * total:
+        return ""
+    largest = max(left, key=lambda each: each.elements)
+    return (
+        f"Muon takes {taken / total:.1%} of the {total:,} elements of matrices inside the network; the largest that it "
+        f"leaves is {largest.name} ({largest.why}): {remedy}"
+    )
+
+
+def is_left(name: str, parameter: torch.Tensor, why: str, role: str = "") -> bool:
+    """Whether AdamW got what looks like a matrix inside the network, or a stack, though the user did not say so."""
+    if not why or why in _NOT_COUNTED or parameter.ndim < 2:
+        return False
+    if parameter.ndim > 2:
+        is_kernel = role == CONVOLUTION or min(parameter.shape[-2:]) <= LARGEST_KERNEL
+        return not is_kernel and may_be_stack(name, parameter) and not is_embedding(name)
+    return why != EMBEDDING or (role != EMBEDDING and is_numbered(around(name)))
