@@ -13,9 +13,12 @@ Makes .venv with the exact versions of requirements/lock.txt (once; a few minute
   megatron-muon quickstart --nproc 2 -- FLAG...
 
 which trains a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP. It needs no GPU, nothing
-is downloaded but packages, and two CPU cores do it in about three minutes. Where runs/quickstart holds a run, the next one
-goes to runs/quickstart-2, and so on. FLAGs are those of pretrain_gpt.py and win over what is chosen here. For example:
+is downloaded but packages, and two free CPU cores do it in about three minutes; after ten steps it says how long this
+machine needs. Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on. FLAGs are those of
+pretrain_gpt.py and win over what is chosen here. For example:
 
+  scripts/quickstart.sh --train-iters 50            a shorter run
+  scripts/quickstart.sh --exit-duration-in-mins 5   saves after five minutes, and shows the text
   scripts/quickstart.sh --muon-lr 0.01
   scripts/quickstart.sh --data-parallel-sharding-strategy optim
 
@@ -33,6 +36,6 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 
-echo "quickstart: a small GPT learns with Muon on ${NPROC:-2} ranks, in about three minutes; Ctrl-C stops it"
+echo "quickstart: a small GPT learns with Muon on ${NPROC:-2} ranks, in about three minutes on free cores; Ctrl-C stops it"
 scripts/lib/setup.sh
 exec .venv/bin/megatron-muon quickstart --nproc "${NPROC:-2}" -- "$@" </dev/null

@@ -41,6 +41,7 @@ are not known:
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
   `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a rank and
   `seconds_left`;
+- estimate: after a start's tenth step: `step`, `seconds_left`;
 - diverged: `step`, at which Megatron ends the run for a number that is not finite;
 - validation: `step`, `loss`, and `what` it is of, as "validation loss";
 - saved: `step`, `folder`, `seconds`; with --async-save files are still being written."""

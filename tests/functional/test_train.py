@@ -117,7 +117,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     assert {path.name for path in folder.iterdir()} == NAMES
     assert (folder / "checkpoints/iter_0000006").is_dir()
     log = cli.Run(0, (folder / "train.log").read_text(), 0.0)
-    assert "Evaluating iter" in log.output
+    assert "iteration 6 on validation set: evaluated above" in log.output
 
     lines = run.output.splitlines()
     assert lines[0] == "checking the settings of tiny.yaml ..."
@@ -128,9 +128,9 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     assert [int(step) for step, _ in steps] == [iteration.number for iteration in log.iterations] == [1, 2, 4, 6]
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
     assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*\d:\d\d left$", run.output, re.MULTILINE)
-    validations = re.findall(r"^(?:final )?validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
+    validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
-    assert len(validations) == 3
+    assert len(validations) == 2
     assert re.search(r"^checkpoint of step 6  took .*  runs/one/checkpoints$", run.output, re.MULTILINE)
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
     assert lines[-1] == "see runs/one/summary.json, runs/one/train.log"

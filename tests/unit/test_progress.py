@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.timers import Timers
 
+from megatron_muon import cpu
 from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD, tell, tells
 from megatron_muon.megatron.patches import progress as module
 from megatron_muon.megatron.patches.progress import Clock, Progress, mean_loss, muon_rate
@@ -86,17 +88,68 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
     for after in ("", " on validation set", " on test set"):
         progress.evaluate(results, f"iteration 20{after}", None, None, None, 20, None)
     settings.validation_set_names = None
-    progress.evaluate_set(lambda *_: (None, None, True))  # the time limit
     module.save(lambda iteration: None, 20)
     told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
     validations = [(e["step"], e["loss"], e["what"]) for e in told if e["event"] == "validation"]
     sets = ((2.0, "code"), (3.0, "text"))
-    kinds = ("validation", "final validation", "test")
+    kinds = ("validation", "test")
     assert validations == [(20, loss, f"{kind} loss {name}") for kind in kinds for loss, name in sets]
     (saved,) = (event for event in told if event["event"] == "saved")
     assert (saved["step"], saved["folder"]) == (20, "s")
     stages = [event["stage"] for event in told if event["event"] == "stage"]
-    assert stages == [*["evaluating", None] * 3, "saving a checkpoint", None]
+    assert stages == [*["evaluating", None] * 2, "saving a checkpoint", None]
+
+
+@pytest.mark.parametrize(
+    ("evaluated_at", "in_time", "losses"),
+    [(20, True, ["validation"]), (10, True, ["validation", "final validation"]), (20, False, ["final validation"])],
+)
+def test_the_last_step_is_evaluated_once(monkeypatch, settings, evaluated_at, in_time, losses):
+    """Megatron evaluates it again after training, on other samples: two losses of one step, 1.9050 and 1.9729."""
+    told = []
+    monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
+    cpu.install(force=True)
+    timers = Timers(0, "minmax")
+    monkeypatch.setattr(module, "get_timers", lambda: timers)
+    progress = Progress(on_gpu=False)
+
+    def results(prefix, forward_step, data, model, iteration, *rest):
+        timers("evaluate", log_level=0).start()
+        if in_time or " set" in prefix:
+            progress.evaluate_set(lambda *_: ({LOSS: torch.tensor(2.0)}, None, False))
+            timers("evaluate").stop()
+        else:
+            progress.evaluate_set(lambda *_: (None, None, True))  # --exit-duration-in-mins; the timer is left running
+
+    progress.evaluate(results, f"iteration {evaluated_at}", None, None, None, evaluated_at, None)
+    progress.evaluate(results, "iteration 20 on validation set", None, None, None, 20, None)
+    assert [facts["what"].removesuffix(" loss") for event, facts in told if event == "validation"] == losses
+
+
+def test_the_time_left_is_reported_after_ten_steps_of_a_start(monkeypatch, settings):
+    """With --log-interval 40 a machine that took 16 minutes said nothing for the first three."""
+    told = []
+    monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
+    monkeypatch.setattr(module, "_peak_of_all_ranks", lambda: 0.0)
+    monkeypatch.setattr(module, "report_state", lambda optimizer: {})
+    monkeypatch.setattr(module.global_vars, "get_tensorboard_writer", lambda: None)
+    vars(settings).update(
+        log_interval=40, tensorboard_log_interval=1, log_memory_to_tensorboard=True, train_iters=200,
+        global_batch_size=4, seq_length=32,
+    )  # fmt: skip
+    progress = Progress(on_gpu=False)
+    progress.watch(lambda *_: SimpleNamespace(param_groups=[]), None, [])
+    now = 100.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(module.Clock, "at", lambda iteration: Clock(iteration, now, 0.0, None))
+
+    def log(loss_dict, total_loss_dict, learning_rate, iteration, skipped_iter, grad_norm):
+        pass
+
+    for iteration in range(51, 75):  # resumed at 50
+        progress.follow(log, {}, {}, 0.1, iteration, 0, 1.0)
+        now += 2.0
+    assert [facts for event, facts in told if event == "estimate"] == [{"step": 60, "seconds_left": 280.0}]
 
 
 def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monkeypatch):

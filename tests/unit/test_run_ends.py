@@ -61,9 +61,18 @@ def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
 
 
+def test_a_run_that_its_time_limit_ended_can_go_on(tmp_path):
+    """--exit-duration-in-mins ends with 0, as the last step does: nothing said that there was more to train."""
+    for steps, goes_on in ((5, True), (6, False)):
+        root = make_run(tmp_path / str(steps), lambda step: 5.5, steps=steps)
+        summary = summary_for(root, status=0)
+        assert summary["outcome"] == "finished"
+        assert summary["go_on"] == (f"megatron-muon train --resume --out {root}" if goes_on else None)
+
+
 @pytest.mark.parametrize(
     ("status", "checkpoint", "goes_on"),
-    [(0, True, False), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
+    [(0, True, True), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
      (130, False, True), (137, True, True), (16, True, True)],
 )  # fmt: skip
 def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):

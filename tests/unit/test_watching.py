@@ -146,6 +146,13 @@ def test_quiet_and_verbose(tmp_path, capsys):
     assert "step 130/200" not in text
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(161.4, True), (59.0, False)])
+def test_after_ten_steps_a_run_says_how_long_it_takes_and_how_to_shorten_it(capsys, seconds, shown):
+    Watcher().event({"event": "estimate", "step": 10, "seconds_left": seconds})
+    advice = "about 2:41 left; for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N\n"
+    assert capsys.readouterr().out == (advice if shown else "")
+
+
 def test_the_live_line_says_what_a_run_does(monkeypatch):
     monkeypatch.setattr(screen, "is_terminal", lambda: True)
     monkeypatch.setattr("sys.stdout", io.StringIO())

@@ -38,6 +38,9 @@ from megatron_muon.megatron.state import report_state
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
+_ESTIMATE_AT = 10
+"""Steps of a start after which its time left is reported; a log interval may be much longer."""
+
 _METRICS = {"tokens-per-second": "tokens_per_s", "mfu": "mfu", "optimizer-share": "optimizer_share"}
 _STAGES = {
     "setup_model_and_optimizer": "building the model",
@@ -90,6 +93,7 @@ class Progress:
         self._first: Clock | None = None
         self._last: Clock | None = None
         self._evaluation = 0, "", iter(())
+        self._validated: int | None = None
 
     def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
@@ -136,6 +140,8 @@ class Progress:
             self._skipped = 0
             if isinstance(self._optimizer, MuonChainedOptimizer) and (failed := self._optimizer.skipped_updates()):
                 print_rank_last(skipped_line(failed))
+        if self._first is not None and iteration == self._first.iteration + _ESTIMATE_AT - 1:
+            tell("estimate", step=iteration, seconds_left=self._seconds_left(settings, iteration, time.monotonic()))
         self._log(values, iteration)
         return result
 
@@ -167,14 +173,19 @@ class Progress:
         share = None
         if now.in_optimizer is not None and last.in_optimizer is not None:
             share = (now.in_optimizer - last.in_optimizer) / seconds
-        batch, left = settings.global_batch_size, max((settings.train_iters or 0) - now.iteration, 0)
+        batch = settings.global_batch_size
         return {
             "tokens_per_s": batch * settings.seq_length * steps / seconds,
             "mfu": self._mfu(settings, batch, seconds / steps),
             "optimizer_share": share,
-            # Evaluations and saves included.
-            "seconds_left": left * (now.wall - first.wall) / (now.iteration - first.iteration),
+            "seconds_left": self._seconds_left(settings, now.iteration, now.wall),
         }
+
+    def _seconds_left(self, settings: Any, iteration: int, wall: float) -> float:
+        """Time that the rest takes at the speed since a start's first step, evaluations and saves so far included."""
+        assert self._first is not None
+        left = max((settings.train_iters or 0) - iteration, 0)
+        return left * (wall - self._first.wall) / (iteration - self._first.iteration)
 
     def _mfu(self, settings: Any, batch: int, step_s: float) -> float | None:
         """The model's operations in a step, as Megatron counts them, over what the GPUs could do in bf16."""
@@ -185,10 +196,17 @@ class Progress:
         return float(flops / (step_s * settings.world_size * peak * 1e12))
 
     def evaluate(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Instead of `evaluate_and_print_results`, of all sets; after training the prefix ends in " set"."""
+        """Instead of `evaluate_and_print_results`, of all sets; after training the prefix ends in " set".
+
+        Where --eval-interval has evaluated the last step, 0.19 evaluates it again on the samples that follow: a second
+        number for the same weights. The first one counts.
+        """
         given, settings = inspect.signature(call).bind(*args, **kwargs).arguments, get_args()
         prefix, after = given["prefix"], "final " if given["prefix"].endswith(" set") else ""
         data = "test" if prefix.endswith("test set") else f"{after}validation"
+        if data == "final validation" and self._validated == given["iteration"]:
+            say(f"megatron-muon: {prefix}: evaluated above, at --eval-interval")
+            return None
         names: Iterator[Any] = itertools.repeat("")
         if getattr(settings, "multiple_validation_sets", False):
             names = iter(settings.validation_set_names or itertools.count())
@@ -200,6 +218,10 @@ class Progress:
     def evaluate_set(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of `evaluate`, which evaluates one set."""
         result, (iteration, data, names) = call(*args, **kwargs), self._evaluation
+        if result[2]:  # 0.19 leaves its timer running, and fails where the test set is next
+            get_timers()("evaluate").stop()
+        elif data == "validation":
+            self._validated = iteration
         what = f"{data} loss {next(names, '')}".rstrip()
         if result[0] and LOSS in result[0]:
             tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)  # Megatron is to print it, too

@@ -49,6 +49,11 @@ exit status:
 _SHOWN = ("megatron-muon: warning: ", "megatron-muon: note: ", "pretrain_gpt.py: error: ")
 """Prefixes of the ranks' lines that are meant for the user."""
 
+_SHORT_S = 60.0
+"""A run with less left than this needs no advice on a shorter one."""
+
+_SHORTER = "for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N"
+
 
 def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon train`."""
@@ -199,6 +204,8 @@ class Watcher:
             return
         if kind == "step":
             show(screen.step_line(event, self.screen.width))
+        elif kind == "estimate" and event["seconds_left"] >= _SHORT_S:
+            show(f"about {screen.clock(event['seconds_left'])} left; {_SHORTER}")
         elif kind == "validation":
             show(screen.validation_line(event), "bold")
         elif kind == "saved":

@@ -66,7 +66,8 @@ def summary_of(
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:
         why = f"the loss rose from {record.losses[0]:.3f} to {record.loss_last:.3f}"
-    is_over = outcome == "finished" or at is not None
+    stopped_early = record.iterations < (run["settings"].get("train_iters") or 0)  # --exit-duration-in-mins
+    is_over = (outcome == "finished" and not stopped_early) or at is not None
     is_over |= outcome == "refused" and not (record.iterations or folder.checkpoint)
     now = datetime.now(UTC)
     return {
