@@ -58,7 +58,7 @@ def train(device: torch.device) -> None:
     text = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     model = sharded_model(device)
-    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-3)  # Muon, after fully_shard
+    optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-3)  # Muon, after fully_shard
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if dist.get_rank() == 0:
         print(optimizer.table(), flush=True)

@@ -55,7 +55,7 @@ class Muon(MuonState):
     """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
 
         model = fully_shard(model)                                  # or DDP, Megatron-FSDP, nothing
-        optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4)
+        optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-4)
         print(optimizer.table())                                    # which of the two takes what
 
     Names, meaning and defaults are those of `torch.optim.Muon` where it has them. Parameters are plain tensors, or
