@@ -58,11 +58,11 @@ class Muon(MuonState):
         optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-4)
         print(optimizer.table())                                    # which of the two takes what
 
-    Names, meaning and defaults are those of `torch.optim.Muon` where it has them. Parameters are plain tensors, or
-    DTensors on one mesh or several; make the optimizer after the model is sharded. Every rank of their meshes takes
-    part in every step. A parameter of experts `(E, m, n)` is E matrices. State is there from the start:
-    `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters
-    are, for `torch.distributed.checkpoint.state_dict`.
+    Names, meaning and defaults are those of `torch.optim.Muon` where it has them, but for `eps`. Parameters are plain
+    tensors, or DTensors on one mesh or several; make the optimizer after the model is sharded. Every rank of their
+    meshes takes part in every step. A parameter of experts `(E, m, n)` is E matrices. State is there from the start:
+    `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest, sharded as the parameters are,
+    for `torch.distributed.checkpoint.state_dict`.
 
     A parameter without a gradient is skipped, and so is a matrix whose update is not finite.
 

@@ -435,18 +435,18 @@ def _check_options(options: Mapping[str, Any], number: int) -> None:
         if wrong:
             raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
         if name == "betas":
-            check_betas(value, "betas", of=f" of parameter group {number}")
+            check_betas(value, "betas", f" of parameter group {number}")
         elif name in _NUMBERS:
             check_number(_NUMBERS[name], value, flag=f"{name} of parameter group {number}")
 
 
-def check_betas(betas: Any, name: str, *, of: str = "") -> None:
-    """Refuse, by a UserError, what are not two numbers in a sequence, an array or a tensor."""
+def check_betas(betas: Any, name: str, where: str = "") -> None:
+    """Refuse, by a UserError that calls them `name`, what are not two numbers in a sequence, an array or a tensor."""
     has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
     if not has_elements or len(betas) != 2:
-        raise UserError(f"{name}{of}={betas!r} are not two numbers")
+        raise UserError(f"{name}={betas!r}{where} are not two numbers")
     for place, beta in enumerate(betas):
-        check_number("adam_beta1", beta, flag=f"{name}[{place}]{of}")
+        check_number("adam_beta1", beta, flag=f"{name}[{place}]{where}")
 
 
 def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:

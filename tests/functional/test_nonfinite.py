@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.support.case import STRATEGIES, Case, gradient_of
-from tests.support.cases import ADAMUON, GATHERED, NORMUON, REPLICATED
+from tests.support.cases import ADAMUON, GATHERED, HYPERBALL, NORMUON, REPLICATED
 from tests.support.model import Trainer
 from tests.support.pool import Pool
+from tests.support.reference import Reference, is_matrix
 from tests.support.wide import wide_but
 
 QKV, FC2 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc2.weight"
@@ -73,6 +74,58 @@ def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None
             assert update.norm() > 1e-3
             # Clipping multiplies by a factor that rounds, so the input's last bits differ.
             torch.testing.assert_close(found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}")
+
+
+SCALED = {
+    "muon": Case(layers=1),
+    "gram": Case(layers=1, optimizer={"muon_ns": "gram"}),
+    "bf16": Case(layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
+    "teams": Case(layers=1, optimizer={"muon_team_size": "2"}),
+    "adamuon": Case(layers=1, optimizer={**ADAMUON, "adaptive_muon_eps": 1e-2}),
+    "normuon": Case(layers=1, optimizer=NORMUON),
+    "hyperball": Case(layers=1, optimizer=HYPERBALL),
+    "no_shard": Case(layers=1, strategy="no_shard"),
+    "int8": Case(layers=1, optimizer={"muon_momentum_dtype": "int8"}),
+}
+ROUNDED = {"bf16": 0.02, "int8": 0.02}
+"""How far updates may be from the reference, of their size. Others to 1e-4; where gradients are clipped to 5e-3, as two
+steps are then weighed by their norms, which differ by thousandths."""
+BY_SCALE = [(1.0, 1e-8, 1.0), (1.0, 1e-20, 1.0), (1.0, 1e-30, 1.0), (1e-12, 1e-8, 1.0), (1.0, 1e-8, 1e20)]
+"""`clip_grad`, the scale of all gradients, and a factor on that of FC2. The last two are clipped; in the last one FC2
+shrinks all others."""
+
+
+def scaled_steps(rank: int, world_size: int, *, case: Case, steps: list[tuple[float, float, float]]) -> Any:
+    """In a worker: the matrices after two steps, for each scale of the gradients."""
+    found = []
+    for clip, scale, factor in steps:
+        trainer = Trainer(case.but(optimizer={**case.optimizer, "clip_grad": clip}))
+
+        def gradient(name: str, *what: Any, scale: float = scale, factor: float = factor) -> torch.Tensor:
+            return scale * (factor if name == FC2 else 1.0) * gradient_of(name, *what)
+
+        for _ in range(2):
+            assert trainer.step(gradient)[0]
+        found.append(trainer.whole())
+    return trainer.shapes, found
+
+
+@pytest.mark.parametrize("label", wide_but(["muon"], SCALED))
+def test_the_scale_of_gradients_changes_no_update(ranks: Pool, label: str) -> None:
+    """Weights as emerging-optimizers has them from gradients of size 1; also where one gradient clips all others."""
+    case = SCALED[label]
+    shapes, found = ranks(2, scaled_steps, case=case, steps=BY_SCALE)[0]
+    reference = Reference(case, shapes)
+    matrices = [name for name, shape in shapes.items() if is_matrix(case, name, shape)]
+    start = reference.whole()
+    for _ in range(2):
+        reference.step()
+    expected = reference.whole()
+    for step, weights in zip(BY_SCALE, found, strict=True):
+        for name in matrices:
+            update = expected[name] - start[name]
+            off = (weights[name] - expected[name]).norm() / update.norm()
+            assert off < max(ROUNDED.get(label, 0.0), 1e-4 if step in BY_SCALE[:3] else 5e-3), (name, step)
 
 
 def one_bad_momentum(rank: int, world_size: int, *, cases: dict[str, Case], victim: str) -> dict[str, Any]:
