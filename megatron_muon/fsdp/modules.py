@@ -64,13 +64,16 @@ def _returned(model: nn.Module, method: str) -> set[torch.Tensor]:
 def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]) -> set[str]:
     """Names of linear layers that are as wide as the labels, and of the last that is as wide as the vocabulary.
 
-    None is looked for where one is known, or tied to an embedding. Layers of a numbered block are none; the last layer
-    of an `nn.Sequential` is numbered, too.
+    The vocabulary is that of a config, or an embedding's rows for a layer of its shape that follows all numbered
+    blocks. None is looked for where one is known, or tied to an embedding. Layers of a numbered block are none; the
+    last layer of an `nn.Sequential` is numbered, too.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if name in roles}
     linear = [name for name in shapes if roles[name] == LINEAR]
     outside = [name for name in linear if not is_numbered(around(name))]
     possible = [name for name in outside if not is_numbered(name) or name == linear[-1]]
+    blocks = [place for place, name in enumerate(linear) if name not in outside]
+    behind = [name for name in possible if not blocks or linear.index(name) > blocks[-1]]
     known = tied | {shapes[name][0] for name in shapes if roles[name] == OUTPUT or is_output(name)}
     found = set[str]()
     for path, size in _sizes(model, "num_labels"):
@@ -80,7 +83,7 @@ def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]
         found.update(fitting[-1:] if size not in known else [])
     for table in (name for name in shapes if roles[name] == EMBEDDING):
         is_vocabulary = shapes[table][0] not in known and not any(part in table for part in _NO_VOCABULARY)
-        alike = [name for name in possible if shapes[name] == shapes[table]]
+        alike = [name for name in behind if shapes[name] == shapes[table]]
         fitting = [name for name in alike if _is_as_wide(shapes[name], shapes[table][0])]
         found.update(fitting[-1:] if is_vocabulary else [])
     return found

@@ -1,0 +1,191 @@
+"""Embeddings and output layers that modules show and names do not, and the warning where Muon takes few matrices."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import megatron_muon
+from megatron_muon.fsdp.selection import select
+from megatron_muon.megatron.model import matrices as mp
+from tests.unit.test_selection import Wrapped
+
+WORDS, WIDTH = 40, 8
+
+
+class Language(nn.Module):
+    """A model whose names say nothing; `rows` is the width of its output layer."""
+
+    def __init__(self, rows: int = WORDS, *, tied: bool = False, config: Any = None) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WORDS)  # as wide as the vocabulary, and not the last
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)) for _ in range(2))
+        self.read = nn.Linear(WIDTH, rows, bias=False)
+        self.config = config
+        if tied:
+            self.read.weight = self.tok.weight
+
+
+def left_of(model: Any, **given: Any) -> dict[str, str]:
+    """The matrices that go to AdamW, with their reasons."""
+    selection = select(model, **given)
+    return {selection.names[p]: why for p, why in selection.why.items() if p.ndim == 2}
+
+
+def stacked(*modules: nn.Module) -> nn.Module:
+    return nn.Sequential(*modules)
+
+
+LLAMA = {"vocab_size": 48, "hidden_size": 8, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1}
+T5_SIZES = {"vocab_size": 40, "d_model": 8, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 1}
+MODELS: dict[str, tuple[Any, dict[str, str]]] = {
+    "tied": (lambda: Language(tied=True), {"tok.weight": "embedding"}),
+    "as wide as the vocabulary": (lambda: Language(), {"tok.weight": "embedding", "read.weight": "output layer"}),
+    "as wide as the config's vocabulary": (
+        lambda: Language(56, config=SimpleNamespace(vocab_size=56)),
+        {"tok.weight": "embedding", "read.weight": "output layer"},
+    ),
+    "as wide as the labels": (
+        lambda: Language(5, config=SimpleNamespace(num_labels=5, vocab_size=WIDTH)),
+        {"tok.weight": "embedding", "read.weight": "output layer"},
+    ),
+    "numbers alone": (
+        lambda: stacked(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.Linear(WIDTH, WORDS)),
+        {"0.weight": "embedding", "3.weight": "output layer"},
+    ),
+    "one output": (lambda: stacked(nn.Linear(WIDTH, 5), nn.Linear(5, 1)), {"1.weight": "vector"}),
+    "Llama": (
+        lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+        {"model.embed_tokens.weight": "embedding", "lm_head.weight": "output layer"},
+    ),
+    "Llama that classifies": (
+        lambda: LlamaForSequenceClassification(LlamaConfig(**LLAMA, num_labels=3)),
+        {"model.embed_tokens.weight": "embedding", "score.weight": "output layer"},
+    ),
+    "T5": (
+        lambda: T5ForConditionalGeneration(T5Config(**T5_SIZES)),
+        {
+            "shared.weight": "embedding",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "embedding",
+            "decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "embedding",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_modules_show_embeddings_and_output_layers(kind: str) -> None:
+    make, expected = MODELS[kind]
+    found = left_of(make())
+    assert found == expected
+
+
+def test_an_output_layer_that_its_model_returns_is_one_whatever_its_width() -> None:
+    model = Language(7)
+    model.get_output_embeddings = lambda: model.read  # type: ignore[assignment]
+    assert left_of(model)["read.weight"] == "output layer"
+
+
+def test_a_linear_layer_is_no_table_whatever_its_name() -> None:
+    """Story: under Megatron projections of embeddings were matrices, under FSDP2 they were tables."""
+    model = nn.ModuleDict(
+        {"embedder": nn.ModuleList([nn.Linear(WIDTH, 5)]), "layers": nn.ModuleList([nn.Linear(5, 6)])}
+    )
+    assert left_of(model) == {}
+    assert left_of(model.named_parameters()) == {"embedder.0.weight": "embedding"}
+
+
+OUTPUTS = ("value_head", "v_head.summary", "score", "generator", "generator.proj", "lm_heads", "logits", "reward_head")
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_names_of_output_layers(name: str) -> None:
+    """Story: these went to Muon."""
+    inside = [("layers.0.up.weight", nn.Parameter(torch.ones(5, 6)))]
+    inside.append(("generator.fc1.weight", nn.Parameter(torch.ones(5, 6))))  # of a network that is called so
+    head = (f"{name}.weight", nn.Parameter(torch.ones(3, 6)))
+    assert left_of([*inside, head]) == {head[0]: "output layer"}
+
+
+def test_a_gate_of_one_row_is_a_vector_on_both_paths() -> None:
+    """Story: the gate of shared experts went to Muon in any model and to Adam under Megatron."""
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([nn.Linear(WIDTH, 6, bias=False)])
+    model.shared_expert_gate = nn.Linear(WIDTH, 1, bias=False)
+    expected = {"shared_expert_gate.weight": "vector"}
+    assert left_of(model) == left_of(model.named_parameters()) == expected
+    names = mp.parameter_names([Wrapped(model)])
+    assert {n: p.why_not_muon for p, n in names.items() if not mp.is_muon_matrix(p)} == expected
+
+
+def warned(act: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(each.message) for each in caught if "inside the network" in str(each.message)]
+
+
+def stack_beside_matrix() -> list[tuple[str, nn.Parameter]]:
+    matrix, stack = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(3, 20, 20))
+    return [
+        ("layers.0.up.weight", matrix),
+        ("layers.0.moe.w13", stack),
+        ("wte.weight", nn.Parameter(torch.ones(90, 20))),
+    ]
+
+
+def test_one_warning_says_that_muon_takes_few_matrices() -> None:
+    """Story: beside one matrix, stacks without a known name and flat parameters trained with AdamW."""
+    given = stack_beside_matrix()
+    (text,) = warned(lambda: megatron_muon.Muon(given))
+    expected = "Muon takes 25.0% of the 1,600 elements of matrices inside the network; the largest that it leaves is "
+    assert text.startswith(f"{expected}layers.0.moe.w13 (3D; ")
+    assert text.endswith("name what Muon is to take in matrices= or stacks=, and put the rest into a group with "
+                         "optimizer='adamw'")  # fmt: skip
+
+
+def test_a_warning_finds_layers_that_their_encoders_name_makes_embeddings() -> None:
+    given = stack_beside_matrix()[:1]
+    given += [(f"text_embedder.layers.{n}.up.weight", nn.Parameter(torch.ones(20, 20))) for n in range(2)]
+    (text,) = warned(lambda: megatron_muon.Muon(given))
+    assert re.search(r"takes 33\.3% .* is text_embedder\.layers\.0\.up\.weight \(embedding\)", text)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"stacks": ["w13"]}, {"matrices": ["up"]}, {"exclude": ["up"], "stacks": ["w13"]}, {"group": True}]
+)
+def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) -> None:
+    given: Any = stack_beside_matrix()
+    if settings.pop("group", False):
+        given = [{"params": given[::2]}, {"params": given[1:2], "optimizer": "adamw"}]
+    assert warned(lambda: megatron_muon.Muon(given, **settings)) == []
+
+
+def test_no_warning_for_convolutions() -> None:
+    model = nn.Sequential(nn.Conv1d(40, 40, 20), nn.Conv2d(40, 40, 3), nn.Linear(20, 20), nn.Linear(20, 3))
+    assert warned(lambda: megatron_muon.Muon(model)) == []
+
+
+def test_the_warning_is_given_under_megatron_too() -> None:
+    model, chosen = nn.Sequential(), nn.Sequential()
+    for each in (model, chosen):
+        each.layers = nn.ModuleList([nn.Linear(WIDTH, 6, bias=False)])
+        each.c_attn = nn.Linear(WIDTH, 24, bias=False)
+    (text,) = warned(lambda: Wrapped(model))
+    assert re.search(r"takes 20\.0% of the 240 .* leaves is c_attn\.weight \(fused in a way .*\): set partition_", text)
+    chosen.c_attn.weight.use_muon = False
+    assert warned(lambda: Wrapped(chosen)) == []
