@@ -1,7 +1,7 @@
 """A run resumed within its warm-up or its decay is the uninterrupted one: losses, and every group's learning rate.
 
-With learning rates of Muon's own beside Adam's, wherever state is kept, whether or not the run says that its own schedule
-is to replace the checkpoint's.
+With learning rates of Muon's own beside Adam's, wherever state is kept, with and without
+--override-opt-param-scheduler.
 """
 
 from __future__ import annotations

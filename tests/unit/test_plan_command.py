@@ -276,7 +276,7 @@ def test_plan_and_rehearsal_agree(tmp_path: Path, name: str, world_size: int) ->
 def test_experts_that_leave_a_remainder_on_512_ranks_take_no_more_than_the_buffer(
     tmp_path: Path, buffer_mb: int
 ) -> None:
-    """xtuner #2069: 38 experts of two layers on each of 8 parts, 76 matrices of a kind on 64 ranks: 12 are left over."""
+    """xtuner #2069: 38 experts of two layers on each of 8 parts: 76 matrices of a kind on 64 ranks, 12 too many."""
     few = ("--num-layers", 2, "--num-experts", 304, "--muon-exchange-buffer-mb", buffer_mb)
     run = ("--config", CONFIGS / "moe-large.yaml", "--world-size", 512, "--ranks", 0, 9, 511)
     figures = planned(tmp_path, *run, *few, command="rehearse")
