@@ -116,6 +116,27 @@ def test_without_a_number_a_step_takes_what_it_needs(layout: Layout) -> None:
     assert int(extra_bytes(plan).max()) <= plan.buffer_bytes == 256 * 2**20
 
 
+@pytest.mark.parametrize("limit_mb", [None, 512, 128, 36])
+def test_experts_that_leave_a_remainder_are_not_padded_to_all_ranks(limit_mb: int | None) -> None:
+    """xtuner #2069: 512 ranks, EP 8, so 64 ranks to a group of experts, of which 64 k + 12 made a buffer of 72 GiB.
+
+    Here Megatron-FSDP cuts a layer's 76 matrices into 64 equal pieces; a step takes its buffer and no more.
+    """
+    ranks, (rows, cols), count = 64, (2048, 1024), 64 + 12
+    edges = [round(count * rows * rank / ranks) for rank in range(ranks + 1)]
+    matrices = []
+    for number in range(count):
+        first, last = number * rows, (number + 1) * rows
+        held = [max(min(b, last) - max(a, first), 0) for a, b in pairwise(edges)]
+        matrices.append(row_sharded(f"expert{number}", (rows, cols), held))
+    layout, memory = Layout(ranks, tuple(matrices)), Memory(2)
+    buffer_bytes = None if limit_mb is None else limit_mb * 2**20
+    rules = TeamRules(memory.iteration.cost, [rank // 8 for rank in range(ranks)])
+    plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=memory, rules=rules)
+    assert int(extra_bytes(plan).max()) <= plan.buffer_bytes == (buffer_bytes or 256 * 2**20)
+    assert plan.imbalance <= 2.0 * ranks / count  # two matrices at most
+
+
 @given(layouts())
 def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
     iteration = Iteration(method="standard", precision="highest")

@@ -271,6 +271,30 @@ def test_plan_and_rehearsal_agree(tmp_path: Path, name: str, world_size: int) ->
     assert [rank["rank"] for rank in figures["by_rank"]] == list(range(world_size))
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("buffer_mb", [256, 128])
+def test_experts_that_leave_a_remainder_on_512_ranks_take_no_more_than_the_buffer(
+    tmp_path: Path, buffer_mb: int
+) -> None:
+    """xtuner #2069: 38 experts of two layers on each of 8 parts: 76 matrices of a kind on 64 ranks, 12 too many."""
+    few = ("--num-layers", 2, "--num-experts", 304, "--muon-exchange-buffer-mb", buffer_mb)
+    run = ("--config", CONFIGS / "moe-large.yaml", "--world-size", 512, "--ranks", 0, 9, 511)
+    figures = planned(tmp_path, *run, *few, command="rehearse")
+    assert figures["findings"] == []
+    assert figures["planned"]["extra_bytes"] <= buffer_mb * 2**20
+    assert figures["rehearsed"]["extra_bytes"] <= buffer_mb * 2**20
+
+
+@pytest.mark.wide
+def test_72_rows_over_16_ranks_are_rehearsed(tmp_path: Path) -> None:
+    """prime-rl #3437, as Megatron-FSDP cuts it."""
+    path = config(tmp_path, hidden_size="72", ffn_hidden_size="72", num_attention_heads="6")
+    run = ("--config", path, "--world-size", 16, "--muon-exchange-buffer-mb", 0.5)
+    figures = planned(tmp_path, *run, command="rehearse")
+    assert figures["findings"] == []
+    assert figures["rehearsed"]["extra_bytes"] <= 2**19
+
+
 def test_ranks_that_do_not_agree_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,17 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
     assert [one for one in check(recorded(rehearsal(**settings))) if one.check != "memory"] == []
 
 
+def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
+    """prime-rl #3437: FSDP2 gives 14 ranks five rows, one two and one none; buffers of equal shards did not fit."""
+    held = [5] * 14 + [2, 0]
+    layout = Layout(16, tuple(row_sharded(f"w{k}", (72, cols), held) for k, cols in enumerate((40, 72, 200, 40))))
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, muon_exchange_buffer_mb=0.25)
+    record = recorded(Rehearsal(config, (Group("dense", layout),), 16, H100), [0, 13, 14, 15])
+    assert check(record) == []
+    assert record.plans[0].of(0).plan.buffer_bytes == 2**18
+    assert max(trace.steps[1].taken["dense"] for trace in record.traces.values()) <= 2**18
+
+
 def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     """Operations exactly as noted: a change that makes a step launch more has to be seen."""
     for rank, trace in sound.traces.items():
