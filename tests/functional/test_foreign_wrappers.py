@@ -94,9 +94,10 @@ class Unnamed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok, self.read = nn.Embedding(13, 8), nn.Linear(8, 13, bias=False)
+        self.tok = nn.Embedding(13, 8)
         self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+        self.read = nn.Linear(8, 13, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok(tokens)
