@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.errors import UserError
 from tests.support.case import Case
 from tests.support.cases import (
     ADAMUON,
@@ -189,3 +190,17 @@ def test_state_is_there_from_the_start_also_for_empty_shards(ranks: Pool) -> Non
                 assert found == {slot: ("DTensor", torch.float32, shape) for slot, shape in expected.items()}, name
                 empty += slots["momentum_buffer"][3] == 0
     assert empty, "no shard was empty"
+
+
+def refused(rank: int, world_size: int, *, case: Case) -> str:
+    """In a worker: the error by which a model's optimizer is refused."""
+    with pytest.raises(UserError) as error:
+        Trainer(case)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
+def test_fused_latents_over_tensor_parallel_ranks_are_refused(ranks: Pool, mode: str) -> None:
+    """In megatron-core's `FusedMLASelfAttention` each rank has rows of both latents, which blocks would mix."""
+    case = TP.but(latent=True, query_latent=True, fused_down=True, optimizer={"muon_tp_mode": mode})
+    assert "--mla-down-proj-fusion with tensor parallelism" in ranks(2, refused, case=case)[0]

@@ -265,6 +265,21 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     assert re.search(r"--tensorboard-dir +y/tensorboard ", copied)
 
 
+@pytest.mark.wide
+def test_a_time_limit_ends_a_run_with_a_checkpoint_and_what_to_type_next(tmp_path, corpus):
+    """Megatron counts whole minutes, from its imports on; the quickstart shows its text after such a run, too."""
+    flags = ("--global-batch-size", "4", "--train-iters", MANY, "--exit-duration-in-mins", "1")
+    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags, "--log-interval", "1000")
+    line = command("train", "--config", "long.yaml", "--out", "x")
+    run = cli.run(line, tmp_path, seconds=SECONDS).checked()
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert (summary["outcome"], summary["status"]) == ("finished", 0)
+    assert 0 < summary["iterations"] < int(MANY)
+    assert summary["checkpoint"] == f"x/checkpoints/iter_{summary['iterations']:07d}"
+    assert "for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N" in run.output
+    assert "to go on: megatron-muon train --resume --out x" in run.output
+
+
 @pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 10))])
 def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     """They used to train with the settings of whichever wrote config.yaml last, all three, into the same files."""

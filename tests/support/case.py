@@ -51,7 +51,8 @@ class Case:
         experts: number of experts of each layer, over `expert_parallel` ranks, each cut over `expert_tensor`.
         stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
             the forward pass does not use them.
-        latent: multi-latent attention, with the query's latent where `query_latent`.
+        latent: multi-latent attention, with the query's latent where `query_latent`; with `fused_down` one projection
+            makes both latents.
         output_gate: attention with a gate for each query head.
         hybrid: layers of a HybridModel, a letter each as in --hybrid-layer-pattern, instead of `layers`; never run.
         attention: fields of TransformerConfig for QK-clip and for biases.
@@ -85,6 +86,7 @@ class Case:
     stacked: int = 0
     latent: bool = False
     query_latent: bool = False
+    fused_down: bool = False
     output_gate: bool = False
     hybrid: str = ""
     attention: dict[str, Any] = field(default_factory=dict)

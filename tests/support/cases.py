@@ -129,6 +129,7 @@ BLOCKS = {
     "latent attention, whole": Case(
         layers=1, latent=True, query_latent=True, optimizer={"muon_split_qkv": False}
     ),
+    "latent attention, fused latents": Case(layers=1, latent=True, query_latent=True, fused_down=True),
     "hybrid": Case(hybrid="MG*", output_gate=True),
     "hybrid, latent attention": Case(hybrid="M+", latent=True, query_latent=True),
     "hybrid, whole": Case(hybrid="MG", optimizer={"muon_split_qkv": False}),
@@ -202,6 +203,12 @@ BLOCKS_OVER_LAYOUTS = {
         hybrid="M+", query_groups=3, latent=True, query_latent=True, optimizer=OVER_TP
     ),
     "expert tp2": MOE.but(swiglu=True, experts=2, expert_tensor=2, optimizer={**GATED, **OVER_TP}),
+    "fewer query groups than tp4": TP.but(
+        tensor=4, heads=4, hidden=32, ffn=44, query_groups=2, optimizer={**HEADS, **OVER_TP}
+    ),
+    "fused latents, tp2": TP.but(
+        latent=True, query_latent=True, fused_down=True, optimizer={"muon_split_qkv": False, **OVER_TP}
+    ),
 }  # fmt: skip
 """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
 

@@ -113,6 +113,13 @@ def _gpt_model(case: Case, config: Any) -> Any:
         # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
         # steps with given gradients are made with such a model.
         spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
+    if case.fused_down:  # --mla-down-proj-fusion, which the local spec passes over
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+        from megatron.core.transformer.multi_latent_attention import FusedMLASelfAttention
+
+        attention = spec.submodules.self_attention
+        attention.module = FusedMLASelfAttention
+        attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
     return GPTModel(
         config,
         spec,

@@ -44,6 +44,9 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
         owner = [("query", head, LATENT["qk_head_dim"] + LATENT["qk_pos_emb_head_dim"]) for head in range(case.heads)]
     elif "linear_kv_down_proj" in name:
         owner = [("latent", "latent", LATENT["kv_lora_rank"]), ("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
+    elif "linear_qkv_down_proj" in name:
+        owner = [("query", "query", QUERY_LATENT), ("latent", "latent", LATENT["kv_lora_rank"])]
+        owner += [("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
     elif "linear_q_down_proj" in name:
         owner = [("latent", "latent", QUERY_LATENT)]
     elif "linear_fc1" in name and case.swiglu and settings["muon_split_gated_mlp"]:

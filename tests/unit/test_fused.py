@@ -135,6 +135,19 @@ def test_blocks_over_tensor_parallel_ranks_and_on_one(case: str) -> None:
         assert mp.block_split(parameter, settings, over_tp=False) == RowSplit(*on_one)
 
 
+@pytest.mark.parametrize("over_tp", [True, False])
+def test_latents_that_every_tensor_parallel_rank_has_a_part_of_are_refused(over_tp: bool) -> None:
+    """The first rows of the matrix counted as the query's latent; rank 0's part of the other lies among them."""
+    config = MLATransformerConfig(**LATENT | {"q_lora_rank": 4})
+    name = f"{LAYER}self_attention.linear_qkv_down_proj.weight"
+    cut = tagged(config, name, (12, 16), orig_param=torch.zeros(6, 16))
+    with pytest.raises(UserError, match=r"leave --mla-down-proj-fusion out, or use --muon-no-split-qkv$"):
+        mp.block_split(cut, PLAIN, over_tp=over_tp)
+    assert mp.block_split(cut, WHOLE) == RowSplit(1, (12,))
+    duplicated = tagged(config, name, (12, 16), orig_param=torch.zeros(12, 16))  # by TELinear
+    assert mp.block_split(duplicated, PLAIN) == RowSplit(1, (4, 6, 2))
+
+
 def test_interleaved_gates() -> None:
     fused = Fused(gated=True, interleave=2)
     assert fused.split(16, SPLIT, tensor_parallel=1) == RowSplit(4, (2, 2))

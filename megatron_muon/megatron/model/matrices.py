@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
 from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
@@ -188,6 +189,7 @@ class Fused:
     heads: tuple[int, ...] = ()  # rows of each head in one repetition of heads; none where it makes no heads
     gated: bool = False  # the rows are gate and up, half of them each
     interleave: int = 0  # rows of gate that alternate with as many of up; 0 where all of gate come first
+    is_cut_by_part: bool = False  # tensor-parallel ranks have some rows of each part, and not of the whole
 
     @property
     def unit(self) -> int:
@@ -226,7 +228,7 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
     if config.multi_latent_attention:
         nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         if ".linear_qkv_down_proj.weight" in name:
-            return Fused(parts=(config.q_lora_rank, config.kv_lora_rank, rotary))
+            return Fused(parts=(config.q_lora_rank, config.kv_lora_rank, rotary), is_cut_by_part=True)
         if ".linear_kv_down_proj.weight" in name:
             return Fused(parts=(config.kv_lora_rank, rotary))
         if ".linear_kv_up_proj.weight" in name:
@@ -262,10 +264,22 @@ def experts_in(parameter: torch.Tensor) -> int:
 
 
 def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> RowSplit:
-    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`."""
+    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`.
+
+    Raises:
+        UserError: tensor parallelism cuts latent attention's fused down projection. Rank after rank has some rows of
+            the query's latent and then of the other's (`FusedMLASelfAttention`), whose end with the rotary key may lie
+            within those of any rank: these are no groups of equal parts.
+    """
     experts = experts_in(parameter)
     rows, part = (matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False))
     fused: Fused | None = getattr(parameter, "fused_rows", None)
+    if fused is not None and fused.is_cut_by_part and settings.muon_split_qkv and matrix_shape(parameter)[0] != part:
+        raise UserError(
+            "--mla-down-proj-fusion with tensor parallelism: each rank has a part of both latents in "
+            "linear_qkv_down_proj, which cannot be split into its matrices; leave --mla-down-proj-fusion out, or use "
+            "--muon-no-split-qkv"
+        )
     if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
         each = whole(rows)
     else:
