@@ -83,6 +83,8 @@ def check(given: Mapping[str, Any]) -> None:
             shown = ", ".join(map(repr, allowed))
             raise UserError(f"{name}={given[name]!r} does not exist; choose one of {shown}")
     check_numbers(settings)
+    for name in ("lr", "weight_decay"):
+        check_number(name, given[name], flag=name)
     for name in ("lr", "eps", "weight_decay"):
         if (value := given[f"adamw_{name}"]) is not None:
             check_number("adam_eps" if name == "eps" else name, value, flag=f"adamw_{name}")
@@ -130,6 +132,17 @@ def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dic
             if theirs != ours and not (name == "eps" and theirs == EPS and ours == 0.0):  # the default of each
                 raise UserError(f"the state to load has {name}={theirs!r}; make this Muon with it, not with {ours!r}")
     return {**state_dict, "param_groups": groups}
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> None:
+    """Refuse, by a UserError, what a user has put into a parameter group and holds for the whole optimizer."""
+    for number, group in enumerate(groups):
+        for name in OF_ALL:
+            if name in group and _meaning(name, group[name]) != _meaning(name, given[name]):
+                raise UserError(
+                    f"{name}={group[name]!r} in parameter group {number} has no effect, as it holds for the whole "
+                    "optimizer; pass it to Muon"
+                )
 
 
 def _meaning(name: str, value: Any) -> Any:

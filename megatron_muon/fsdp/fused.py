@@ -57,6 +57,11 @@ def _by_head(owner: Any, rows: int) -> RowSplit:
     return RowSplit(rows // (3 * head), (head,) * 3)
 
 
+def _gated_query(owner: Any, rows: int) -> RowSplit:
+    """Query and gate of each head together."""
+    return RowSplit(rows // (2 * owner.head_dim), (owner.head_dim,) * 2)
+
+
 def _grouped_query(owner: Any, rows: int) -> RowSplit:
     """All queries, all keys, all values, of which there may be fewer."""
     heads = getattr(owner, "num_key_value_heads", None) or owner.config.num_key_value_heads
@@ -134,6 +139,9 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("torch.nn.*.LSTM*", "weight_[ih]h*", _equal(4)),
     ("torch.nn.*.GRU*", "weight_[ih]h*", THIRDS),
     ("*.Phi*Attention", "qkv_proj", _grouped_query),
+    ("*.Qwen3Next*Attention", "q_proj", _gated_query),
+    ("*.Qwen3_5*Attention", "q_proj", _gated_query),
+    ("*.Qwen4*Attention", "q_proj", _gated_query),
     ("transformers.*", "gate_up_proj", _gate_up),
     ("*.Phi*MLP", "gate_up_proj", HALVES),
     ("*.MiniMaxLightningAttention", "qkv_proj", _by_head),

@@ -186,6 +186,8 @@ class Muon(MuonState):
             self._build_matrices(selection)
             self._add_groups(selection)
             self._members = members_of(self.param_groups)
+            others = (p for p in self._members if p not in selection.views)
+            self._placed_of_adamw = [(p, checks.placement_of(p)) for p in others]
             self._building = False
             vars(self).update(hooks)
             self.initialize_state()
@@ -365,7 +367,9 @@ class Muon(MuonState):
                 loss = closure()
         self._take_up_exchanged()
         self._require_open()
-        checks.check_parameters(self._placed, self.selection.names, self.selection.frozen)
+        arguments.check_groups(self.param_groups, self._settings)
+        placed = self._placed if self._has_stepped else self._placed + self._placed_of_adamw
+        checks.check_parameters(placed, self.selection.names, self.selection.frozen)
         if not self._has_stepped:
             if self._from_megatron_fsdp and checks.are_zero(self._members, self.group):
                 return loss  # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is there
@@ -378,6 +382,7 @@ class Muon(MuonState):
             store.verify()
         self.refuse_lost_state()
         of_adamw = [(group, adamw_numbers(group)) for group in self.param_groups if group[OPTIMIZER] == ADAMW]
+        self._restart_cleared(self._members)
         for part in self.parts:
             part.take_up_replaced(self.state)
             part.take_settings(self.param_groups)

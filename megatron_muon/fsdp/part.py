@@ -120,6 +120,14 @@ class Part(ShardedMuon):
             for slot, tensor in replaced.items():
                 local_parts([own[slot]])[0].copy_(local_parts([tensor])[0])
 
+    def restart(self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+        """Set this optimizer's own state of a parameter to zero, and show it in `state`."""
+        for tensor in self._own[parameter].values():
+            tensor.zero_()
+        if self.store is not None:
+            self.load_momentum({parameter: torch.zeros_like(parameter.detach(), dtype=torch.float32)})
+        self.show_own(parameter, state)
+
     def show_own(self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
         """Show this optimizer's own state of a parameter in `state`."""
         self.shown[parameter].update(self._own[parameter])

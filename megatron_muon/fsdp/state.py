@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
@@ -55,6 +56,15 @@ class MuonState(torch.optim.Optimizer):
             for p in group["params"]:
                 if not self.state[p]:
                     self.state[p].update(make_state(p))
+
+    def _restart_cleared(self, members: Sequence[torch.Tensor]) -> None:
+        """Start afresh the state of parameters whose entry a user has removed, as torch's optimizers do."""
+        cleared = [p for p in members if not self.state[p]]
+        for part in self.parts if cleared else ():
+            for p in part.shown.keys() & set(cleared):
+                part.restart(p, self.state)
+        if cleared:
+            self.initialize_state()
 
     def refuse_lost_state(self, group: Any = None) -> None:
         """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
@@ -127,8 +137,9 @@ class MuonState(torch.optim.Optimizer):
                         f"{self.selection.names[p]}, which here is {shape}; was it saved by Muon with these settings?"
                     )
         # torch casts all that it is given to the parameters' dtype and device, at once: neither is where ours belongs.
+        # It would share them with what it is given, which may be another optimizer's.
         others = {
-            key: {slot: value for slot, value in slots.items() if slot not in own}
+            key: {slot: _copied(value) for slot, value in slots.items() if slot not in own}
             for key, slots in state_dict["state"].items()
         }
         groups = self.param_groups
@@ -148,3 +159,7 @@ class MuonState(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

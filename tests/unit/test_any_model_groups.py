@@ -336,3 +336,26 @@ def test_a_state_of_another_optimizer_is_refused(kind: Any) -> None:
     before.step()
     with pytest.raises(UserError, match=r"is of another optimizer: its groups have .*foreach, .*, which Muon does not"):
         megatron_muon.Muon([p]).load_state_dict(before.state_dict())
+
+
+def test_a_setting_of_the_whole_optimizer_in_a_group_is_refused_at_the_step() -> None:
+    """Story: `group["nesterov"] = False` changed nothing, without a word."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model)
+    give_gradients(model.parameters())
+    for group in optimizer.param_groups:
+        group["nesterov"] = True
+    optimizer.step()
+    optimizer.param_groups[0]["nesterov"] = False
+    with pytest.raises(UserError, match=r"nesterov=False in parameter group 0 has no effect.*pass it to Muon"):
+        optimizer.step()
+
+
+def test_a_norm_that_is_cast_before_the_first_step_is_named() -> None:
+    """Story: a RuntimeError about dtypes from within AdamW."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model)
+    model.scale.data = model.scale.data.bfloat16()
+    give_gradients(model.parameters())
+    with pytest.raises(UserError, match=r"scale was \(\) in torch.float32 .* and is \(\) in torch.bfloat16"):
+        optimizer.step()

@@ -159,6 +159,7 @@ FAMILIES = {
         {
             "in_proj_qkvz.weight": heads(2, 3, 3, 10, 10),
             "in_proj_ba.weight": heads(2, 2, 2),
+            "self_attn.q_proj.weight": heads(4, 6, 6),
             "experts.gate_up_proj": parts(10, 10),
         },
     ),

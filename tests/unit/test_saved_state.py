@@ -14,6 +14,7 @@ from torch import nn
 import megatron_muon
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.rows import with_own_storage
+from tests.support.small_model import Model, give_gradients
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -108,11 +109,44 @@ def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(kind: st
     assert all(map(torch.equal, other.parameters(), net.parameters()))
 
 
-def test_state_that_is_taken_away_is_refused() -> None:
-    _, optimizer = trained()
+def test_a_slot_that_is_taken_away_is_refused() -> None:
+    _, optimizer = trained(moment2_method="adamuon")
     kept = copy.deepcopy(optimizer.state_dict())
-    optimizer.state.clear()
-    with pytest.raises(UserError, match="has no momentum_buffer; to reset it, set it to zero in place"):
+    for slots in list(optimizer.state.values()):
+        slots.pop("moment2_buffer", None)
+    with pytest.raises(UserError, match="has no moment2_buffer; to reset it, set it to zero in place"):
         optimizer.step()
     optimizer.load_state_dict(kept)
     optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
+def test_a_state_that_is_cleared_starts_afresh(kind: str) -> None:
+    """Story: matrices went on with the old momentum without a word, and AdamW's part ended in a KeyError."""
+    model = Model()
+    used = megatron_muon.Muon(model, lr=0.02, **KINDS[kind])
+    for seed in range(2):
+        give_gradients(model.parameters(), seed)
+        used.step()
+    other = copy.deepcopy(model)
+    fresh = megatron_muon.Muon(other, lr=0.02, **KINDS[kind])
+    used.state.clear()
+    for seed in (2, 3):
+        for net, optimizer in ((model, used), (other, fresh)):
+            give_gradients(net.parameters(), seed)
+            optimizer.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
+    """Story: the one that a state came from went on with the moments of the one that had loaded it, as torch's do."""
+    nets = [Model(), Model()]
+    optimizers = [megatron_muon.Muon(net, lr=0.02) for net in nets]
+    give_gradients(nets[0].parameters())
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    before = copy.deepcopy(optimizers[0].state_dict()["state"])
+    give_gradients(nets[1].parameters(), 1)
+    optimizers[1].step()
+    after = optimizers[0].state_dict()["state"]
+    assert all(torch.equal(before[key][slot], after[key][slot]) for key in before for slot in before[key])

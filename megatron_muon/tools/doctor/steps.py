@@ -349,7 +349,11 @@ def _allocated(context: Context) -> int:
     if context.on_gpu:
         return torch.cuda.memory_allocated()
     alive = (one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in alive}.values())
+    total, end = 0, 0
+    for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in alive):
+        total += max(start + size - max(start, end), 0)  # a storage may be a part of another's memory
+        end = max(end, start + size)
+    return total
 
 
 _LOST = "train without what fails here, and send the report"
