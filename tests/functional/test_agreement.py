@@ -22,8 +22,8 @@ from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
 ALIKE = (
-    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, transposed=, "
-    "split= and ns_steps_for="
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, stacks=, "
+    "transposed=, split= and ns_steps_for="
 )
 SETTINGS = "give every rank the same settings"
 OTHERS: dict[str, tuple[Any, Any]] = {
