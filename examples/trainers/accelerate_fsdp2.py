@@ -31,7 +31,7 @@ def train() -> None:
     model, tokens = common.small_llama(), torch.tensor(common.rows())
     if given.compile:
         model = torch.compile(model, backend="aot_eager" if common.ON_CPU else "inductor")
-    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-3)
+    optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, common.STEPS)
     batches = torch.utils.data.DataLoader(tokens, batch_size=common.BATCH)
     model, optimizer, schedule, batches = accelerator.prepare(model, optimizer, schedule, batches)

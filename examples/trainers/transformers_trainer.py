@@ -43,7 +43,7 @@ def train() -> None:
     if common.RANKS > 1 and common.ON_CPU:
         common.shard_on_cpu(args.distributed_state)
     model, dataset = common.small_llama(), Dataset.from_dict({"input_ids": common.rows(), "labels": common.rows()})
-    muon = {"params": model.named_parameters(), "lr": 0.02, "adamw_lr": 3e-3}
+    muon = {"params": model, "lr": 0.02, "adamw_lr": 3e-3}
     trainer = kind(model, args, train_dataset=dataset, optimizer_cls_and_kwargs=(megatron_muon.Muon, muon), **others)
     trainer.train(resume_from_checkpoint=f"{given.folder}/checkpoint-{common.SAVED}" if given.resume else None)
     common.show([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

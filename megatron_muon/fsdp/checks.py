@@ -10,6 +10,7 @@ import hashlib
 import json
 import reprlib
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -125,22 +126,26 @@ def check_parameters(
             )
 
 
-def refuse_orphans(members: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], *, is_sharded: bool) -> None:
-    """Refuse to step where the model, sharded after the optimizer was made, has other parameters than it."""
-    trained = [p for p in members if p.requires_grad and local_parts([p])[0].numel()]
-    orphans = [p for p in trained if p.grad is None]
-    if len(orphans) < len(trained):
-        orphans = [p for p in orphans if is_sharded and not isinstance(p, DTensor)]
-    if orphans:
-        if hasattr(orphans[0], "main_grad"):
-            raise UserError(
-                f"{names[orphans[0]]} has its gradient in main_grad, as under Megatron's DistributedDataParallel, and "
-                "not in grad; use Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
-            )
-        alone = "" if len(orphans) < len(trained) else ", and no other parameter has one"
+def find_orphans(members: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    """Find parameters without a gradient at the first step that the model, sharded since, may have replaced.
+
+    A UserError where none has a gradient and none is sharded: no other rank waits for this one then. Beside sharded
+    ones a warning, as some rank may have no use for a parameter in a step.
+    """
+    plain = [p for p in members if p.requires_grad and p.numel() and not isinstance(p, DTensor)]
+    orphans = [p for p in plain if p.grad is None]
+    if not orphans:
+        return
+    name = names[orphans[0]]
+    remedy = "if the model was sharded (fully_shard) after the optimizer was made, make the optimizer after that"
+    if any(isinstance(p, DTensor) for p in members):
+        warnings.warn(
+            f"{name} is not sharded as others are, and has no gradient at the first step; {remedy}", stacklevel=4
+        )
+    elif len(orphans) == len(plain):
         raise UserError(
-            f"{names[orphans[0]]} has no gradient at the first step{alone}; if the model was sharded "
-            "(fully_shard) after the optimizer was made, make the optimizer after that, else call backward() first"
+            f"{name} has no gradient at the first step, and no other parameter has one; {remedy}, else call "
+            "backward() first"
         )
 
 

@@ -20,7 +20,7 @@ Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""
 
 LOOKS_FUSED = re.compile(
-    r"in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
+    r"weight_[ih]h|in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
     re.I,
 )
 """Names of layers, megatron-core's and others, that keep several matrices in one weight."""

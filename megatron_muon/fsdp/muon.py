@@ -373,8 +373,7 @@ class Muon(MuonState):
         if not self._has_stepped:
             if self._from_megatron_fsdp and checks.are_zero(self._members, self.group):
                 return loss  # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is there
-            is_sharded = any(isinstance(p, DTensor) for p in self.selection.views)
-            checks.refuse_orphans(self._members, self.selection.names, is_sharded=is_sharded)
+            checks.find_orphans(self._members, self.selection.names)
             with in_arguments():
                 for part in self.parts:
                     part.check_weights()

@@ -13,8 +13,9 @@ LINEAR, CONVOLUTION = "linear", "convolution"
 EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
 """Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
 
-TABLES = ("*bias*", "*_table", "*_log")
-"""Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba."""
+TABLES = ("*bias*", "*_table", "*_log", "*_token", "*_tokens", "*_queries", "rel_pos*", "codebook*")
+"""Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba,
+learned tokens and queries."""
 
 EXPERTS = "*expert*"
 """Names of modules, or of parameters, whose 3D weights are stacks of matrices."""

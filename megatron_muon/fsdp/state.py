@@ -155,6 +155,9 @@ class MuonState(torch.optim.Optimizer):
                 for slot in own - {MOMENTUM}:
                     local_parts([part.shown[p][slot]])[0].copy_(local_parts([slots[slot]])[0])
             part.load_momentum({p: slots[MOMENTUM] for p, slots in loaded.items()})
+        for slots in self.state.values():
+            if "step" in slots:  # older checkpoints have whole numbers
+                slots["step"] = torch.as_tensor(slots["step"], dtype=torch.float32)
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:

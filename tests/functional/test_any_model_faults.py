@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import megatron_muon
@@ -160,3 +164,34 @@ def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str,
 def test_a_checkpoint_loads_into_another_momentum_dtype(ranks: Pool, saved: str, loaded: str, tmp_path: Path) -> None:
     """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding depends on."""
     assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2
+
+
+def without_a_tower(rank: int, world_size: int) -> Any:
+    """In a worker: whether `up` and `tower`, which FSDP2 leaves whole, moved; rank 0 has no use for the tower."""
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(tower=nn.Linear(8, 8, bias=False), up=nn.Linear(8, 6, bias=False)))
+    tower = model.tower.weight
+    fully_shard(model, ignored_params={tower})
+    up = model.up.weight
+    optimizer = megatron_muon.Muon(model, matrices=["up", "tower"], lr=0.1)
+    before = tower.detach().clone(), local(up.detach()).clone()
+    moved = []
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if rank == 0 and step == 0:
+            tower.grad = None
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said = [str(one.message) for one in warned if "has no gradient at the first step" in str(one.message)]
+        now = tower.detach(), local(up.detach())
+        moved.append((*(not torch.equal(one, two) for one, two in zip(before, now, strict=True)), len(said)))
+    return moved
+
+
+def test_a_first_step_in_which_one_rank_lacks_a_gradient_does_not_hang(ranks: Pool) -> None:
+    """Story: rank 0 refused the step, and rank 1 waited for it until the group's time limit. The tower is no DTensor,
+    so each rank steps it by itself.
+    """
+    assert ranks(2, without_a_tower) == [[(False, True, 1), (True, True, 0)], [(True, True, 0), (True, True, 0)]]

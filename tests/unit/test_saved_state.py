@@ -150,3 +150,20 @@ def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
     optimizers[1].step()
     after = optimizers[0].state_dict()["state"]
     assert all(torch.equal(before[key][slot], after[key][slot]) for key in before for slot in before[key])
+
+
+@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3])[0].double()])
+def test_whole_numbers_of_steps_are_loaded(count: Any) -> None:
+    """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in the step."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model, lr=0.02)
+    give_gradients(model.parameters())
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for slots in state["state"].values():
+        if "step" in slots:
+            slots["step"] = count
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    steps = {float(slots["step"]) for slots in optimizer.state.values() if "step" in slots}
+    assert steps == {4.0}
