@@ -8,19 +8,30 @@ fused is not split; the table says so, with a `split=` that would divide it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Integral
 from typing import Any
 
 from torch import nn
 
-from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.layout import RowSplit, whole
 
 Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""
 
+Split = int | str | Sequence[int | str]
+"""Rows of the matrices that are fused in one: `(4096, 1024, 1024)`, repeated to fill the rows, each alone; the same
+after "interleaved", `("interleaved", 64, 64, 64)`, where part i of every repetition belongs to matrix i; "interleaved"
+alone, for rows that take turns; "whole", for one matrix."""
+
+WHOLE, INTERLEAVED = "whole", "interleaved"
+"""Words of `split=`: one block; rows of the matrices take turns."""
+
 LOOKS_FUSED = re.compile(
-    r"weight_[ih]h|in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
+    r"weight_[ih]h|in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value"
+    r"|(?<![a-z])(x_proj|w?kv(?![a-z]))",
     re.I,
 )
 """Names of layers, megatron-core's and others, that keep several matrices in one weight."""
@@ -187,6 +198,25 @@ Sources: the forward methods of these classes in transformers 5.23 and torch 2.1
 
 _STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts")
 """Classes whose weights are (inputs, outputs), besides those that transformers marks `is_transposed`."""
+
+
+def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
+    """The blocks of one matrix with so many rows; a UserError where `split` does not fit them."""
+    if split == WHOLE:
+        return whole(rows)
+    words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
+    takes_turns = words[:1] == (INTERLEAVED,)
+    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if takes_turns else words
+    if not all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
+        raise UserError(
+            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024), the same after "
+            "'interleaved' where they repeat down the rows of one block each, or 'whole'"
+        )
+    if min(parts, default=0) < 1 or rows % sum(parts):
+        raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
+    parts = tuple(map(int, parts))
+    repeats = rows // sum(parts)
+    return RowSplit(repeats, parts) if takes_turns else RowSplit(1, parts * repeats)
 
 
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:

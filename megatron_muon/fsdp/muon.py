@@ -26,6 +26,7 @@ from megatron_muon.fsdp import arguments, checks, cuts
 from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
 from megatron_muon.fsdp.build import make_parts, offload_run
 from megatron_muon.fsdp.coverage import warn_if_few
+from megatron_muon.fsdp.fused import Split
 from megatron_muon.fsdp.part import Part, Source, source_of
 from megatron_muon.fsdp.selection import (
     ADAMW,
@@ -33,7 +34,6 @@ from megatron_muon.fsdp.selection import (
     OPTIMIZER,
     Rule,
     Selection,
-    Split,
     floats_of,
     members_of,
     select,
@@ -93,7 +93,7 @@ class Muon(MuonState):
             (outputs, inputs).
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
             they repeat to fill its rows, those of each expert, and each is orthogonalised alone. "interleaved" gathers
-            every other row (`fsdp.selection.Split`).
+            every other row (`fsdp.fused.Split`).
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that match the last holds.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which

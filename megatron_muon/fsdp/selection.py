@@ -7,19 +7,16 @@ matrices, as for `torch.optim.Muon`, or be in a group that says its optimizer.
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import RowSplit, whole
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.numbers import check_number, number_of
 from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.foreign import foreign, refuse_foreign
@@ -34,6 +31,7 @@ from megatron_muon.fsdp.names import (
     is_output,
     is_table,
 )
+from megatron_muon.fsdp.table import FROZEN, Row, blocks, table
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
@@ -55,11 +53,6 @@ _NUMBERS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "muon_moment
 
 Rule = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
-
-Split = int | str | Sequence[int | str]
-"""Rows of the matrices that are fused in one: `(4096, 1024, 1024)`, repeated to fill the rows, each alone; the same
-after "interleaved", `("interleaved", 64, 64, 64)`, where part i of every repetition belongs to matrix i; "interleaved"
-alone, for rows that take turns; "whole", for one matrix."""
 
 _FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
 """Settings of a group that have no effect on its part of Muon, or of AdamW."""
@@ -343,36 +336,14 @@ def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
     return {**group, "params": [], OPTIMIZER: optimizer}
 
 
-WHOLE, INTERLEAVED = "whole", "interleaved"
-"""Words of `split=`: one block; rows of the matrices take turns."""
-
-
-def splits(given: Mapping[str, Split], selection: Selection) -> dict[torch.Tensor, RowSplit]:
+def splits(given: Mapping[str, fused.Split], selection: Selection) -> dict[torch.Tensor, RowSplit]:
     """The blocks of matrices that hold several: those known, then by pattern; the last pattern that matches holds."""
     found, by_name = dict(selection.known_splits), {selection.names[p]: p for p in selection.views}
     for pattern, split in given.items():
         for name in matching("split", [pattern], by_name):
             p = by_name[name]
-            found[p] = _row_split(pattern, split, name, selection.views[p].matrix[0])
+            found[p] = fused.row_split(pattern, split, name, selection.views[p].matrix[0])
     return found
-
-
-def _row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
-    """The blocks of one matrix with so many rows; a UserError where `split` does not fit them."""
-    if split == WHOLE:
-        return whole(rows)
-    words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
-    takes_turns = words[:1] == (INTERLEAVED,)
-    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if takes_turns else words
-    if not all(type(part) is int for part in parts):
-        raise UserError(
-            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024), the same after "
-            "'interleaved' where they repeat down the rows of one block each, or 'whole'"
-        )
-    if min(parts, default=0) < 1 or rows % sum(parts):
-        raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
-    repeats = rows // sum(parts)
-    return RowSplit(repeats, parts) if takes_turns else RowSplit(1, parts * repeats)
 
 
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
@@ -473,56 +444,3 @@ def _known_name(parameter: torch.Tensor) -> str:
     buffer = model.param_and_grad_buffer
     name: str = buffer.param_to_name.get(getattr(parameter, "orig_param", None), "")
     return re.sub(r"^(module\.)+", "", name)
-
-
-_NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
-"""The number of a layer, or of an expert, in a parameter's name."""
-
-
-FROZEN = "frozen"
-"""In the table, in the place of an optimizer."""
-
-
-class Row(NamedTuple):
-    """A parameter, the optimizer that takes it, and what is to be said of it."""
-
-    optimizer: str
-    name: str
-    shape: Sequence[int]
-    note: str = ""
-
-
-def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
-    """Tensors, elements and share of each optimizer; below, each kind of parameter, or with `full` each parameter.
-
-    Parameters of one kind differ in the numbers of their layers alone, and share a line.
-    """
-    sizes: dict[str, list[int]] = defaultdict(list)
-    kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        if row.optimizer != FROZEN:  # counted by `frozen`
-            sizes[row.optimizer].append(math.prod(row.shape))
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
-        kinds[row.optimizer, shape, kind, row.note].append(row.name)
-    total = max(sum(map(sum, sizes.values())), 1)
-    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
-    for optimizer, counts in sizes.items():
-        lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
-    if frozen:
-        lines.append(f"{FROZEN:<12}{frozen:>9,}")
-    lines.append("")
-    for (optimizer, shape, kind, note), names in kinds.items():
-        shown = names[0] if len(names) == 1 else kind
-        lines.append(f"{optimizer:<12}{len(names):>9,}{shape:>16}  {shown}{f' ({note})' if note else ''}")
-    return "\n".join(lines)
-
-
-def blocks(split: RowSplit) -> str:
-    """The rows of each block, as a note; of several alike in a row, how many there are. Empty for one block."""
-    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
-    shown = ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
-    if len(split.parts) == 1:
-        return ""
-    order = ", interleaved" if split.groups > 1 else ""
-    return f"blocks of {shown} rows{order}"

@@ -27,7 +27,8 @@ from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
 from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
-from megatron_muon.fsdp.selection import Row, blocks, table, why_not_muon
+from megatron_muon.fsdp.selection import why_not_muon
+from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patterns import matching, steps_of
 
