@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,7 +119,14 @@ def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
 
 @pytest.mark.parametrize(
     ("split", "rows"),
-    [(4, (4, 4, 4, 4)), ((4,), (4, 4, 4, 4)), ((4, 4), (4, 4, 4, 4)), ((6, 2), (6, 2, 6, 2)), ((8, 4, 4), (8, 4, 4))],
+    [
+        (4, (4, 4, 4, 4)),
+        (np.int64(4), (4, 4, 4, 4)),
+        ((4,), (4, 4, 4, 4)),
+        ((4, 4), (4, 4, 4, 4)),
+        ((6, 2), (6, 2, 6, 2)),
+        ((8, 4, 4), (8, 4, 4)),
+    ],
 )
 def test_a_split_repeats_to_fill_the_rows_and_steps_as_separate_matrices(split: Any, rows: tuple[int, ...]) -> None:
     """A number split nothing, and equal parts were gathered into two matrices."""
@@ -133,6 +141,40 @@ def test_a_split_repeats_to_fill_the_rows_and_steps_as_separate_matrices(split: 
         after.append(torch.cat([p.detach() for p in parts]))
     torch.testing.assert_close(after[0], after[1], rtol=0.0, atol=1e-6)
     assert (after[2] - after[0]).abs().max() > 1e-3  # negative control
+
+
+ROWS = torch.arange(16)
+
+
+@pytest.mark.parametrize(
+    ("split", "blocks"),
+    [
+        ("interleaved", [ROWS[0::2], ROWS[1::2]]),
+        (("interleaved",), [ROWS[0::2], ROWS[1::2]]),
+        (("interleaved", 4, 2, 2), [ROWS.view(2, 8)[:, part].flatten() for part in (slice(4), [4, 5], [6, 7])]),
+        ("whole", [ROWS]),
+    ],
+)
+@pytest.mark.parametrize("shape", [(16, 8), (2, 3, 16, 8)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_interleaved_rows_of_a_matrix_or_of_each_in_a_stack_step_as_separate_matrices(
+    split: Any, blocks: list[torch.Tensor], shape: tuple[int, ...], transposed: bool
+) -> None:
+    """Story: halves of `[g0, u0, g1, u1, ...]` mixed gate and up, and `(L, E, m, n)` was refused."""
+    start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
+    given: dict[str, Any] = {"lr": 0.1, "fp32_matmul_prec": "highest"}
+    p = nn.Parameter((start.mT if transposed else start).clone(memory_format=torch.contiguous_format))
+    p.grad = (gradient.mT if transposed else gradient).contiguous()
+    more = {"stacks": ["w"]} if len(shape) > 2 else {}
+    more |= {"transposed": ["w"]} if transposed else {}
+    megatron_muon.Muon([("w", p)], split={"w": split}, **given, **more).step()
+    found = (p.detach().mT if transposed else p.detach()).reshape(-1, 16, 8)
+    for now, before, of_matrix in zip(found, start.view(-1, 16, 8), gradient.view(-1, 16, 8), strict=True):
+        for rows in blocks:
+            alone = nn.Parameter(before[rows].clone())
+            alone.grad = of_matrix[rows].clone()
+            megatron_muon.Muon([("w", alone)], **given).step()
+            torch.testing.assert_close(now[rows], alone.detach(), rtol=0.0, atol=1e-6)
 
 
 def exchanged(optimizer: torch.optim.Optimizer, old: nn.Module, new: nn.Module) -> None:
