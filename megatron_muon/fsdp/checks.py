@@ -137,6 +137,11 @@ def find_orphans(members: Sequence[torch.Tensor], names: Mapping[torch.Tensor, s
     if not orphans:
         return
     name = names[orphans[0]]
+    if hasattr(orphans[0], "main_grad"):
+        raise UserError(
+            f"{name} has its gradient in main_grad, as under Megatron's DistributedDataParallel, and not in grad; use "
+            "Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
+        )
     remedy = "if the model was sharded (fully_shard) after the optimizer was made, make the optimizer after that"
     if any(isinstance(p, DTensor) for p in members):
         warnings.warn(
