@@ -48,14 +48,28 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
 BIAS = "encoder.layers.0.attention.relative_attention_bias"
 NAMES = {
-    "adamw": ("shared", "model.shared", "tok_emb", BIAS, "to_logits", "fc"),
+    "adamw": (
+        "layers.0.cls_token",
+        "register_tokens",
+        "object_queries",
+        "layers.0.rel_pos_h",
+        "codebook",
+        "shared",
+        "model.shared",
+        "tok_emb",
+        BIAS,
+        "to_logits",
+        "fc",
+    ),
     "muon": ("layers.0.fc1", "encoder.layer.0.output.dense", "h.3.attn.c_proj", "shared_experts.up_proj"),
 }
 
 
 @pytest.mark.parametrize(("optimizer", "name"), [(o, name) for o, names in NAMES.items() for name in names])
 def test_names_of_tables_outputs_and_matrices(optimizer: str, name: str) -> None:
-    selection = select([(f"{name}.weight", nn.Parameter(torch.ones(3, 4))), ("layers.0.up.weight", ONE)])
+    is_own = name.endswith(("token", "tokens", "queries", "rel_pos_h", "codebook"))  # a parameter, and not a module's
+    own = name if is_own else f"{name}.weight"
+    selection = select([(own, nn.Parameter(torch.ones(3, 4))), ("layers.0.up.weight", ONE)])
     taken = [group["optimizer"] for group in selection.groups for p in group["params"] if p is not ONE]
     assert taken == [optimizer]
 
@@ -150,6 +164,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a choice that is None": (wrong(offload=None), "offload=None does not exist; choose one of 'none'"),
     "a team of three": (wrong(team_size="3"), "team_size='3' does not exist; choose one of 'auto', '1', '2'"),
     "teams without shards": (wrong(team_size="2"), "team_size='2' has no effect here: no rank owns"),
+    "a rate that is text": (wrong(lr="0.1"), r"lr '0\.1' is not a number"),
+    "a decay that is text": (wrong(weight_decay="0.1"), r"weight_decay '0\.1' is not a number"),
     "a graph on a CPU": (wrong(cuda_graph=True), "cuda_graph=True needs a GPU, and the parameters are on cpu; leave"),
     "a graph of staged momentum": (wrong(cuda_graph=True, offload="cpu"), "with cuda_graph=True; use offload='none'"),
     "a graph, measured": (wrong(cuda_graph=True, metrics_interval=5), "metrics_interval=5 is not supported with cuda"),
