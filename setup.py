@@ -32,7 +32,9 @@ class BuildPy(build_py):
         super().run()
         if not self.editable_mode:
             for name in SHIPPED:
-                for file in sorted(path for path in (HERE / name, *(HERE / name).rglob("*")) if path.is_file()):
+                for file in sorted(
+                    path for path in (HERE / name, *(HERE / name).rglob("*")) if path.is_file()
+                ):
                     target = package / "shipped" / file.relative_to(HERE)
                     self.mkpath(str(target.parent))
                     self.copy_file(str(file), str(target))
@@ -73,7 +75,8 @@ setup(
     ],
     extras_require={
         "megatron": [
-            "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/megatron
+            # its internals are patched by version: see megatron_muon/megatron
+            "megatron-core>=0.19,<0.20",
             "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
             "tensorboard>=2.16",
         ],
@@ -92,7 +95,8 @@ setup(
             "pytest-xdist>=3.8",
             "ruff>=0.12",
             "setuptools>=77",
-            "megatron-fsdp>=0.6,<0.7",  # the library of megatron-core's wheel as a package of its own
+            # the library of megatron-core's wheel as a package of its own
+            "megatron-fsdp>=0.6,<0.7",
             "types-PyYAML>=6.0",
         ],
     },

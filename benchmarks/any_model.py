@@ -5,10 +5,11 @@
     torchrun ... --dion DIR        with microsoft/dion's Muon too, of a checkout, which has no package
     torchrun ... --experts 16      of each layer a stack of experts alone, (16, hidden size, 2 x hidden size)
 
-The others: muon-fsdp2 (`pip install muon-fsdp2`, left out where it is missing), torch.optim.Muon on the DTensors, whose
-products gather whole matrices on every rank, and torch.optim.AdamW. All have the same shards and gradients, fp32, and
-Newton-Schulz of 5 steps in bf16; embeddings are AdamW's everywhere. Within a round the optimizers step one after the
-other; a step's time is that of the slowest rank. On CPU over gloo, or on GPUs over NCCL.
+The others: muon-fsdp2 (`pip install muon-fsdp2`, left out where it is missing), torch.optim.Muon on
+the DTensors, whose products gather whole matrices on every rank, and torch.optim.AdamW. All have
+the same shards and gradients, fp32, and Newton-Schulz of 5 steps in bf16; embeddings are AdamW's
+everywhere. Within a round the optimizers step one after the other; a step's time is that of the
+slowest rank. On CPU over gloo, or on GPUs over NCCL.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Transformer(nn.Module):
     def __init__(self, hidden: int, layers: int, experts: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, hidden)
-        self.layers = nn.ModuleList(Experts(experts, hidden) if experts else Block(hidden) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            Experts(experts, hidden) if experts else Block(hidden) for _ in range(layers)
+        )
 
 
 def model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Transformer:
@@ -85,26 +88,48 @@ def optimizers(mesh: DeviceMesh, dion: str | None, *, stacks: bool) -> dict[str,
         groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "adamw"}]
         return [megatron_muon.Muon(groups, **muon)]
 
-    def fsdp2(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    def fsdp2(
+        matrices: list[nn.Parameter], rest: list[nn.Parameter]
+    ) -> list[torch.optim.Optimizer]:
         import muon_fsdp2
 
         of_matrices = {"params": matrices, "use_muon": True, "rms_scale": False, **muon}
-        return [muon_fsdp2.Muon([of_matrices, {"params": rest, "use_muon": False, "lr": LR, "weight_decay": DECAY}])]
+        return [
+            muon_fsdp2.Muon(
+                [of_matrices, {"params": rest, "use_muon": False, "lr": LR, "weight_decay": DECAY}]
+            )
+        ]
 
-    def torchs(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-        return [torch.optim.Muon(matrices, **muon), torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY)]
+    def torchs(
+        matrices: list[nn.Parameter], rest: list[nn.Parameter]
+    ) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Muon(matrices, **muon),
+            torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY),
+        ]
 
-    def adamw(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    def adamw(
+        matrices: list[nn.Parameter], rest: list[nn.Parameter]
+    ) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW([*matrices, *rest], lr=LR, weight_decay=DECAY)]
 
     def dions(*, gram: bool) -> Maker:
-        def make(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        def make(
+            matrices: list[nn.Parameter], rest: list[nn.Parameter]
+        ) -> list[torch.optim.Optimizer]:
             from dion import Muon  # its elementwise passes are compiled by torch in the first step
 
             of_rest = {"params": rest, "algorithm": "adamw", "lr": LR, "weight_decay": DECAY}
-            settings: dict[str, Any] = {"lr": LR, "mu": MOMENTUM, "weight_decay": DECAY, "nesterov": True}
+            settings: dict[str, Any] = {
+                "lr": LR,
+                "mu": MOMENTUM,
+                "weight_decay": DECAY,
+                "nesterov": True,
+            }
             groups = [{"params": matrices}, of_rest]
-            return [Muon(groups, mesh, use_gram_newton_schulz=gram, use_polar_express=False, **settings)]
+            return [
+                Muon(groups, mesh, use_gram_newton_schulz=gram, use_polar_express=False, **settings)
+            ]
 
         return make
 
@@ -131,10 +156,14 @@ def optimizers(mesh: DeviceMesh, dion: str | None, *, stacks: bool) -> dict[str,
 
 def main() -> None:
     """Time all in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=0, metavar="E", help="layers are stacks of so many experts")
+    parser.add_argument(
+        "--experts", type=int, default=0, metavar="E", help="layers are stacks of so many experts"
+    )
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--dion", metavar="DIR", help="a checkout of microsoft/dion")
@@ -171,12 +200,20 @@ def main() -> None:
                 times[name].append(elapsed)
     if dist.get_rank() == 0:
         ours = statistics.median(times["megatron_muon"])
-        layers = f"{args.num_layers} layers" + (f" of {args.experts} experts" if args.experts else "")
-        print(f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {layers}, {device.type}")
+        layers = f"{args.num_layers} layers" + (
+            f" of {args.experts} experts" if args.experts else ""
+        )
+        print(
+            f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {layers},"
+            f" {device.type}"
+        )
         print(f"{'optimizer step':<20}{'median ms':>10}{'min ms':>10}{'/ megatron_muon':>18}")
         for name, found in times.items():
             median = statistics.median(found)
-            print(f"{name:<20}{1e3 * median:>10,.1f}{1e3 * min(found):>10,.1f}{median / ours:>18.2f}", flush=True)
+            print(
+                f"{name:<20}{1e3 * median:>10,.1f}{1e3 * min(found):>10,.1f}{median / ours:>18.2f}",
+                flush=True,
+            )
     dist.barrier()  # docs/any-model.md says why
     dist.destroy_process_group()
 

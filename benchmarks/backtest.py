@@ -2,9 +2,10 @@
 
     python -m benchmarks.backtest
 
-Needs no GPU. Each published step is simulated as its authors describe it: their matrices, ranks and machine, their
-iteration and their way of sharing the work, with this package's planner, cost model and hardware profiles. What a
-source does not say is assumed, and `ASSUMED` says so. Nothing is fitted to the published figures.
+Needs no GPU. Each published step is simulated as its authors describe it: their matrices, ranks and
+machine, their iteration and their way of sharing the work, with this package's planner, cost model
+and hardware profiles. What a source does not say is assumed, and `ASSUMED` says so. Nothing is
+fitted to the published figures.
 """
 
 from __future__ import annotations
@@ -13,25 +14,49 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, SUM_BYTES, Iteration, ProductCounts
+from megatron_muon.core.cost import (
+    DENSE,
+    GRAM,
+    KERNEL,
+    STANDARD,
+    SUM_BYTES,
+    Iteration,
+    ProductCounts,
+)
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
-from megatron_muon.tools.plan.estimate import HARDWARE, LINK_SHARE, Group, GroupPlan, Hardware, Settings, plan_group
+from megatron_muon.tools.plan.estimate import (
+    HARDWARE,
+    LINK_SHARE,
+    Group,
+    GroupPlan,
+    Hardware,
+    Settings,
+    plan_group,
+)
 from megatron_muon.tools.plan.training_step import holder_bytes, owner_bytes
 
 ASSUMED = (
-    'Megatron-LM: neither thread names its model ("production matrix shapes") or says how many matrices are '
-    "timed, and #6683 no parallel sizes. Assumed: those of #6676 for both (tensor parallel 2, weights over 8, "
-    "experts over 8 x 2), all of NVIDIA Nemotron 3 Super (120B, hidden size 4096; 40 Mamba, 40 mixture and 8 "
-    "attention layers; 512 experts of 1024 x 2688 a layer), no pipeline, momentum exchanged in fp32, five "
-    "standard steps in bf16 without the symmetric kernel, all 32 GB300 in one NVLink domain.",
-    "DMuon, 8 A800: its page has models, GPUs and iteration (Gram with one restart, symmetric kernels, five "
-    "steps). Assumed: fp32 weights and state; PyTorch's AdamW with its defaults, a pass over memory for each "
-    "operation.",
-    "DMuon, 16 nodes: its page has step times alone; an earlier one says 128 A800. Assumed: 8 GPUs a node, the "
-    "matrices of Qwen2.5-VL-3B for WallX and of PaliGemma-3B with its action expert for Pi0, one owner a matrix "
-    "over all 128 GPUs, and that broadcasts and reductions hide behind forward and backward. The third model of "
-    "that page, Wall-WM (+3.4 %), has no published sizes.",
+    (
+        'Megatron-LM: neither thread names its model ("production matrix shapes") or says how many'
+        " matrices are timed, and #6683 no parallel sizes. Assumed: those of #6676 for both (tensor"
+        " parallel 2, weights over 8, experts over 8 x 2), all of NVIDIA Nemotron 3 Super (120B,"
+        " hidden size 4096; 40 Mamba, 40 mixture and 8 attention layers; 512 experts of 1024 x 2688"
+        " a layer), no pipeline, momentum exchanged in fp32, five standard steps in bf16 without"
+        " the symmetric kernel, all 32 GB300 in one NVLink domain."
+    ),
+    (
+        "DMuon, 8 A800: its page has models, GPUs and iteration (Gram with one restart, symmetric"
+        " kernels, five steps). Assumed: fp32 weights and state; PyTorch's AdamW with its defaults,"
+        " a pass over memory for each operation."
+    ),
+    (
+        "DMuon, 16 nodes: its page has step times alone; an earlier one says 128 A800. Assumed: 8"
+        " GPUs a node, the matrices of Qwen2.5-VL-3B for WallX and of PaliGemma-3B with its action"
+        " expert for Pi0, one owner a matrix over all 128 GPUs, and that broadcasts and reductions"
+        " hide behind forward and backward. The third model of that page, Wall-WM (+3.4 %), has no"
+        " published sizes."
+    ),
 )
 
 FOREACH_ADAMW_BYTES = 80
@@ -72,7 +97,9 @@ class Line:
         if self.unit == "%":
             shown = [f"{published:+.1f} %", f"{figure:+.1f} %", f"{figure - published:+.1f} points"]
         else:
-            shown = [*(f"{each} {self.unit}".strip() for each in (f"{published:.4g}", f"{figure:.3g}"))]
+            shown = [
+                *(f"{each} {self.unit}".strip() for each in (f"{published:.4g}", f"{figure:.3g}"))
+            ]
             shown.append(f"{figure / published - 1:+.0%}")
         return [self.source, self.what, *shown]
 
@@ -80,7 +107,9 @@ class Line:
 def planned(shapes: Shapes, ranks: int, settings: Settings, hardware: Hardware) -> GroupPlan:
     """Matrices whose rows are spread over the ranks evenly, each owned by one, with room for all in one wave."""
     cut = {
-        shape: row_sharded("", shape, [shape[0] * (r + 1) // ranks - shape[0] * r // ranks for r in range(ranks)])
+        shape: row_sharded(
+            "", shape, [shape[0] * (r + 1) // ranks - shape[0] * r // ranks for r in range(ranks)]
+        )
         for shape in set(shapes)
     }
     matrices = (replace(cut[shape], name=str(number)) for number, shape in enumerate(shapes))
@@ -94,8 +123,17 @@ def numel(shapes: Shapes) -> int:
 
 # --- Megatron-LM, https://github.com/NVIDIA/Megatron-LM/issues/6676 and /pull/6683
 
-_MAMBA, _ATTENTION = [(18560, 4096), (4096, 8192)], [(4096, 4096), (256, 4096), (256, 4096), (4096, 4096)]
-_MIXTURE = [(512, 4096), (1024, 4096), (4096, 1024), (5376, 4096), (4096, 5376)]  # router, latent, shared expert
+_MAMBA, _ATTENTION = (
+    [(18560, 4096), (4096, 8192)],
+    [
+        (4096, 4096),
+        (256, 4096),
+        (256, 4096),
+        (4096, 4096),
+    ],
+)
+# router, latent, shared expert
+_MIXTURE = [(512, 4096), (1024, 4096), (4096, 1024), (5376, 4096), (4096, 5376)]
 TENSOR, REMAT, EXPERT, EXPERT_REMAT, COPIES = 2, 8, 8, 2, 2
 """Of 32 GPUs: tensor parallel, GTP's weight shards, expert parallel, its weight shards, data parallel."""
 DENSE_MATRICES: Shapes = 40 // COPIES * (_MAMBA + _MIXTURE) + 8 // COPIES * _ATTENTION
@@ -109,7 +147,9 @@ def megatron() -> Iterator[Line]:
     settings = Settings(1e9, Memory(4, iteration), team_size="1")
     domains = (DENSE_MATRICES, TENSOR * REMAT, REMAT), (EXPERT_MATRICES, EXPERT_REMAT, EXPERT_REMAT)
     held = sum(numel(shapes) / ranks for shapes, ranks, _ in domains)
-    elementwise_ms = held * (holder_bytes(settings) + owner_bytes(settings)) / GB300.memory_gb_per_s / 1e6
+    elementwise_ms = (
+        held * (holder_bytes(settings) + owner_bytes(settings)) / GB300.memory_gb_per_s / 1e6
+    )
     duplicated = distributed = sharded = elementwise_ms
     for shapes, ranks, row_ranks in domains:
         gathered = 4 * numel(shapes) * (1 - 1 / ranks) / GB300.node_gb_per_s / 1e6
@@ -117,7 +157,8 @@ def megatron() -> Iterator[Line]:
         duplicated += gathered + flops / GB300.bf16_tflops / 1e9
         distributed += sum(_distributed_ms(shape, row_ranks, iteration) for shape in shapes)
         owned = planned(shapes, ranks, settings, GB300)
-        sharded += owned.ns_ms + owned.exchange_ms  # one all-to-all, all matrices, one all-to-all back
+        # one all-to-all, all matrices, one all-to-all back
+        sharded += owned.ns_ms + owned.exchange_ms
     for source, what, published, predicted in (
         ("#6676", "duplicated", 632, duplicated),
         ("#6676", "distributed", 356, distributed),
@@ -127,7 +168,9 @@ def megatron() -> Iterator[Line]:
     ):
         yield Line(f"Megatron-LM {source}", f"optimizer step, {what}", "ms", published, predicted)
     for source, ratio in (("#6676", 4.03), ("#6683", 1.90)):
-        yield Line(f"Megatron-LM {source}", "duplicated / layer-sharded", "", ratio, duplicated / sharded)
+        yield Line(
+            f"Megatron-LM {source}", "duplicated / layer-sharded", "", ratio, duplicated / sharded
+        )
 
 
 def _distributed_ms(shape: tuple[int, int], ranks: int, iteration: Iteration) -> float:
@@ -216,7 +259,9 @@ def table() -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, then what is assumed."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     print("\n".join([*table(), "", *(f"- {line}" for line in ASSUMED)]))
 
 

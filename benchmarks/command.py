@@ -34,10 +34,14 @@ def main(
     def run() -> int:
         parser = CommandParser(prog=program)
         configure(parser)
-        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+        parser.add_argument(
+            "--json", type=Path, metavar="FILE", help="also write the figures to FILE"
+        )
         args = parser.parse_args(argv)
         if args.json is not None and not (folder := args.json.resolve().parent).is_dir():
-            raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(folder)!r}")
+            raise UserError(
+                f"cannot write {str(args.json)!r}: there is no directory {str(folder)!r}"
+            )
         source = provenance(program)
         results = {"bench": name, **measure(args), **source}
         write_json(args.json, results)
@@ -56,13 +60,15 @@ def show(results: Mapping[str, Any], tables: Iterable[Table]) -> None:
         console.print(one)
     machine = results["machine"]
     console.print(
-        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']} before; "
-        f"commit {results['commit']}{'-dirty' if results.get('dirty') else ''}",
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']}"
+        f" before; commit {results['commit']}{'-dirty' if results.get('dirty') else ''}",
         style="dim",
     )
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None
+) -> Table:
     """A column of names, and numbers beside it."""
     from rich.table import Table
 
@@ -102,5 +108,6 @@ def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], wha
         lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         print("\n".join(lines), file=sys.stderr)
         raise RunFailedError(
-            f"{what} ended with status {ended.status}; the last {len(lines)} lines of its log are above"
+            f"{what} ended with status {ended.status}; the last {len(lines)} lines of its log are"
+            " above"
         )

@@ -2,11 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.construction --ranks 4096 --layers 24 --experts 512
 
-The process is one rank of torch's fake process group. A mixture of experts without expert parallelism, the largest
-group there is, lies in Megatron-FSDP's own buckets, on the meta device; or, with `dtensor`, every matrix is cut over
-all ranks, as by `fully_shard` of FSDP2. Layout, its check against other ranks, plan and routes are those of a run, with
-the collectives of the fake group. Each stage runs twice: for its seconds, which are the processor's and do not depend
-on what else runs, and under tracemalloc, for the most that its Python and numpy objects take and what is left of them.
+The process is one rank of torch's fake process group. A mixture of experts without expert
+parallelism, the largest group there is, lies in Megatron-FSDP's own buckets, on the meta device;
+or, with `dtensor`, every matrix is cut over all ranks, as by `fully_shard` of FSDP2. Layout, its
+check against other ranks, plan and routes are those of a run, with the collectives of the fake
+group. Each stage runs twice: for its seconds, which are the processor's and do not depend on what
+else runs, and under tracemalloc, for the most that its Python and numpy objects take and what is
+left of them.
 """
 
 from __future__ import annotations
@@ -58,9 +60,14 @@ def layer(experts: int) -> nn.Module:
     module = nn.Module()
     shapes = {**DENSE, "router": (experts, HIDDEN)}
     for number in range(experts):
-        shapes |= {f"experts.fc1.{number}": (2 * EXPERT, HIDDEN), f"experts.fc2.{number}": (HIDDEN, EXPERT)}
+        shapes |= {
+            f"experts.fc1.{number}": (2 * EXPERT, HIDDEN),
+            f"experts.fc2.{number}": (HIDDEN, EXPERT),
+        }
     for name, shape in shapes.items():
-        module.register_parameter(name.replace(".", "_"), nn.Parameter(torch.empty(shape, device="meta")))
+        module.register_parameter(
+            name.replace(".", "_"), nn.Parameter(torch.empty(shape, device="meta"))
+        )
     return module
 
 
@@ -69,7 +76,11 @@ def megatron_fsdp(modules: list[nn.Module]) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     ddp_config = SimpleNamespace(data_parallel_sharding_strategy="optim_grads_params")
     policy = buffers.BucketingPolicy(None, [], ddp_config.data_parallel_sharding_strategy)
-    groups = [group for module in modules for group in buffers._get_parameter_groups(module, policy, {})[0]]
+    groups = [
+        group
+        for module in modules
+        for group in buffers._get_parameter_groups(module, policy, {})[0]
+    ]
     for number, group in enumerate(groups):
         group.main_weight_buffer = buffers.DataParallelBuffer(
             ddp_config,
@@ -82,7 +93,9 @@ def megatron_fsdp(modules: list[nn.Module]) -> Any:
     return SimpleNamespace(
         ddp_config=ddp_config,
         parameter_groups=groups,
-        param_to_param_group={p: number for number, group in enumerate(groups) for p in group.params},
+        param_to_param_group={
+            p: number for number, group in enumerate(groups) for p in group.params
+        },
         dist_index=FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp"),
     )
 
@@ -120,7 +133,9 @@ class Table:
 
 def main() -> None:
     """Build it all as one rank would, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=512)
@@ -131,7 +146,11 @@ def main() -> None:
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
     modules = [layer(args.experts) for _ in range(args.layers)]
-    parameters = {f"layers.{n}.{name}": p for n, module in enumerate(modules) for name, p in module.named_parameters()}
+    parameters = {
+        f"layers.{n}.{name}": p
+        for n, module in enumerate(modules)
+        for name, p in module.named_parameters()
+    }
     orthogonalizer = Orthogonalizer(Iteration())
     if args.cut == "megatron":
         for parameter in parameters.values():
@@ -160,14 +179,22 @@ def main() -> None:
 
     def plan(layout: Layout) -> Plan:
         costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
-        rules = TeamRules(orthogonalizer.iteration.cost, [rank // 8 for rank in range(layout.world_size)])
+        rules = TeamRules(
+            orthogonalizer.iteration.cost, [rank // 8 for rank in range(layout.world_size)]
+        )
         made = make_plan(layout, costs, memory=Memory(2, orthogonalizer.iteration), rules=rules)
         made.digest()
         return made
 
     def routes(plan: Plan) -> Exchange:
         return exchange_by(
-            OWNER, plan.layout, group, orthogonalizer, Buffers(device), wire_dtype=torch.bfloat16, plan=plan
+            OWNER,
+            plan.layout,
+            group,
+            orthogonalizer,
+            Buffers(device),
+            wire_dtype=torch.bfloat16,
+            plan=plan,
         )
 
     table = Table()
@@ -178,15 +205,20 @@ def main() -> None:
     table.measure("routes", lambda: routes(planned))
     table.line("all", table.seconds, table.peak, table.kept)
     shards = sum(len(matrix.shards) for matrix in made.matrices)
-    told = pickle.dumps([(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in made.held(rank)])
+    told = pickle.dumps(
+        [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in made.held(rank)]
+    )
     tracemalloc.start()
     objects = pickle.loads(told)
-    gathered = [args.ranks * size / 2**30 for size in (len(told), tracemalloc.get_traced_memory()[0])]
+    gathered = [
+        args.ranks * size / 2**30 for size in (len(told), tracemalloc.get_traced_memory()[0])
+    ]
     assert len(objects) == len(parameters)
     print(
-        f"{len(parameters):,} matrices in {shards:,} shards on {args.ranks:,} ranks, as rank {rank}; "
-        f"{len(planned.waves)} waves, load {planned.imbalance:.2f} times the mean\n"
-        f"were every rank to send its rectangles: {gathered[0]:,.1f} GiB of pickles, {gathered[1]:,.1f} GiB of objects"
+        f"{len(parameters):,} matrices in {shards:,} shards on {args.ranks:,} ranks, as rank"
+        f" {rank}; {len(planned.waves)} waves, load {planned.imbalance:.2f} times the mean\nwere"
+        f" every rank to send its rectangles: {gathered[0]:,.1f} GiB of pickles, {gathered[1]:,.1f}"
+        " GiB of objects"
     )
     dist.destroy_process_group()
 

@@ -1,10 +1,11 @@
 """The least time that a Muon step can take on this machine, measured in the run that it is compared with.
 
-Newton-Schulz's part is its FLOPs over the rate at which the ranks, all busy at once, multiply matrices of the shapes
-that the iteration multiplies; the exchange's part is the plan's bytes over the bandwidth of one large all-to-all. In
-a team each rank multiplies its part and repeats the small products, and what the sums bring it are bytes like others.
-Both are probed between the timed steps, so that a machine that slows down slows both. Elementwise work, assembly and
-imbalance are not in the floor, and nothing overlaps in it.
+Newton-Schulz's part is its FLOPs over the rate at which the ranks, all busy at once, multiply
+matrices of the shapes that the iteration multiplies; the exchange's part is the plan's bytes over
+the bandwidth of one large all-to-all. In a team each rank multiplies its part and repeats the small
+products, and what the sums bring it are bytes like others. Both are probed between the timed steps,
+so that a machine that slows down slows both. Elementwise work, assembly and imbalance are not in
+the floor, and nothing overlaps in it.
 """
 
 from __future__ import annotations
@@ -51,14 +52,18 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-def products(block: Block, iteration: Iteration, *, batch: int = 1, team: int = 1) -> Counter[Product]:
+def products(
+    block: Block, iteration: Iteration, *, batch: int = 1, team: int = 1
+) -> Counter[Product]:
     """How many products of each kind one Newton-Schulz run of `batch` blocks takes each rank of a team that cuts them.
 
     Where symmetric products are formed in halves, only what is computed counts.
     """
     small, large = min(block), -(-max(block) // team)
     counts = iteration.counts(iteration.method_for(*block, team))
-    (square, _), (power, symmetric) = (iteration.products.shares(small, side) for side in (large, small))
+    (square, _), (power, symmetric) = (
+        iteration.products.shares(small, side) for side in (large, small)
+    )
 
     def kinds(inner: int, *, transposed: bool, share: float) -> Counter[Product]:
         if share == 1.0 or iteration.products is KERNEL:  # the probe has no symmetric kernel
@@ -96,7 +101,9 @@ class Floor:
         self._group = group
         self._device = device
         self._work = _work(plan, orthogonalizer)
-        self._operands = {product: _operands(product, orthogonalizer.dtype, device) for product in self._work}
+        self._operands = {
+            product: _operands(product, orthogonalizer.dtype, device) for product in self._work
+        }
         travels = _travels(plan, orthogonalizer)
         most = max(max(map(sum, travels)), max(map(sum, zip(*travels, strict=True))))
         self._scale = max(1.0, most / PROBE_BYTES)
@@ -170,7 +177,11 @@ def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
         owned: dict[int, Counter[tuple[Block, int]]] = {}
         for index in part:
             for block_slice in plan.slices(index):
-                shapes = plan.layout.matrices[index].blocks if block_slice.block is None else [block_slice.of]
+                shapes = (
+                    plan.layout.matrices[index].blocks
+                    if block_slice.block is None
+                    else [block_slice.of]
+                )
                 kinds = [((min(shape), max(shape)), len(block_slice.ranks)) for shape in shapes]
                 owned.setdefault(block_slice.rank, Counter()).update(kinds)
         for counts in owned.values():
@@ -180,13 +191,19 @@ def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
     work: dict[Product, float] = Counter()  # type: ignore[assignment]
     for (shape, team), count in blocks.items():
         batch = statistics.median_low(stacks[shape, team])
-        for product, times in products(shape, orthogonalizer.iteration, batch=batch, team=team).items():
+        for product, times in products(
+            shape, orthogonalizer.iteration, batch=batch, team=team
+        ).items():
             work[product] += times * count / batch
     return work
 
 
-def _operands(product: Product, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    left = torch.randn(product.batch, product.m, product.k, device=device).to(dtype) / product.k**0.5
+def _operands(
+    product: Product, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    left = (
+        torch.randn(product.batch, product.m, product.k, device=device).to(dtype) / product.k**0.5
+    )
     right = (
         left[:, : product.n].mT
         if product.transposed
@@ -198,7 +215,8 @@ def _operands(product: Product, dtype: torch.dtype, device: torch.device) -> tup
 def _rate(product: Product, operands: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> float:
     """FLOPs per second of this rank while all ranks are busy, from products repeated for `WINDOW_S`."""
     left, right, out = operands
-    at_a_time = 20 if out.is_cuda else 1  # a GPU's queue must not run dry between looks at the clock
+    # a GPU's queue must not run dry between looks at the clock
+    at_a_time = 20 if out.is_cuda else 1
 
     def some() -> None:
         for _ in range(at_a_time):
@@ -238,7 +256,9 @@ def _travels(plan: Plan, orthogonalizer: Orthogonalizer) -> list[list[int]]:
         for block_slice in plan.slices(index):
             if len(block_slice.ranks) > 1:
                 before = block_slice.ranks[block_slice.place - 1]
-                travels[before][block_slice.rank] += sum_bytes(block_slice, orthogonalizer.iteration)
+                travels[before][block_slice.rank] += sum_bytes(
+                    block_slice, orthogonalizer.iteration
+                )
     for transfers in itertools.chain(*plan.all_to_alls()):
         columns = (column.tolist() for column in transfers)
         for source, target, elements in zip(*columns, strict=True):

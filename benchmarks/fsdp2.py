@@ -1,9 +1,10 @@
 """muon-fsdp2 as a method of `python -m benchmarks.step`: another implementation, on FSDP2's shards of these matrices.
 
-`fully_shard` cuts the benchmark's matrices, and muon-fsdp2's optimizer steps on the shards. As of 0.3.0 the i-th matrix
-belongs to rank i modulo the ranks: momentum's rows are gathered there, up to 8 matrices ahead, and after Newton-Schulz
-the update's rows are scattered, one matrix after the other. A step changes its gradients in place, so `prepare()` puts
-them back before each, outside the time: nothing runs forward or backward. CPU over gloo only.
+`fully_shard` cuts the benchmark's matrices, and muon-fsdp2's optimizer steps on the shards. As of
+0.3.0 the i-th matrix belongs to rank i modulo the ranks: momentum's rows are gathered there, up to
+8 matrices ahead, and after Newton-Schulz the update's rows are scattered, one matrix after the
+other. A step changes its gradients in place, so `prepare()` puts them back before each, outside the
+time: nothing runs forward or backward. CPU over gloo only.
 
 What differs from `owner`, beyond the scheme:
 
@@ -12,7 +13,8 @@ What differs from `owner`, beyond the scheme:
 - A qkv matrix is one block of `(3H, H)`, not three of `(H, H)`: that is fewer operations.
 - Shards are of equal size: rows that the ranks do not divide would end the processes.
 
-Newton-Schulz is compiled at the first steps (a C++ compiler is needed), which belong to the warm-up.
+Newton-Schulz is compiled at the first steps (a C++ compiler is needed), which belong to the
+warm-up.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Fsdp2Muon:
     `step()` is collective. Needs torch's process group.
 
     Args:
-        weights: whole matrices `(rows, cols)`, fp32, the same on every rank; the ranks divide all rows.
+        weights: whole matrices `(rows, cols)`, fp32, the same on every rank; the ranks divide all
+            rows.
         gradients: this rank's rows of each matrix's gradient; not changed.
         momentum: Muon's beta; Nesterov's look-ahead is on.
         weight_decay: decoupled.
@@ -65,9 +68,17 @@ class Fsdp2Muon:
         self._gradients = tuple(gradients)
         for matrix, gradient in zip(self.matrices, self._gradients, strict=True):
             matrix.grad = DTensor.from_local(gradient.clone(), mesh, matrix.placements)
-        group = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": True, "rms_scale": False}
+        group = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": True,
+            "rms_scale": False,
+        }
         self._model = model
-        self._optimizer: Any = muon_fsdp2.Muon([{"params": self.matrices, "use_muon": True, **group}])
+        self._optimizer: Any = muon_fsdp2.Muon(
+            [{"params": self.matrices, "use_muon": True, **group}]
+        )
 
     def prepare(self) -> None:
         """Puts the gradients back."""
@@ -93,12 +104,15 @@ class Fsdp2Muon:
         for owner, name, phase in (
             (muon_fsdp2, "apply_momentum", "momentum"),
             (muon_fsdp2, "zeropower_via_newtonschulz5", "orthogonalize"),
-            (muon_fsdp2, "scatter", "scatter_wait"),  # waiting for the owner's Newton-Schulz is in it
+            # waiting for the owner's Newton-Schulz is in it
+            (muon_fsdp2, "scatter", "scatter_wait"),
             (muon_fsdp2.Fsdp1dWork, "start", "gather"),  # without what is within it: momentum
             (muon_fsdp2.Fsdp1dWork, "finish", "apply"),  # without the others
         ):
             patches.wrap(owner, name, functools.partial(timed, timer, phase))
-        patches.wrap(muon_fsdp2, "gather", functools.partial(_gather, timer), takes=("tensor", "gather_list"))
+        patches.wrap(
+            muon_fsdp2, "gather", functools.partial(_gather, timer), takes=("tensor", "gather_list")
+        )
         patches.wrap(muon_fsdp2, "scatter", functools.partial(_scatter, timer))
         return patches
 
@@ -114,7 +128,9 @@ def _gather(timer: PhaseTimer, gather: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _scatter(timer: PhaseTimer, scatter: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(received: torch.Tensor, scatter_list: list[torch.Tensor] | None, **kwargs: Any) -> Any:
+    def counted(
+        received: torch.Tensor, scatter_list: list[torch.Tensor] | None, **kwargs: Any
+    ) -> Any:
         timer.received(received.nbytes if scatter_list is None else 0)
         return scatter(received, scatter_list, **kwargs)
 

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--configs FILE.yaml ...] [--ranks N ...]
 
-The rank's real optimizer steps with the owners and waves of the plan, on matrices of as many rows and a few columns, so
-that products and copies take next to nothing, in a process group that answers at once. The time is that of the
-processor, the least of some steps. On a CPU there is no driver to launch kernels, nor are blocks iterated in the same
-parts as on a GPU.
+The rank's real optimizer steps with the owners and waves of the plan, on matrices of as many rows
+and a few columns, so that products and copies take next to nothing, in a process group that answers
+at once. The time is that of the processor, the least of some steps. On a CPU there is no driver to
+launch kernels, nor are blocks iterated in the same parts as on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class _Timed(Recorder):
 
 def narrow(layout: Layout) -> Layout:
     """The same matrices with few columns, as many as there are different widths, so that kinds of blocks stay apart."""
-    widths = {width: COLUMNS * (1 + place) for place, width in enumerate(sorted({m.shape[1] for m in layout.matrices}))}
+    widths = {
+        width: COLUMNS * (1 + place)
+        for place, width in enumerate(sorted({m.shape[1] for m in layout.matrices}))
+    }
 
     def matrix(one: Matrix) -> Matrix:
         rows, width = one.shape
@@ -84,9 +87,16 @@ def host_ms(config: Path, ranks: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a table, line by line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     models = ("llama3-8b", "llama3-70b", "moe-large")
-    parser.add_argument("--configs", type=Path, nargs="+", default=[Path(f"configs/{model}.yaml") for model in models])
+    parser.add_argument(
+        "--configs",
+        type=Path,
+        nargs="+",
+        default=[Path(f"configs/{model}.yaml") for model in models],
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024))
     args = parser.parse_args(argv)
     cpu.install(force=True)

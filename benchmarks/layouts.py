@@ -27,14 +27,19 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
     for layer in range(num_layers):
         for name, shape in shapes.items():
             split = qkv if name == "qkv" else None
-            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, even_rows(shape[0], ranks), split))
+            matrices.append(
+                row_sharded(f"layers.{layer}.{name}", shape, even_rows(shape[0], ranks), split)
+            )
     return Layout(ranks, tuple(matrices))
 
 
 def layout_of(ranks: int, matrices: Iterable[tuple[int, int, int]]) -> Layout:
     """Matrices of one block each, given as `(count, rows, cols)`."""
     shapes = [(rows, cols) for count, rows, cols in matrices for _ in range(count)]
-    cut = (row_sharded(f"matrices.{number}", shape, even_rows(shape[0], ranks)) for number, shape in enumerate(shapes))
+    cut = (
+        row_sharded(f"matrices.{number}", shape, even_rows(shape[0], ranks))
+        for number, shape in enumerate(shapes)
+    )
     return Layout(ranks, tuple(cut))
 
 

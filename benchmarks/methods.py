@@ -32,8 +32,8 @@ LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
 class Problem:
     """What every method works on: matrices, rows cut evenly over the ranks.
 
-    `weights` and `gradients` are this rank's rows of each matrix, fp32; no method changes them. `buffer_mb` is what
-    the owner scheme's step may take.
+    `weights` and `gradients` are this rank's rows of each matrix, fp32; no method changes them.
+    `buffer_mb` is what the owner scheme's step may take.
     """
 
     layout: Layout
@@ -64,7 +64,9 @@ def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device)
     return Problem(layout, weights, gradients, orthogonalizer, spec.buffer_mb, group, device)
 
 
-def _whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_matrices(
+    index: int, shape: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and gradient of the matrix with this index, `(rows, cols)`, fp32."""
     generator = torch.Generator(device).manual_seed(index)
     weight, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
@@ -74,22 +76,38 @@ def _whole_matrices(index: int, shape: tuple[int, int], device: torch.device) ->
 def make_peer(peer: str, problem: Problem) -> Peer:
     """Another implementation, on the same matrices and gradients. Collective."""
     weights, gradients = zip(
-        *(_whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
+        *(
+            _whole_matrices(i, m.shape, problem.device)
+            for i, m in enumerate(problem.layout.matrices)
+        ),
+        strict=True,
     )
     if peer == "muon-fsdp2":
-        return Fsdp2Muon(weights, problem.gradients, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        return Fsdp2Muon(
+            weights, problem.gradients, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+        )
     return DeepSpeedMuon(
-        weights, gradients, ns_method=NS_METHODS[peer], lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+        weights,
+        gradients,
+        ns_method=NS_METHODS[peer],
+        lr=LR,
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
     )
 
 
 def make_optimizer(
-    method: str, problem: Problem, *, team_size: str = AUTO, run: OffloadRun | None = None, variant: str = ""
+    method: str,
+    problem: Problem,
+    *,
+    team_size: str = AUTO,
+    run: OffloadRun | None = None,
+    variant: str = "",
 ) -> torch.optim.Optimizer:
     """The optimizer of a method, on its own copy of the weights and with the gradients in place. Collective.
 
-    Momentum is its state, or kept by `run`. A `variant` of Muon is "cautious" or "hyperball", which overwrites
-    gradients and so has its own.
+    Momentum is its state, or kept by `run`. A `variant` of Muon is "cautious" or "hyperball", which
+    overwrites gradients and so has its own.
     """
     parameters = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
     for parameter, gradient in zip(parameters, problem.gradients, strict=True):
@@ -108,14 +126,21 @@ def make_optimizer(
         exchange_of(method, problem, team_size),
         make_rules(names, held, {"nesterov": True}),
         defaults={"lr": LR, "momentum": MOMENTUM, "weight_decay": decay},
-        names={parameter: matrix.name for parameter, matrix in zip(parameters, matrices, strict=True)},
+        names={
+            parameter: matrix.name for parameter, matrix in zip(parameters, matrices, strict=True)
+        },
         store=store,
     )
 
 
 def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchange:
     """The exchange of a method; "allgather" is upstream's, with upstream's iteration. Collective."""
-    layout, group, orthogonalizer, device = problem.layout, problem.group, problem.orthogonalizer, problem.device
+    layout, group, orthogonalizer, device = (
+        problem.layout,
+        problem.group,
+        problem.orthogonalizer,
+        problem.device,
+    )
     if method == "allgather":
         upstream = UpstreamOrthogonalizer(
             orthogonalizer.iteration,
@@ -139,9 +164,15 @@ def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchang
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """The Adam that megatron-core takes: transformer-engine's where it is installed and CUDA is there, else torch's.
 
-    Source: megatron/core/optimizer/__init__.py, which passes torch's AdamW neither `foreach` nor `fused`.
+    Source: megatron/core/optimizer/__init__.py, which passes torch's AdamW neither `foreach` nor
+    `fused`.
     """
-    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": WEIGHT_DECAY,
+    }
     if torch.cuda.is_available():
         try:
             from transformer_engine.pytorch.optimizers import FusedAdam

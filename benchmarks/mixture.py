@@ -3,11 +3,11 @@
     megatron-muon data prepare --stdlib --output data/stdlib     # unless the quickstart has done it
     python -m benchmarks.mixture --steps 100 --seeds 3
 
-A Qwen3-MoE of 4 layers with 8 experts each, two for a token, on the quickstart's text, bytes, in one process in fp32,
-on a GPU where there is one.
-Every run of a seed has the same weights at the start and the same batches. The rate warms up over a tenth of the steps
-and falls to a tenth along a cosine; Muon's updates have AdamW's size, so one rate serves all of its parameters. The
-table has the mean loss on text that is not trained on.
+A Qwen3-MoE of 4 layers with 8 experts each, two for a token, on the quickstart's text, bytes, in
+one process in fp32, on a GPU where there is one.
+Every run of a seed has the same weights at the start and the same batches. The rate warms up over a
+tenth of the steps and falls to a tenth along a cosine; Muon's updates have AdamW's size, so one
+rate serves all of its parameters. The table has the mean loss on text that is not trained on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def model(seed: int) -> Any:
 def muon(network: Any, rate: float) -> torch.optim.Optimizer:
     """Muon with updates of AdamW's size."""
     return megatron_muon.Muon(
-        network.named_parameters(), lr=rate, weight_decay=DECAY, adamw_betas=BETAS, adjust_lr_fn="match_rms_adamw"
+        network.named_parameters(),
+        lr=rate,
+        weight_decay=DECAY,
+        adamw_betas=BETAS,
+        adjust_lr_fn="match_rms_adamw",
     )
 
 
@@ -72,7 +76,11 @@ def windows(tokens: torch.Tensor, count: int, generator: torch.Generator) -> tor
 
 
 def loss_after(
-    make: Callable[[Any, float], torch.optim.Optimizer], rate: float, seed: int, steps: int, text: torch.Tensor
+    make: Callable[[Any, float], torch.optim.Optimizer],
+    rate: float,
+    seed: int,
+    steps: int,
+    text: torch.Tensor,
 ) -> float:
     """The loss on held-out text after training."""
     cut = int(len(text) * (1 - HELD_OUT))
@@ -96,15 +104,23 @@ def loss_after(
         schedule.step()
     held_out = windows(text[cut:], 8 * BATCH, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return float(np.mean([float(network(input_ids=some, labels=some).loss) for some in held_out.split(BATCH)]))
+        return float(
+            np.mean(
+                [float(network(input_ids=some, labels=some).loss) for some in held_out.split(BATCH)]
+            )
+        )
 
 
 def main() -> None:
     """Train all, and print a row for each optimizer and rate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--data", default="data/stdlib", metavar="PREFIX", help="what `data prepare` has written")
+    parser.add_argument(
+        "--data", default="data/stdlib", metavar="PREFIX", help="what `data prepare` has written"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 1.5e-3, 4e-3])
     args = parser.parse_args()
     try:
@@ -113,14 +129,23 @@ def main() -> None:
         parser.error(str(error))
     text = torch.from_numpy(np.fromfile(f"{args.data}.bin", dtype=dtype).astype(np.int64))
     optimizer: Any = muon(model(0), 1e-3)
-    inside = sum(p.numel() for name, p in model(0).named_parameters() if "embed" not in name and "lm_head" not in name)
+    inside = sum(
+        p.numel()
+        for name, p in model(0).named_parameters()
+        if "embed" not in name and "lm_head" not in name
+    )
     taken = sum(p.numel() for p in optimizer.selection.views)
-    print(f"Muon takes {taken:,} of {inside:,} parameters that are neither embedding nor output layer")
+    print(
+        f"Muon takes {taken:,} of {inside:,} parameters that are neither embedding nor output layer"
+    )
     for name, make in (("adamw", adamw), ("muon", muon)):
         for rate in args.rates:
             losses = [loss_after(make, rate, seed, args.steps, text) for seed in range(args.seeds)]
             shown = "  ".join(f"{loss:.4f}" for loss in losses)
-            print(f"{name:<6} rate {rate:<7g} mean {statistics.mean(losses):.4f}  of seeds {shown}", flush=True)
+            print(
+                f"{name:<6} rate {rate:<7g} mean {statistics.mean(losses):.4f}  of seeds {shown}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ class DiskProbe:
 
     def probe(self) -> None:
         """Write and read the file once. Collective."""
-        for work, rates in ((self._file.write, self.write_rates), (self._file.read, self.read_rates)):
+        for work, rates in (
+            (self._file.write, self.write_rates),
+            (self._file.read, self.read_rates),
+        ):
             dist.barrier(self._group)
             start = time.perf_counter()
             for block in range(_BLOCKS):
@@ -40,20 +43,29 @@ class DiskProbe:
     def result(self, momentum_bytes: int | None) -> dict[str, Any]:
         """Median rates of all ranks together, and whether the page cache was passed by; deletes the file.
 
-        With `momentum_bytes` of all ranks on this disk, also the milliseconds that these take there and back.
+        With `momentum_bytes` of all ranks on this disk, also the milliseconds that these take there
+        and back.
         """
         self._file.close()
         read, write = statistics.median(self.read_rates), statistics.median(self.write_rates)
-        rates = {"write_gb_per_s": write / 1e9, "read_gb_per_s": read / 1e9, "direct_io": self._file.direct}
+        rates = {
+            "write_gb_per_s": write / 1e9,
+            "read_gb_per_s": read / 1e9,
+            "direct_io": self._file.direct,
+        }
         if momentum_bytes is not None:
             rates["transfer_ms"] = 1e3 * (momentum_bytes / read + momentum_bytes / write)
         return rates
 
 
-def momentum_figures(store: RecordStore, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+def momentum_figures(
+    store: RecordStore, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
     """Bytes of momentum by place, of the fullest rank, and of the staging in them. Collective."""
     names = (*store.bytes, "staging")
-    mine = torch.tensor([*store.bytes.values(), store.staging_bytes], dtype=torch.int64, device=device)
+    mine = torch.tensor(
+        [*store.bytes.values(), store.staging_bytes], dtype=torch.int64, device=device
+    )
     most, total = mine.clone(), mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     dist.all_reduce(total, group=group)

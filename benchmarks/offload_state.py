@@ -1,12 +1,13 @@
 """Times the optimizer step of a GPT under Megatron-FSDP, bf16, with state on the device, host and disk, in one run.
 
-    torchrun --nproc-per-node 2 -m benchmarks.offload_state --offload-dir /local/nvme --repeat 9 --json state.json
+    torchrun --nproc-per-node 2 -m benchmarks.offload_state --offload-dir /local/nvme --repeat 9
+    --json state.json
 
-Each way of `--muon-offload` x `--muon-offload-state` has a model of its own, all with the same weights and gradients. A
-step is norm, Muon, Adam and installing the model's weights. Within a round they step one after the other, and the disk
-is probed; a step's time is that of the slowest rank. Bytes on the device are those of optimizer state and main weights,
-a GPU's slots included, by this rank's parameters. On CPU over gloo, where host and device are one memory, or on GPUs
-over NCCL.
+Each way of `--muon-offload` x `--muon-offload-state` has a model of its own, all with the same
+weights and gradients. A step is norm, Muon, Adam and installing the model's weights. Within a round
+they step one after the other, and the disk is probed; a step's time is that of the slowest rank.
+Bytes on the device are those of optimizer state and main weights, a GPU's slots included, by this
+rank's parameters. On CPU over gloo, where host and device are one memory, or on GPUs over NCCL.
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ from megatron_muon import cpu
 from megatron_muon.errors import quiet_imports
 from megatron_muon.offload.store import DEVICE, DISK, HOST
 
-WAYS = (("none", "momentum"), ("cpu", "momentum"), ("cpu", "all"), ("nvme", "momentum"), ("nvme", "all"))
+WAYS = (
+    ("none", "momentum"),
+    ("cpu", "momentum"),
+    ("cpu", "all"),
+    ("nvme", "momentum"),
+    ("nvme", "all"),
+)
 
 
 class Way:
     """A model with its optimizer, and gradients that stay."""
 
-    def __init__(self, offload: str, state: str, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(
+        self, offload: str, state: str, args: argparse.Namespace, device: torch.device
+    ) -> None:
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -57,7 +66,9 @@ class Way:
             bf16=True,
             params_dtype=torch.bfloat16,
         )
-        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=args.vocabulary, max_sequence_length=64)
+        model = GPTModel(
+            config, get_gpt_layer_local_spec(), vocab_size=args.vocabulary, max_sequence_length=64
+        )
         sharding = DistributedDataParallelConfig(
             use_megatron_fsdp=True,
             use_distributed_optimizer=True,
@@ -89,7 +100,8 @@ class Way:
             ),
             [self.model],
         )
-        self.model.start_param_sync = lambda *_, **__: None  # no forward pass follows that would need whole weights
+        # no forward pass follows that would need whole weights
+        self.model.start_param_sync = lambda *_, **__: None
         self.model.finish_grad_sync()
         generator = torch.Generator().manual_seed(dist.get_rank())
         buffer = self.model.param_and_grad_buffer
@@ -112,7 +124,9 @@ class Way:
         for member in self.optimizer.chained_optimizers:
             for slots in member.optimizer.state.values():
                 tensors = (getattr(value, "_local_tensor", value) for value in slots.values())
-                found[DEVICE] += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+                found[DEVICE] += sum(
+                    tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor)
+                )
         for group in self.model.param_and_grad_buffer.parameter_groups:
             data = group.main_weight_buffer.data
             found[DEVICE] += 0 if data.is_meta else data.nbytes
@@ -121,13 +135,21 @@ class Way:
 
 def main() -> None:
     """Time all ways in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--offload-dir", required=True, metavar="DIR", help="a directory on the disk to be measured")
-    parser.add_argument("--offload-buffer-mb", type=float, default=12.0, help="of each kind of state (12)")
-    parser.add_argument("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="of Newton-Schulz (bf16)")
+    parser.add_argument(
+        "--offload-dir", required=True, metavar="DIR", help="a directory on the disk to be measured"
+    )
+    parser.add_argument(
+        "--offload-buffer-mb", type=float, default=12.0, help="of each kind of state (12)"
+    )
+    parser.add_argument(
+        "--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="of Newton-Schulz (bf16)"
+    )
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -147,16 +169,26 @@ def main() -> None:
     lines = [figures(way, statistics.median(ways[0].seconds), device) for way in ways]
     rates = disk.result(None)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {ways[0].parameters:,} parameters on the first, {device.type}")
-        print(f"disk, all ranks at once: reads {rates['read_gb_per_s']:.2f}, writes {rates['write_gb_per_s']:.2f} GB/s")
-        print(f"{'state':<16}{'median ms':>10}{'/ none':>8}{'device bytes/parameter':>24}{'host MB':>9}{'disk MB':>9}")
+        print(
+            f"{dist.get_world_size()} ranks, {ways[0].parameters:,} parameters on the first,"
+            f" {device.type}"
+        )
+        print(
+            f"disk, all ranks at once: reads {rates['read_gb_per_s']:.2f}, writes"
+            f" {rates['write_gb_per_s']:.2f} GB/s"
+        )
+        print(
+            f"{'state':<16}{'median ms':>10}{'/ none':>8}{'device bytes/parameter':>24}{'host MB':>9}{'disk MB':>9}"
+        )
         for line in lines:
             print(
                 f"{line['state']:<16}{line['median_ms']:>10,.1f}{line['over_none']:>8.2f}"
                 f"{line['device_bytes_per_parameter']:>24.2f}{line[HOST] / 1e6:>9,.1f}{line[DISK] / 1e6:>9,.1f}"
             )
         if args.json is not None:
-            args.json.write_text(json.dumps({"ways": lines, "disk": rates, "ranks": dist.get_world_size()}), "utf-8")
+            args.json.write_text(
+                json.dumps({"ways": lines, "disk": rates, "ranks": dist.get_world_size()}), "utf-8"
+            )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -30,7 +30,17 @@ def planned(config: Path, ranks: int, hardware: str) -> dict[str, Any]:
     """The figures of a plan."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         file = Path(folder) / "plan.json"
-        given = ["plan", "--config", config, "--world-size", ranks, "--hardware", hardware, "--json", file]
+        given = [
+            "plan",
+            "--config",
+            config,
+            "--world-size",
+            ranks,
+            "--hardware",
+            hardware,
+            "--json",
+            file,
+        ]
         if status := cli.main([str(word) for word in given]):
             raise SystemExit(status)
         figures: dict[str, Any] = json.loads(file.read_text("utf-8"))
@@ -46,14 +56,25 @@ def cells(model: str, figures: dict[str, Any]) -> list[str]:
         *(f"{figures[part]:,.1f}" for part in ("step_ms", "ns_ms", "exchange_ms")),
         f"{figures['extra_bytes'] / 2**20:,.0f}",
         f"{figures['max_over_mean']:.2f}",
-        *((f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}") if step else "--"),
+        *(
+            (f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}")
+            if step
+            else "--"
+        ),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table, line by line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", type=Path, nargs="+", default=[Path(f"configs/{model}.yaml") for model in MODELS])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--configs",
+        type=Path,
+        nargs="+",
+        default=[Path(f"configs/{model}.yaml") for model in MODELS],
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--hardware", default="h100-sxm")
     args = parser.parse_args(argv)
@@ -61,7 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"| {' | '.join(row)} |")
     for config in args.configs:
         for ranks in args.ranks:
-            print(f"| {' | '.join(cells(config.stem, planned(config, ranks, args.hardware)))} |", flush=True)
+            print(
+                f"| {' | '.join(cells(config.stem, planned(config, ranks, args.hardware)))} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

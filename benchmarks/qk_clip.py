@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.qk_clip --repeat 20
 
-The shape is that of configs/quickstart.yaml. Every arm has a model and a Muon of its own, under FSDP2 where there are
-several ranks; within a round each takes ten steps, in an order that rotates. A step is forward, backward, Muon, clip.
-On a CPU, processor time is a surer measure than time where other work is running.
+The shape is that of configs/quickstart.yaml. Every arm has a model and a Muon of its own, under
+FSDP2 where there are several ranks; within a round each takes ten steps, in an order that rotates.
+A step is forward, backward, Muon, clip. On a CPU, processor time is a surer measure than time where
+other work is running.
 """
 
 from __future__ import annotations
@@ -30,9 +31,21 @@ def llama(given: argparse.Namespace) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": given.hidden_size, "intermediate_size": 3 * given.hidden_size, "vocab_size": 272}
-    heads = {"num_attention_heads": given.hidden_size // 64, "num_key_value_heads": max(1, given.hidden_size // 128)}
-    config = LlamaConfig(num_hidden_layers=given.num_layers, max_position_embeddings=given.seq_length, **shape, **heads)
+    shape = {
+        "hidden_size": given.hidden_size,
+        "intermediate_size": 3 * given.hidden_size,
+        "vocab_size": 272,
+    }
+    heads = {
+        "num_attention_heads": given.hidden_size // 64,
+        "num_key_value_heads": max(1, given.hidden_size // 128),
+    }
+    config = LlamaConfig(
+        num_hidden_layers=given.num_layers,
+        max_position_embeddings=given.seq_length,
+        **shape,
+        **heads,
+    )
     model = LlamaForCausalLM(config).train()
     for module in (*model.model.layers, model) if dist.is_initialized() else ():
         fully_shard(module)
@@ -45,7 +58,11 @@ def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     for name, interval in ARMS.items():
         model = llama(given)
         optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.008)
-        arms[name] = model, optimizer, megatron_muon.QKClip(model, interval=interval) if interval else None
+        arms[name] = (
+            model,
+            optimizer,
+            megatron_muon.QKClip(model, interval=interval) if interval else None,
+        )
     tokens = torch.randint(257, (given.micro_batch_size, given.seq_length))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for number in range(given.warmup + given.repeat):
@@ -69,7 +86,9 @@ def measure(given: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--seq-length", type=int, default=256)
@@ -81,12 +100,16 @@ def main() -> None:
         dist.init_process_group("gloo")
     found = measure(given)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{'ms of a step':28}{'median':>9}{'least':>9}{'ratio, of rounds':>18}{'of the least':>14}")
+        print(
+            f"{'ms of a step':28}{'median':>9}{'least':>9}{'ratio, of rounds':>18}{'of the least':>14}"
+        )
         for place, kind in enumerate(("time", "processor time")):
             base = [round_[place] for round_ in found["without"]]
             for name, rounds in found.items():
                 steps = [round_[place] for round_ in rounds]
-                ratio = statistics.median(step / other for step, other in zip(steps, base, strict=True))
+                ratio = statistics.median(
+                    step / other for step, other in zip(steps, base, strict=True)
+                )
                 figures = f"{statistics.median(steps):9.1f}{min(steps):9.1f}{ratio:18.3f}{min(steps) / min(base):14.3f}"
                 print(f"{kind}, {name}".ljust(28) + figures)
     if dist.is_initialized():

@@ -1,8 +1,9 @@
 """The ranks of `python -m benchmarks.step`: times optimizer steps on the same shards and gradients.
 
-Run under torchrun as `python -m benchmarks.step_ranks SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
-first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL. Within a repeat the methods run
-one after the other, so that a machine that slows down slows all of them; a step's time is that of the slowest rank.
+Run under torchrun as `python -m benchmarks.step_ranks SPEC OUTPUT`, SPEC being a `StepSpec` as
+JSON; the first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL.
+Within a repeat the methods run one after the other, so that a machine that slows down slows all of
+them; a step's time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ PROFILED_STEPS = 3
 def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """All figures of a run; the same on every rank. Collective."""
     problem = make_problem(spec, group, device)
-    optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
+    optimizers: dict[str, Steps] = {
+        method: make_optimizer(method, problem) for method in spec.methods
+    }
     for size in spec.team_size:
         optimizers[f"team-{size}"] = make_optimizer("owner", problem, team_size=size)
-    optimizers |= {variant: make_optimizer("owner", problem, variant=variant) for variant in spec.variants}
+    optimizers |= {
+        variant: make_optimizer("owner", problem, variant=variant) for variant in spec.variants
+    }
     optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
     runs = {
         f"owner+{offload}": OffloadRun(
@@ -77,7 +82,9 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         if disk is not None:
             disk.probe()
         if group.rank() == 0:
-            latest = ", ".join(f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items())
+            latest = ", ".join(
+                f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()
+            )
             print(f"repeat {repeat + 1} of {spec.repeat}: {latest}", flush=True)
 
     floor_ms, rates = floor.result()
@@ -168,15 +175,19 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     )
     if wrong:
         raise RuntimeError(
-            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes in a step, "
-            f"its collectives carried {counted:,}"
+            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes"
+            f" in a step, its collectives carried {counted:,}"
         )
     return {
         "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value},
         "exchange_bytes_per_rank": int(planned_max),
         "exchange_bytes_counted_per_rank": int(counted_max),
         "peak_extra_bytes": int(peak_max),
-        **({"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, Peer) else {}),
+        **(
+            {"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")}
+            if isinstance(optimizer, Peer)
+            else {}
+        ),
     }
 
 
@@ -188,13 +199,19 @@ def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Prob
     rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
     if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
         plan = optimizer.exchange.plan
-        slices = (block_slice for index in range(len(plan.teams)) for block_slice in plan.slices(index))
+        slices = (
+            block_slice for index in range(len(plan.teams)) for block_slice in plan.slices(index)
+        )
         sums = sum(
-            sum_bytes(block_slice, orthogonalizer.iteration) for block_slice in slices if block_slice.rank == rank
+            sum_bytes(block_slice, orthogonalizer.iteration)
+            for block_slice in slices
+            if block_slice.rank == rank
         )
         return plan.exchanged_bytes()[rank] + sums
     if method.startswith("allgather"):
-        padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
+        padded = sum(
+            max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices
+        )
         return (ranks - 1) * padded * torch.float32.itemsize
     return 0
 
@@ -232,14 +249,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         device = settle_device(spec.device, spec.ranks)
         if spec.peers and device.type != "cpu":
-            raise UserError(f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu")
+            raise UserError(
+                f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu"
+            )
     except UserError as error:
         print(f"benchmarks.step: error: {error}", file=sys.stderr)
         return 2
     if device.type == "cpu":
         keep_freed_memory()  # as a training does
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        "nccl" if device.type == "cuda" else "gloo",
+        device_id=device if device.type == "cuda" else None,
     )
     try:
         group = dist.group.WORLD

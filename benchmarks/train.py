@@ -1,8 +1,8 @@
 """`python -m benchmarks.train`: whole training steps of a config, Muon and Adam in turn, and Muon with further flags.
 
-Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the number of steps and the
-log, in a temporary directory. Times come from TensorBoard (Megatron's `iteration-time`), the count of Muon's parameters
-from the facts that a Muon run leaves beside them.
+Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the
+number of steps and the log, in a temporary directory. Times come from TensorBoard (Megatron's
+`iteration-time`), the count of Muon's parameters from the facts that a Muon run leaves beside them.
 """
 
 from __future__ import annotations
@@ -60,13 +60,34 @@ def configure(parser: CommandParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
     add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="experiment file, as pretrain_gpt.py takes it",
+    )
     add("--ranks", type=positive, default=2, metavar="N", help="processes on this machine (2)")
     add("--steps", type=positive, default=20, metavar="S", help="training steps of each run (20)")
-    add("--warmup", type=positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
-    add("--rounds", type=positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
-    add("--compare", metavar="FLAGS",
-        help="Muon once more, with these flags of pretrain_gpt.py too: --compare='--qk-clip'")  # fmt: skip
+    add(
+        "--warmup",
+        type=positive,
+        default=5,
+        metavar="W",
+        help="first steps of each run that do not count (5)",
+    )
+    add(
+        "--rounds",
+        type=positive,
+        default=2,
+        metavar="R",
+        help="runs of each optimizer, in turn (2)",
+    )
+    add(
+        "--compare",
+        metavar="FLAGS",
+        help="Muon once more, with these flags of pretrain_gpt.py too: --compare='--qk-clip'",
+    )
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from megatron_muon.megatron.flags.config_file import load_config
 
     if args.warmup >= args.steps:
-        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
+        raise UserError(
+            f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower"
+            " --warmup"
+        )
     in_config = [flag for flag, _ in load_config(args.config).flags]
     arms: dict[str, list[str]] = {optimizer: [] for optimizer in OPTIMIZERS}
     if args.compare is not None:
@@ -96,7 +120,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[TrainRun]] = {arm: [] for arm in arms}
     for number in range(args.rounds):
         for arm, more in arms.items():
-            what, optimizer = f"the {arm} run of round {number + 1} of {args.rounds}", arm.split()[0]
+            what, optimizer = (
+                f"the {arm} run of round {number + 1} of {args.rounds}",
+                arm.split()[0],
+            )
             print(f"training: {what}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 tensorboard, log = Path(folder, "tensorboard"), Path(folder, "log")
@@ -105,13 +132,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     *more,
                     *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard),
                 )
-                command = torchrun(args.ranks, *pretrain_program(), "--config", str(args.config), *flags)
+                command = torchrun(
+                    args.ranks, *pretrain_program(), "--config", str(args.config), *flags
+                )
                 run_logged(command, log, env=environment(args.ranks), what=what)
                 runs[arm].append(_read_run(tensorboard, warmup=args.warmup))
-    return {**figures(runs), **({"compared_flags": args.compare} if args.compare is not None else {})}
+    return {
+        **figures(runs),
+        **({"compared_flags": args.compare} if args.compare is not None else {}),
+    }
 
 
-def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboard: Path) -> list[str]:
+def run_flags(
+    in_config: Sequence[str], optimizer: str, *, steps: int, tensorboard: Path
+) -> list[str]:
     """The flags that make a config's run short, logged at every step, and free of anything that is not training.
 
     Only flags that are `in_config` can be taken back.
@@ -121,15 +155,25 @@ def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboa
         *taken_back,
         *("--optimizer", optimizer, "--use-megatron-fsdp", "--train-iters", str(steps)),
         *("--eval-iters", "0", "--eval-interval", str(steps + 1), "--log-interval", "1"),
-        *("--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1", "--log-timers-to-tensorboard"),
+        *(
+            "--tensorboard-dir",
+            str(tensorboard),
+            "--tensorboard-log-interval",
+            "1",
+            "--log-timers-to-tensorboard",
+        ),
     ]
 
 
 def _read_run(tensorboard: Path, *, warmup: int) -> TrainRun:
     events = read_events(tensorboard)
-    step_ms = tuple(point.value * 1e3 for point in events.points("iteration-time") if point.step > warmup)
+    step_ms = tuple(
+        point.value * 1e3 for point in events.points("iteration-time") if point.step > warmup
+    )
     if not step_ms:
-        raise UserError(f"the run logged no step after the first {warmup}; raise --steps or lower --warmup")
+        raise UserError(
+            f"the run logged no step after the first {warmup}; raise --steps or lower --warmup"
+        )
     batch_size = events.points("batch-size")[-1].value
     return TrainRun(
         step_ms=step_ms,
@@ -140,20 +184,31 @@ def _read_run(tensorboard: Path, *, warmup: int) -> TrainRun:
 
 def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
     """The keys of the JSON: medians over the steps of all rounds, `rounds_ms` those of each run."""
-    medians = {name: statistics.median(ms for one in of for ms in one.step_ms) for name, of in runs.items()}
+    medians = {
+        name: statistics.median(ms for one in of for ms in one.step_ms) for name, of in runs.items()
+    }
     parameters = runs["muon"][0].muon_parameters
     if parameters is None:
-        raise UserError("the Muon run told nothing of its parameters; does the config set --muon-* off?")
+        raise UserError(
+            "the Muon run told nothing of its parameters; does the config set --muon-* off?"
+        )
     return {
         "muon_step_ms": medians["muon"],
         "adam_step_ms": medians["adam"],
         "ratio": medians["muon"] / medians["adam"],
-        **({"compared_step_ms": medians[COMPARED], "compared_over_muon": _over_muon(runs)} if COMPARED in runs else {}),
+        **(
+            {"compared_step_ms": medians[COMPARED], "compared_over_muon": _over_muon(runs)}
+            if COMPARED in runs
+            else {}
+        ),
         "tokens_per_step": runs["muon"][0].tokens_per_step,
-        "optimizer_state_bytes": {"muon": MOMENTUM_BYTES * parameters, "adam": ADAM_BYTES * parameters},
+        "optimizer_state_bytes": {
+            "muon": MOMENTUM_BYTES * parameters,
+            "adam": ADAM_BYTES * parameters,
+        },
         "optimizer_state_source": (
-            f"{parameters} parameters that Muon takes (as the run told), all ranks together: fp32 momentum "
-            f"{MOMENTUM_BYTES} bytes, Adam's two fp32 moments {ADAM_BYTES} bytes"
+            f"{parameters} parameters that Muon takes (as the run told), all ranks together: fp32"
+            f" momentum {MOMENTUM_BYTES} bytes, Adam's two fp32 moments {ADAM_BYTES} bytes"
         ),
         "rounds_ms": [
             {name: statistics.median(of[number].step_ms) for name, of in runs.items()}
@@ -169,7 +224,9 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
     if "compared_flags" in results:
         medians[COMPARED] = results["compared_step_ms"]
-        caption += f"\nMuon with {results['compared_flags']} / Muon: {results['compared_over_muon']:.3f}"
+        caption += (
+            f"\nMuon with {results['compared_flags']} / Muon: {results['compared_over_muon']:.3f}"
+        )
     for name, median in medians.items():
         runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
         state = results["optimizer_state_bytes"][name.split()[0]] / 1e6
@@ -180,7 +237,9 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 
 def _over_muon(runs: dict[str, list[TrainRun]]) -> float:
     """The median over rounds of what the compared flags make of Muon's median step: runs of a round are neighbours."""
-    plain, compared = ([statistics.median(one.step_ms) for one in runs[arm]] for arm in ("muon", COMPARED))
+    plain, compared = (
+        [statistics.median(one.step_ms) for one in runs[arm]] for arm in ("muon", COMPARED)
+    )
     ratios: list[float] = [more / less for less, more in zip(plain, compared, strict=True)]
     return statistics.median(ratios)
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_transformers.py [TEXT_FILE]
 
-Runs on GPUs over NCCL, or where there is none on the CPU over gloo; half a minute on two cores. Needs torch,
-transformers and megatron-muon, no Megatron. What belongs to Muon is marked.
+Runs on GPUs over NCCL, or where there is none on the CPU over gloo; half a minute on two cores.
+Needs torch, transformers and megatron-muon, no Megatron. What belongs to Muon is marked.
 """
 
 import gc
@@ -62,10 +62,13 @@ def train(device: torch.device) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if dist.get_rank() == 0:
         print(optimizer.table(), flush=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank its own part of the batch
+    # each rank its own part of the batch
+    generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         starts = torch.randint(len(tokens) - SEQUENCE, (BATCH,), generator=generator)
-        batch = torch.stack([tokens[start : start + SEQUENCE] for start in starts.tolist()]).to(device)
+        batch = torch.stack([tokens[start : start + SEQUENCE] for start in starts.tolist()]).to(
+            device
+        )
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -76,7 +79,9 @@ def train(device: torch.device) -> None:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
-                print(f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True)
+                print(
+                    f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True
+                )
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
     python examples/lr_transfer.py runs/lr-transfer --out runs/lr-transfer/report
 
-A panel for each value of --by, in it a line for each value of --setting: final loss against learning rate, with a star
-at the best. The table has, for each line, the best rate and what it costs to reuse the best rate of the first.
+A panel for each value of --by, in it a line for each value of --setting: final loss against
+learning rate, with a star at the best. The table has, for each line, the best rate and what it
+costs to reuse the best rate of the first.
 """
 
 from __future__ import annotations
@@ -26,13 +27,18 @@ def read(runs: Path, by: str, setting: str) -> dict[str, dict[str, Losses]]:
     for arm in read_arms(find_runs([runs]))[0]:
         settings = dict(arm.settings)
         if setting not in settings:
-            raise SystemExit(f"--setting {setting} is the same in all runs; they differ in {', '.join(settings)}")
+            raise SystemExit(
+                f"--setting {setting} is the same in all runs; they differ in {', '.join(settings)}"
+            )
         if arm.counts and arm.final and arm.rate:
             family = found.setdefault(settings.get(by, "all"), {})
             family.setdefault(settings[setting], {})[arm.rate] = arm.final.mean
     if not found:
         raise SystemExit(f"{runs}: no run has finished")
-    return {name: dict(sorted(lines.items(), key=lambda line: float(line[0]))) for name, lines in found.items()}
+    return {
+        name: dict(sorted(lines.items(), key=lambda line: float(line[0])))
+        for name, lines in found.items()
+    }
 
 
 def draw(file: Path, families: dict[str, dict[str, Losses]], setting: str) -> None:
@@ -42,10 +48,21 @@ def draw(file: Path, families: dict[str, dict[str, Losses]], setting: str) -> No
     for panel, (name, lines) in zip(panels, families.items(), strict=True):
         for marker, (value, losses) in zip("os^DvPX" * len(lines), lines.items(), strict=False):
             rates = sorted(losses)
-            (line,) = panel.plot(rates, [losses[rate] for rate in rates], marker=marker, label=f"{setting} {value}")
+            (line,) = panel.plot(
+                rates, [losses[rate] for rate in rates], marker=marker, label=f"{setting} {value}"
+            )
             best = min(losses, key=losses.__getitem__)
-            panel.plot([best], [losses[best]], "*", markersize=15, markeredgecolor="black", color=line.get_color())
-        panel.set(xscale="log", title=name, xlabel="learning rate of the matrices", ylabel="final loss")
+            panel.plot(
+                [best],
+                [losses[best]],
+                "*",
+                markersize=15,
+                markeredgecolor="black",
+                color=line.get_color(),
+            )
+        panel.set(
+            xscale="log", title=name, xlabel="learning rate of the matrices", ylabel="final loss"
+        )
         panel.legend()
     figure.savefig(file, dpi=120)
 
@@ -66,18 +83,26 @@ def rows(families: dict[str, dict[str, Losses]]) -> list[list[str]]:
 
 def main() -> None:
     """Writes rate-transfer.png and rate-transfer.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, help="folder of a sweep, or of several")
     parser.add_argument("--out", type=Path, required=True, help="where picture and table go")
-    parser.add_argument("--setting", default="hidden_size", help="a line for each value of it (hidden_size)")
-    parser.add_argument("--by", default="muon_scale_mode", help="a panel for each value of it (muon_scale_mode)")
+    parser.add_argument(
+        "--setting", default="hidden_size", help="a line for each value of it (hidden_size)"
+    )
+    parser.add_argument(
+        "--by", default="muon_scale_mode", help="a panel for each value of it (muon_scale_mode)"
+    )
     args = parser.parse_args()
     families = read(args.runs, args.by, args.setting)
     args.out.mkdir(parents=True, exist_ok=True)
     draw(args.out / "rate-transfer.png", families, args.setting)
     head = [args.by, args.setting, "best rate", "loss there", "more at the first's best rate"]
     text = table(head, rows(families), numbers=range(1, 5))
-    (args.out / "rate-transfer.md").write_text(f"{text}\n\n![final loss against learning rate](rate-transfer.png)\n")
+    (args.out / "rate-transfer.md").write_text(
+        f"{text}\n\n![final loss against learning rate](rate-transfer.png)\n"
+    )
     print(text)
 
 

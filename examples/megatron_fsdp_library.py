@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/megatron_fsdp_library.py [TEXT_FILE]
 
-Runs on GPUs over NCCL, or where there is none on the CPU over gloo, with megatron-muon[megatron] to stand in for CUDA.
-Needs transformers, and megatron-fsdp or megatron-core. What belongs to Muon is marked.
+Runs on GPUs over NCCL, or where there is none on the CPU over gloo, with megatron-muon[megatron] to
+stand in for CUDA. Needs transformers, and megatron-fsdp or megatron-core. What belongs to Muon is
+marked.
 """
 
 import gc
@@ -40,7 +41,8 @@ def start() -> torch.device:
 def train(device: torch.device) -> None:
     """Train for `STEPS` steps."""
     with quiet_imports():  # without warnings about what is not installed
-        from megatron.core.distributed.fsdp.src import megatron_fsdp  # or the package megatron_fsdp, which is the same
+        # or the package megatron_fsdp, which is the same
+        from megatron.core.distributed.fsdp.src import megatron_fsdp
 
     text = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -64,15 +66,19 @@ def train(device: torch.device) -> None:
         zero_dp_strategy="optim_grads_params",
     )
     model._replace_param_with_distributed_if_needed()
-    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-3)  # Muon, then its wrapper as usual
+    # Muon, then its wrapper as usual
+    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-3)
     optimizer = megatron_fsdp.fully_shard_optimizer(optimizer)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     if dist.get_rank() == 0:
         print(optimizer.table(), flush=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())  # each rank its own part of the batch
+    # each rank its own part of the batch
+    generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         starts = torch.randint(len(tokens) - SEQUENCE, (BATCH,), generator=generator)
-        batch = torch.stack([tokens[start : start + SEQUENCE] for start in starts.tolist()]).to(device)
+        batch = torch.stack([tokens[start : start + SEQUENCE] for start in starts.tolist()]).to(
+            device
+        )
         optimizer.zero_grad()
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -82,7 +88,9 @@ def train(device: torch.device) -> None:
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
-                print(f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True)
+                print(
+                    f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True
+                )
 
 
 def main() -> None:

@@ -55,7 +55,9 @@ def wrapped_model(device: torch.device) -> FullyShardedDataParallel:
         bias_activation_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
     )
-    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=SEQUENCE
+    )
     sharding = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -95,7 +97,11 @@ def main() -> None:
     for step in range(1, 31):
         optimizer.zero_grad()
         tokens = batch(generator, device)
-        loss = model(tokens[:, :-1].contiguous(), positions, future, labels=tokens[:, 1:].contiguous()).float().mean()
+        loss = (
+            model(tokens[:, :-1].contiguous(), positions, future, labels=tokens[:, 1:].contiguous())
+            .float()
+            .mean()
+        )
         loss.backward()
         finalize_model_grads([model])
         updated, gradient_norm, _ = optimizer.step()
@@ -103,7 +109,9 @@ def main() -> None:
         dist.all_reduce(loss.detach_())
         if dist.get_rank() == 0 and step % 5 == 0:
             print(
-                f"step {step:3d}  loss {loss.item() / dist.get_world_size():.4f}  norm {gradient_norm:.3f}", flush=True
+                f"step {step:3d}  loss {loss.item() / dist.get_world_size():.4f}  norm"
+                f" {gradient_norm:.3f}",
+                flush=True,
             )
     dist.destroy_process_group()
 

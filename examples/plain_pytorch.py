@@ -25,7 +25,9 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, WIDTH, PATCH, stride=PATCH)  # 4D: AdamW's
         self.position = nn.Parameter(0.02 * torch.randn((SIDE // PATCH) ** 2, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, len(CLASSES))
 
@@ -60,7 +62,8 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights on every rank
     model = VisionTransformer()
     trained = nn.parallel.DistributedDataParallel(model) if several else model
-    optimizer = megatron_muon.Muon(  # Muon: in_proj_weight is query, key and value, each orthogonalised alone
+    # Muon: in_proj_weight is query, key and value, each orthogonalised alone
+    optimizer = megatron_muon.Muon(
         model.named_parameters(),
         lr=0.02,
         adamw_lr=3e-3,
@@ -80,7 +83,9 @@ def main() -> None:
         optimizer.step()
         if rank == 0 and step % 20 == 19:
             right = (scores.argmax(dim=1) == labels).float().mean()
-            print(f"step {step + 1:3}  loss {loss.item():.3f}  right {right.item():.0%}", flush=True)
+            print(
+                f"step {step + 1:3}  loss {loss.item():.3f}  right {right.item():.0%}", flush=True
+            )
     if several:
         dist.destroy_process_group()
 

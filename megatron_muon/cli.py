@@ -1,7 +1,8 @@
 """The `megatron-muon` command: finds the subcommand, imports its module alone, runs it, turns errors into one line.
 
-A subcommand is one entry of `GROUPS` and one module: `configure(parser)` adds arguments, description and examples,
-`run(args)` does the work, returns the exit status, and raises `UserError` for what the user got wrong.
+A subcommand is one entry of `GROUPS` and one module: `configure(parser)` adds arguments,
+description and examples, `run(args)` does the work, returns the exit status, and raises `UserError`
+for what the user got wrong.
 """
 
 import argparse
@@ -16,7 +17,14 @@ from types import ModuleType
 from typing import NamedTuple
 
 from megatron_muon import shipped
-from megatron_muon.errors import ExitStatus, RunFailedError, UserError, missing_extra, settling, unforeseen
+from megatron_muon.errors import (
+    ExitStatus,
+    RunFailedError,
+    UserError,
+    missing_extra,
+    settling,
+    unforeseen,
+)
 from megatron_muon.tools.parser import CommandParser
 
 
@@ -29,7 +37,9 @@ class Command(NamedTuple):
 
 GROUPS = {
     "train and compare": {
-        "quickstart": Command("quickstart", "train a small GPT in this folder, and show what it writes"),
+        "quickstart": Command(
+            "quickstart", "train a small GPT in this folder, and show what it writes"
+        ),
         "train": Command("train.command", "train what an experiment file says"),
         "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
         "report": Command("report.command", "write a page with plots on one run or many"),
@@ -44,7 +54,9 @@ GROUPS = {
     },
     "plan and measure": {
         "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),
-        "rehearse": Command("rehearse.command", "run every rank's real step without a GPU, and compare"),
+        "rehearse": Command(
+            "rehearse.command", "run every rank's real step without a GPU, and compare"
+        ),
     },
     "prepare and check": {
         "data": Command("data", "prepare text for training"),
@@ -77,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with settling("reading the command line"):
             parser, modules = _build_parser(arguments)
             args = parser.parse_args(arguments)
-            # A checkpoint that is not there is refused before the command imports what takes seconds.
-            if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(checkpoint).is_dir():
+            # A checkpoint that is not there is refused before the command imports what takes
+            # seconds.
+            if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(
+                checkpoint
+            ).is_dir():
                 from megatron_muon.checkpoint import files
 
                 files.find(Path(checkpoint))
@@ -115,7 +130,8 @@ def reported(run: Callable[[], int]) -> int:
     except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
         _discard_output()
         status = ExitStatus.FAILURE
-    except (OSError, UnicodeError) as error:  # a file or a device that commands do not know, a name that is not text
+    # a file or a device that commands do not know, a name that is not text
+    except (OSError, UnicodeError) as error:
         _say(f"error: {unforeseen(error)}")
         if isinstance(error, OSError) and error.filename is None:  # a full device
             _discard_output()
@@ -140,7 +156,9 @@ class _ShowVersions(argparse.Action):
 
         found = {**versions(), "system": platform.platform()}
         with contextlib.suppress(OSError):
-            found["gpu driver"] = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+            found["gpu driver"] = (
+                Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+            )
         for name, version in found.items():
             print(f"{name:<20} {version}")
         parser.exit(ExitStatus.OK)
@@ -151,10 +169,15 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     about = "Muon for Megatron-LM under Megatron-FSDP: tools around training."
     usage = "megatron-muon [-h] [--version] COMMAND ..."
     parser = CommandParser(prog="megatron-muon", usage=usage, description=about, epilog=EPILOG)
-    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
+    parser.add_argument(
+        "--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit"
+    )
     listed = []
     for group, commands in GROUPS.items():
-        listed += [f"{group}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
+        listed += [
+            f"{group}:",
+            *(f"  {name:<12}{command.summary}" for name, command in commands.items()),
+        ]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",

@@ -61,7 +61,8 @@ def reason_of(error: BaseException) -> str:
         return repr(error)
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
-    # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
+    # torch's writer says this, and nothing of the operating system's error, where a write fails
+    # half way.
     return "a file could not be written in full" if "unexpected pos" in line else line
 
 
@@ -69,8 +70,12 @@ def unforeseen(error: BaseException) -> str:
     """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
     cause = f"{type(error).__name__}: {reason_of(error)}".encode("unicode_escape").decode()
     try:
-        with tempfile.NamedTemporaryFile("wb", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
-            file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
+        with tempfile.NamedTemporaryFile(
+            "wb", prefix="megatron-muon-", suffix=".txt", delete=False
+        ) as file:
+            file.write(
+                "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
+            )
     except OSError as reason:  # the disk that is full may be this one
         return f"{cause} (its traceback could not be kept: {reason.strerror})"
     return f"{cause}; the traceback is in {file.name}"
@@ -105,12 +110,14 @@ class ExitStatus(enum.IntEnum):
 def end_alone(status: int) -> NoReturn:
     """Ends this process at once, with the traceback of the exception that is being handled, if there is one.
 
-    The other ranks may wait for this one in a collective. Destroying the process group, or leaving through the
-    interpreter, would wait for work on the device that they never join, until the watchdog.
+    The other ranks may wait for this one in a collective. Destroying the process group, or leaving
+    through the interpreter, would wait for work on the device that they never join, until the
+    watchdog.
     """
     if sys.exc_info()[0] is not None:
         traceback.print_exc()
-    for child in multiprocessing.active_children():  # nothing else ends them: exit handlers do not run
+    # nothing else ends them: exit handlers do not run
+    for child in multiprocessing.active_children():
         child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -135,7 +142,9 @@ def own_warnings_in_one_line() -> Iterator[None]:
     """Prints this package's warnings as `megatron-muon: warning:` lines, which `train` shows, within the context."""
     here, show = str(Path(__file__).parent), warnings.showwarning
 
-    def show_ours(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+    def show_ours(
+        message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any
+    ) -> None:
         if filename.startswith(here) and issubclass(category, UserWarning):
             print(f"megatron-muon: warning: {message}", file=sys.stderr, flush=True)
         else:

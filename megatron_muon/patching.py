@@ -15,8 +15,8 @@ from unittest import mock
 class Patches(ExitStack):
     """Replaces attributes of modules, classes and config objects until it is closed, with `undo` or a `with` block.
 
-    Every change raises RuntimeError where the attribute is missing, or no longer accepts the parameters `takes`, and
-    changes nothing then.
+    Every change raises RuntimeError where the attribute is missing, or no longer accepts the
+    parameters `takes`, and changes nothing then.
     """
 
     def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
@@ -42,7 +42,12 @@ class Patches(ExitStack):
         """Decorator of what is called instead of `owner.name`, with the original as its first argument."""
 
         def install(instead: Callable[..., Any]) -> Callable[..., Any]:
-            self.wrap(owner, name, lambda original: lambda *a, **kw: instead(original, *a, **kw), takes=takes)
+            self.wrap(
+                owner,
+                name,
+                lambda original: lambda *a, **kw: instead(original, *a, **kw),
+                takes=takes,
+            )
             return instead
 
         return install
@@ -60,11 +65,14 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
     found = list(inspect.signature(original).parameters) if takes else []
     if lost := [parameter for parameter in takes if parameter not in found]:
         raise RuntimeError(
-            f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in {versions()}"
+            f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in"
+            f" {versions()}"
         )
     return original
 
 
 def versions() -> str:
     """The installed megatron-core and torch, for error messages."""
-    return " with ".join(f"{package} {metadata.version(package)}" for package in ("megatron-core", "torch"))
+    return " with ".join(
+        f"{package} {metadata.version(package)}" for package in ("megatron-core", "torch")
+    )

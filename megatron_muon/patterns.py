@@ -17,16 +17,22 @@ _OF = {
 
 
 def matching(
-    argument: str, patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = (), hint: str = ""
+    argument: str,
+    patterns: Sequence[str],
+    names: Iterable[str],
+    *,
+    others: Iterable[str] = (),
+    hint: str = "",
 ) -> list[str]:
     """The names in which at least one of the patterns of `argument` is found, in their order.
 
-    A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in it: `layers.1` is
-    found in `layers.1.weight` and not in `layers.10.weight`, and a star matches dots too.
+    A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in
+    it: `layers.1` is found in `layers.1.weight` and not in `layers.10.weight`, and a star matches
+    dots too.
 
     Raises:
-        UserError: a pattern is empty or found in none of `names`; the message says where among `others` it is found, or
-            the nearest component of a name, and ends with `hint`.
+        UserError: a pattern is empty or found in none of `names`; the message says where among
+            `others` it is found, or the nearest component of a name, and ends with `hint`.
     """
     names = list(names)
     if isinstance(patterns, str):
@@ -38,11 +44,19 @@ def matching(
             continue
         nothing = f"{argument} {pattern} matches none of {_OF.get(argument, "Muon's {} matrices").format(len(names))}"
         if there := next((name for name in others if _found(pattern, name)), None):
-            raise UserError(f"{nothing}, only parameters that are not among these ({there}); leave it out")
+            raise UserError(
+                f"{nothing}, only parameters that are not among these ({there}); leave it out"
+            )
         components = sorted({part for name in names for part in name.split(".")})
         parts = pattern.strip(".").split(".")
-        near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts)
-        wider = (each for each in (f"{pattern}*", f"*{pattern}*", near) if any(_found(each, name) for name in names))
+        near = ".".join(
+            (difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts
+        )
+        wider = (
+            each
+            for each in (f"{pattern}*", f"*{pattern}*", near)
+            if any(_found(each, name) for name in names)
+        )
         if meant := next(wider, ""):
             meant = f"; did you mean {meant}?"
         elif names:
@@ -56,7 +70,11 @@ def _found(pattern: str, name: str) -> bool:
 
 
 def steps_of(
-    names: Iterable[str], steps_for: Mapping[str, int], *, others: Iterable[str] = (), hint: str = ""
+    names: Iterable[str],
+    steps_for: Mapping[str, int],
+    *,
+    others: Iterable[str] = (),
+    hint: str = "",
 ) -> dict[str, int]:
     """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
 

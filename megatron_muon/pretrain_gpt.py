@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m megatron_muon.pretrain_gpt --config FILE.yaml
 
-A run that names no model takes configs/quickstart.yaml, of the current folder or of those that come with the package.
+A run that names no model takes configs/quickstart.yaml, of the current folder or of those that come
+with the package.
 """
 
 from megatron_muon.megatron.launch import run

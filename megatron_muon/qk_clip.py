@@ -1,15 +1,18 @@
 """QK-clip: after a step, the rows that make queries and keys shrink until attention logits are under a threshold again.
 
-The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the factor gamma = min(1,
-threshold / S). Its query rows are scaled by gamma ** alpha and its key rows by gamma ** (1 - alpha). Heads of a query
-group share keys, so they share the factor of the group's largest logit. The rotary key of latent attention, which all
-heads share, stays: rotary queries are scaled by gamma. Weights are scaled; momentum is left alone.
+The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the
+factor gamma = min(1, threshold / S). Its query rows are scaled by gamma ** alpha and its key rows
+by gamma ** (1 - alpha). Heads of a query group share keys, so they share the factor of the group's
+largest logit. The rotary key of latent attention, which all heads share, stays: rotary queries are
+scaled by gamma. Weights are scaled; momentum is left alone.
 
-`factors`, `places` and `Scaling` are the arithmetic, which `megatron/qk_clip.py` shares; `QKClip` is for models of
-transformers, whose fused attention shows no logits: `largest_logits` computes them once more, a chunk at a time.
+`factors`, `places` and `Scaling` are the arithmetic, which `megatron/qk_clip.py` shares; `QKClip`
+is for models of transformers, whose fused attention shows no logits: `largest_logits` computes them
+once more, a chunk at a time.
 
-Sources: Kimi K2, arXiv 2507.20534, Algorithm 1; `clip_qk` of SelfAttention and MLASelfAttention in megatron-core 0.19,
-which leave biases as they are. Here they are rows like others: without them logits would not shrink by gamma.
+Sources: Kimi K2, arXiv 2507.20534, Algorithm 1; `clip_qk` of SelfAttention and MLASelfAttention in
+megatron-core 0.19, which leave biases as they are. Here they are rows like others: without them
+logits would not shrink by gamma.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ def factors(
 ) -> torch.Tensor:
     """`(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows; queries take the share `alpha` of a factor.
 
-    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group. A group whose largest logit
-    is not finite keeps its rows: a factor of zero would end it.
+    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group. A group
+    whose largest logit is not finite keeps its rows: a factor of zero would end it.
     """
     of_groups = largest.new_full((groups,), -math.inf).scatter_reduce(0, group_of, largest, "amax")
     gamma = torch.where((of_groups > threshold) & of_groups.isfinite(), threshold / of_groups, 1.0)
@@ -83,12 +86,22 @@ class Scaling:
     """
 
     def __init__(
-        self, scaled: Sequence[Scaled], group_of: torch.Tensor, *, groups: int, alpha: float, threshold: float
+        self,
+        scaled: Sequence[Scaled],
+        group_of: torch.Tensor,
+        *,
+        groups: int,
+        alpha: float,
+        threshold: float,
     ) -> None:
         self._scaled, self._sizes = scaled, [len(each.places) for each in scaled]
-        self._places = torch.cat([torch.empty(0, dtype=torch.int64), *(each.places for each in scaled)])
+        self._places = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(each.places for each in scaled)]
+        )
         self._places = self._places.to(group_of.device)
-        self._factors = functools.partial(factors, group_of=group_of, groups=groups, alpha=alpha, threshold=threshold)
+        self._factors = functools.partial(
+            factors, group_of=group_of, groups=groups, alpha=alpha, threshold=threshold
+        )
 
     @torch.no_grad()
     def __call__(self, largest: torch.Tensor) -> None:
@@ -100,7 +113,12 @@ class Scaling:
 
 
 def largest_logits(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float, *, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     """The largest scaled and masked logit of each head, `(heads,)` in fp32, by chunks of `CHUNK` queries.
 
@@ -120,11 +138,17 @@ def largest_logits(
         rows = (query[:, :, start:end] * scaling).reshape(batch * groups, -1, size)
         scores = torch.bmm(rows, across[..., :seen]).view(batch, heads, end - start, seen)
         if causal:
-            ahead = torch.ones(end - start, seen - start, dtype=torch.bool, device=query.device).triu(1)
+            ahead = torch.ones(
+                end - start, seen - start, dtype=torch.bool, device=query.device
+            ).triu(1)
             scores[..., start:].masked_fill_(ahead, -math.inf)
         elif mask is not None:
             part = mask.expand(batch, heads, queries, keys)[:, :, start:end]
-            scores = scores.masked_fill_(~part, -math.inf) if part.dtype == torch.bool else scores.add_(part)
+            scores = (
+                scores.masked_fill_(~part, -math.inf)
+                if part.dtype == torch.bool
+                else scores.add_(part)
+            )
         found.append(scores.flatten(2).amax(2).amax(0))
     return torch.stack(found).amax(0).float()
 
@@ -132,10 +156,11 @@ def largest_logits(
 def watch_attention() -> None:
     """Have the SDPA attention of transformers keep the largest logits of modules with a tensor for them; twice is once.
 
-    A module's `largest_attention_logits`, `(heads,)` in fp32, becomes the maximum of the logits and of what it was:
-    layers that activation checkpointing runs twice count once. Forward passes in evaluation mode or without gradients
-    do not count. Only here are queries and keys as attention sees them, after rotary embeddings; the registry in which
-    this function takes SDPA's place is transformers' own, and other modules go through it unchanged.
+    A module's `largest_attention_logits`, `(heads,)` in fp32, becomes the maximum of the logits and
+    of what it was: layers that activation checkpointing runs twice count once. Forward passes in
+    evaluation mode or without gradients do not count. Only here are queries and keys as attention
+    sees them, after rotary embeddings; the registry in which this function takes SDPA's place is
+    transformers' own, and other modules go through it unchanged.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -161,12 +186,20 @@ def watch_attention() -> None:
     ALL_ATTENTION_FUNCTIONS.register("sdpa", watched)
 
 
-def _keep(kept: torch.Tensor, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, given: Any) -> None:
+def _keep(
+    kept: torch.Tensor, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, given: Any
+) -> None:
     kind, heads = type(module).__name__, query.shape[1]
     if given.get("position_bias") is not None:
-        raise UserError(f"QKClip: {kind} adds a position bias to its logits, which is not supported; leave QKClip out")
+        raise UserError(
+            f"QKClip: {kind} adds a position bias to its logits, which is not supported; leave"
+            " QKClip out"
+        )
     if heads != len(kept):
-        raise UserError(f"QKClip: {kind} has {heads} of {len(kept)} heads here; tensor parallelism is not supported")
+        raise UserError(
+            f"QKClip: {kind} has {heads} of {len(kept)} heads here; tensor parallelism is not"
+            " supported"
+        )
     causal = given.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     causal = causal and mask is None and query.shape[2] > 1  # as SDPA is called
@@ -182,20 +215,23 @@ class QKClip:
         optimizer.step()
         largest = clip.step()                                   # on every rank
 
-    For softmax attention by SDPA, transformers' default, of the kinds of Llama (grouped or not), GPT-2, Phi3 (fused)
-    and DeepSeek (latent), in one process, under DDP or FSDP2. Nothing is added to checkpoints.
+    For softmax attention by SDPA, transformers' default, of the kinds of Llama (grouped or not),
+    GPT-2, Phi3 (fused) and DeepSeek (latent), in one process, under DDP or FSDP2. Nothing is added
+    to checkpoints.
 
     Args:
         model: of transformers, wrapped or not; on its device, sharded.
         threshold: of a head's largest logit, above which its rows are scaled.
         alpha: queries take this share of a factor, keys the rest.
-        interval: measure and clip at the first step and every so many; between, nothing is measured.
-        process_group: of ranks that have the same weights, or shards of them; None takes the weights' mesh, or all
-            ranks where they are plain tensors.
+        interval: measure and clip at the first step and every so many; between, nothing is
+            measured.
+        process_group: of ranks that have the same weights, or shards of them; None takes the
+            weights' mesh, or all ranks where they are plain tensors.
 
     Raises:
-        UserError: attention without known projections, or that normalises queries and keys, projections that are
-            frozen or sharded by another framework, another attention than SDPA, a number out of its range.
+        UserError: attention without known projections, or that normalises queries and keys,
+            projections that are frozen or sharded by another framework, another attention than
+            SDPA, a number out of its range.
     """
 
     def __init__(
@@ -212,10 +248,16 @@ class QKClip:
         check_number("log_interval", interval, flag="interval")
         self._layers = list(_layers(model))
         if not self._layers:
-            raise UserError(f"QKClip: {type(model).__name__} has no attention of transformers; leave QKClip out")
+            raise UserError(
+                f"QKClip: {type(model).__name__} has no attention of transformers; leave QKClip out"
+            )
         self._scaled: list[Scaled] = []
         self._found_at: list[tuple[nn.Module, str]] = []
-        groups, first, of_heads = sum(layer.groups for layer in self._layers), 0, list[torch.Tensor]()
+        groups, first, of_heads = (
+            sum(layer.groups for layer in self._layers),
+            0,
+            list[torch.Tensor](),
+        )
         for layer in self._layers:
             of_heads.append(first + torch.arange(layer.heads) * layer.groups // layer.heads)
             for name, sections in layer.projections.items():
@@ -225,7 +267,9 @@ class QKClip:
         weight = self._scaled[0].tensor
         self._reduced_over = _groups_of(weight, process_group)
         group_of = torch.cat(of_heads).to(weight.device)
-        self._scale = Scaling(self._scaled, group_of, groups=groups, alpha=alpha, threshold=threshold)
+        self._scale = Scaling(
+            self._scaled, group_of, groups=groups, alpha=alpha, threshold=threshold
+        )
         self._of_heads = torch.zeros_like(group_of, dtype=torch.float32)
         self._of_layers = self._of_heads.split([layer.heads for layer in self._layers])
         self._interval, self._steps = interval, 0
@@ -237,16 +281,22 @@ class QKClip:
         from transformers.pytorch_utils import Conv1D
 
         if not isinstance(linear, (nn.Linear, Conv1D)):
-            raise UserError(f"QKClip: {path} is a {type(linear).__name__}, not a linear layer; leave QKClip out")
+            raise UserError(
+                f"QKClip: {path} is a {type(linear).__name__}, not a linear layer; leave QKClip out"
+            )
         for kind in ("weight", "bias"):
             if (parameter := getattr(linear, kind)) is None:
                 continue
             if not parameter.requires_grad:
-                raise UserError(f"QKClip would scale {path}.{kind}, which is frozen; train it, or leave QKClip out")
+                raise UserError(
+                    f"QKClip would scale {path}.{kind}, which is frozen; train it, or leave"
+                    " QKClip out"
+                )
             dim = int(isinstance(linear, Conv1D) and kind == "weight")  # (inputs, outputs)
             if (rows := parameter.shape[dim]) != len(of_rows):
                 raise UserError(
-                    f"QKClip: {path}.{kind} has {rows} rows, where its heads need {len(of_rows)}; leave QKClip out"
+                    f"QKClip: {path}.{kind} has {rows} rows, where its heads need {len(of_rows)};"
+                    " leave QKClip out"
                 )
             self._scaled.append(Scaled(parameter, of_rows[_rows_here(parameter, dim)], dim))
             self._found_at.append((linear, kind))
@@ -254,8 +304,8 @@ class QKClip:
     def step(self) -> torch.Tensor | None:
         """Clip, after the optimizer's step; the largest logit over all ranks, a scalar on the device. Collective.
 
-        None at steps that do not measure. Raises a UserError where the weights are no longer the model's, or where the
-        forward passes before the first step showed no logits.
+        None at steps that do not measure. Raises a UserError where the weights are no longer the
+        model's, or where the forward passes before the first step showed no logits.
         """
         largest = self._clip() if self._steps % self._interval == 0 else None
         self._steps += 1
@@ -266,14 +316,19 @@ class QKClip:
     def _clip(self) -> torch.Tensor:
         for (linear, kind), (parameter, _, _) in zip(self._found_at, self._scaled, strict=True):
             now = getattr(linear, kind)  # FSDP2's plain one where it is gathered
-            if now is not parameter and (isinstance(now, DTensor) or not isinstance(parameter, DTensor)):
-                raise UserError("QKClip: the model has other weights now; make QKClip after fully_shard, or prepare()")
+            if now is not parameter and (
+                isinstance(now, DTensor) or not isinstance(parameter, DTensor)
+            ):
+                raise UserError(
+                    "QKClip: the model has other weights now; make QKClip after fully_shard, or"
+                    " prepare()"
+                )
         for group in self._reduced_over:
             dist.all_reduce(self._of_heads, op=dist.ReduceOp.MAX, group=group)
         if self._steps == 0 and bool((self._of_heads == -math.inf).any()):
             raise UserError(
-                "QKClip: attention showed no logits before this step; train by the forward pass of this model, with "
-                "model.train() and gradients"
+                "QKClip: attention showed no logits before this step; train by the forward pass of"
+                " this model, with model.train() and gradients"
             )
         self._scale(self._of_heads)
         return self._of_heads.max()
@@ -308,28 +363,44 @@ def _layers(model: nn.Module) -> Iterator[_Layer]:
     for name, module in model.named_modules():
         if "megatron_fsdp" in type(module).__module__:
             raise UserError(
-                "QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip of Megatron"
+                "QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip"
+                " of Megatron"
             )
         kind = type(module).__name__.removeprefix("FSDP")
         inner = [type(each).__name__ for each in module.modules() if each is not module]
         if not kind.endswith("Attention") or any(each.endswith("Attention") for each in inner):
             continue
-        if (config := getattr(module, "config", None)) is None or not (projections := _projections(module, kind)):
+        if (config := getattr(module, "config", None)) is None or not (
+            projections := _projections(module, kind)
+        ):
             raise UserError(
-                f"QKClip: the query and key projections of {name} ({kind}) are not known; pass the part of the model "
-                "that has others, or leave QKClip out"
+                f"QKClip: the query and key projections of {name} ({kind}) are not known; pass the"
+                " part of the model that has others, or leave QKClip out"
             )
-        changes = [child for child, _ in module.named_children() if "norm" in child and child not in _OF_LATENTS]
-        changes += [each for each in ("attn_logit_softcapping", "clip_qkv") if getattr(config, each, None) is not None]
+        changes = [
+            child
+            for child, _ in module.named_children()
+            if "norm" in child and child not in _OF_LATENTS
+        ]
+        changes += [
+            each
+            for each in ("attn_logit_softcapping", "clip_qkv")
+            if getattr(config, each, None) is not None
+        ]
         if changes:
             raise UserError(
-                f"QKClip: {name} ({kind}) has {' and '.join(changes)}: its logits are bounded, and scaled rows "
-                "would change nothing; leave QKClip out"
+                f"QKClip: {name} ({kind}) has {' and '.join(changes)}: its logits are bounded, and"
+                " scaled rows would change nothing; leave QKClip out"
             )
         if (found := config._attn_implementation) != "sdpa":
-            raise UserError(f"QKClip: {name} computes attention by {found}; call model.set_attn_implementation('sdpa')")
+            raise UserError(
+                f"QKClip: {name} computes attention by {found}; call"
+                " model.set_attn_implementation('sdpa')"
+            )
         heads = config.num_attention_heads
-        yield _Layer(name, module, heads, heads // getattr(module, "num_key_value_groups", 1), projections)
+        yield _Layer(
+            name, module, heads, heads // getattr(module, "num_key_value_groups", 1), projections
+        )
 
 
 def _projections(module: Any, kind: str) -> dict[str, Sequence[Parts]]:
@@ -346,7 +417,11 @@ def _projections(module: Any, kind: str) -> dict[str, Sequence[Parts]]:
     key, value = [(KEY, module.head_dim)], [(OTHER, module.head_dim)]
     if kind in _FUSED:
         return {_FUSED[kind]: [query, key, value]}
-    return {"q_proj": [query], "k_proj": [key]} if hasattr(module, "q_proj") and hasattr(module, "k_proj") else {}
+    return (
+        {"q_proj": [query], "k_proj": [key]}
+        if hasattr(module, "q_proj") and hasattr(module, "k_proj")
+        else {}
+    )
 
 
 def _rows_here(parameter: torch.Tensor, dim: int) -> slice:
@@ -358,7 +433,9 @@ def _rows_here(parameter: torch.Tensor, dim: int) -> slice:
     return slice(offsets[dim], offsets[dim] + sizes[dim])
 
 
-def _groups_of(weight: torch.Tensor, group: dist.ProcessGroup | None) -> Sequence[dist.ProcessGroup | None]:
+def _groups_of(
+    weight: torch.Tensor, group: dist.ProcessGroup | None
+) -> Sequence[dist.ProcessGroup | None]:
     """The groups over which maxima are taken, one after the other."""
     if group is not None:
         return [group]

@@ -1,7 +1,7 @@
 """Muon's settings as fields: each is a flag of pretrain_gpt.py, made by megatron-core's `ArgumentGroupFactory`.
 
-Name, choices, default and help (the docstring) stand here alone. The factory reads types at run time, so annotations
-are no strings; neither torch nor megatron-core is imported.
+Name, choices, default and help (the docstring) stand here alone. The factory reads types at run
+time, so annotations are no strings; neither torch nor megatron-core is imported.
 """
 
 from dataclasses import dataclass, field
@@ -69,7 +69,9 @@ class MuonSettings:
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""
 
-    muon_ns_steps_for: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN=N"}})
+    muon_ns_steps_for: list[str] = field(
+        default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN=N"}}
+    )
     """take N Newton-Schulz steps for matrices whose names the pattern matches, as for --muon-exclude, instead of
     --muon-num-ns-steps: linear_fc1=4 layers.0.*qkv=8; of several that match the last holds"""
 
@@ -86,7 +88,9 @@ class MuonSettings:
     """orthogonalise every attention head alone: each query, key and value head of the projections that make heads
     (rows). The output projection, which takes heads in (columns), stays one matrix"""
 
-    muon_exclude: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN"}})
+    muon_exclude: list[str] = field(
+        default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN"}}
+    )
     """send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, a shell-style
     pattern matches by whole components: router, layers.1 (not layer 10), layers.0.*fc1; a pattern that matches no
     matrix is an error"""
@@ -149,7 +153,10 @@ class MuonSettings:
 def iteration_of(settings: Any) -> Iteration:
     """The Newton-Schulz iteration that parsed flags or a MuonOptimizerConfig ask for, whatever the device."""
     return Iteration(
-        settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
+        settings.muon_coefficient_type,
+        settings.muon_num_ns_steps,
+        settings.muon_fp32_matmul_prec,
+        settings.muon_ns,
     )
 
 
@@ -163,7 +170,9 @@ def steps_for(settings: Any) -> dict[str, int]:
     for given in settings.muon_ns_steps_for:
         pattern, _, steps = given.rpartition("=")
         if not pattern or not steps.isdecimal():
-            raise UserError(f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc1=4")
+            raise UserError(
+                f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc1=4"
+            )
         found.pop(pattern, None)  # of two alike the place of the last holds
         found[pattern] = int(steps)
     return found

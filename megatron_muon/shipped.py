@@ -35,4 +35,6 @@ def require(file: Path) -> None:
 def note(file: Path) -> str:
     """What to tell a user whose file is taken from the package; empty where it is not."""
     found = find(file)
-    return "" if found == file else f"{file} is not in this folder: taking the package's own, {found}"
+    return (
+        "" if found == file else f"{file} is not in this folder: taking the package's own, {found}"
+    )

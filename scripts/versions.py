@@ -48,13 +48,18 @@ EXTRAS = "megatron,hf,dev,plots"
 def interpreter(version: str) -> str:
     """A Python of that version, from PATH or pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [f"python{version}", *map(str, sorted(pyenv.glob(f"{version}*/bin/python3"), reverse=True))]
+    found = [
+        f"python{version}",
+        *map(str, sorted(pyenv.glob(f"{version}*/bin/python3"), reverse=True)),
+    ]
     for candidate in filter(shutil.which, found):
         asked = [candidate, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
         done = subprocess.run(asked, capture_output=True, text=True, check=False, cwd="/")
         if done.stdout.strip() == version:
             return candidate
-    raise SystemExit(f"versions.py: no Python {version} with venv here; install it, or leave out the pairs with it")
+    raise SystemExit(
+        f"versions.py: no Python {version} with venv here; install it, or leave out the pairs with it"
+    )
 
 
 def make_environment(folder: Path, source: Path, torch: str, python: str) -> Path:
@@ -62,9 +67,21 @@ def make_environment(folder: Path, source: Path, torch: str, python: str) -> Pat
     subprocess.run([interpreter(python), "-m", "venv", folder], check=True)
     lock = (source / "requirements" / "lock.txt").read_text("utf-8").splitlines()
     constraints = folder / "constraints.txt"
-    constraints.write_text("\n".join(line for line in lock if not OF_TORCH.match(line)) + "\n", "utf-8")
-    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
-    subprocess.run([*pip, f"torch=={torch}.*", "-e", f"{source}[{EXTRAS}]", "-c", constraints], check=True)
+    constraints.write_text(
+        "\n".join(line for line in lock if not OF_TORCH.match(line)) + "\n", "utf-8"
+    )
+    pip = [
+        folder / "bin" / "python",
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-compile",
+    ]
+    subprocess.run(
+        [*pip, f"torch=={torch}.*", "-e", f"{source}[{EXTRAS}]", "-c", constraints], check=True
+    )
     return folder / "bin" / "python"
 
 
@@ -76,7 +93,9 @@ def run_tests(python: Path, source: Path, *arguments: str) -> dict[str, Any]:
     environ["PATH"] = f"{python.parent}:{environ['PATH']}"
     with log.open("wb") as stream:
         command = [python, "-m", "pytest", "-q", "--junit-xml", report, *arguments]
-        ended = subprocess.run(command, cwd=source, env=environ, stdout=stream, stderr=subprocess.STDOUT, check=False)
+        ended = subprocess.run(
+            command, cwd=source, env=environ, stdout=stream, stderr=subprocess.STDOUT, check=False
+        )
     if ended.returncode not in (0, 1) or not report.exists():
         raise SystemExit(
             f"versions.py: pytest ended with {ended.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
@@ -91,7 +110,12 @@ def run_tests(python: Path, source: Path, *arguments: str) -> dict[str, Any]:
         print(log.read_text(errors="replace")[-6000:], flush=True)
     skipped = int(suite.get("skipped", 0))
     passed = int(suite.get("tests", 0)) - skipped - len(failed)
-    return {"passed": passed, "failed": failed, "skipped": skipped, "seconds": round(float(suite.get("time", 0)))}
+    return {
+        "passed": passed,
+        "failed": failed,
+        "skipped": skipped,
+        "seconds": round(float(suite.get("time", 0))),
+    }
 
 
 def try_pair(pair: str, work: Path, numprocesses: int) -> dict[str, Any]:
@@ -100,13 +124,19 @@ def try_pair(pair: str, work: Path, numprocesses: int) -> dict[str, Any]:
     source, folder = work / "source", work / f"env-{torch}-{version}"
     shutil.rmtree(source, ignore_errors=True)
     subprocess.run(["git", "clone", "--quiet", ROOT, source], check=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=True
+    )
     try:
         python = make_environment(folder, source, torch, version)
         code = "import platform, torch; print(torch.__version__, platform.python_version())"
-        asked = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, cwd=work)
+        asked = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=True, cwd=work
+        )
         installed = dict(zip(("torch", "python"), asked.stdout.split(), strict=True))
-        at_once = ("--numprocesses", str(numprocesses), "--dist", "loadfile") if numprocesses > 1 else ()
+        at_once = (
+            ("--numprocesses", str(numprocesses), "--dist", "loadfile") if numprocesses > 1 else ()
+        )
         return {
             **installed,
             "commit": commit.stdout.strip()[:10],
@@ -119,7 +149,11 @@ def try_pair(pair: str, work: Path, numprocesses: int) -> dict[str, Any]:
 
 def in_words(tests: dict[str, Any]) -> str:
     """Passed, failed and skipped, of which only what there is is named."""
-    counts = {"passed": tests["passed"], "failed": len(tests["failed"]), "skipped": tests["skipped"]}
+    counts = {
+        "passed": tests["passed"],
+        "failed": len(tests["failed"]),
+        "skipped": tests["skipped"],
+    }
     names = f" ({', '.join(f'`{name}`' for name in tests['failed'])})" if tests["failed"] else ""
     return ", ".join(f"{number:,} {what}" for what, number in counts.items() if number) + names
 
@@ -131,23 +165,40 @@ def key(row: str) -> tuple[int, ...]:
 
 def write(found: dict[str, Any]) -> None:
     """Put a row into the table of docs/questions.md, in place of what it says of that pair."""
-    cells = (found["torch"], found["python"], in_words(found["unit"]), in_words(found["functional"]), found["commit"])
+    cells = (
+        found["torch"],
+        found["python"],
+        in_words(found["unit"]),
+        in_words(found["functional"]),
+        found["commit"],
+    )
     row = f"| {' | '.join(cells)} |"
     page = PAGE.read_text("utf-8")
     rows = {key(row): row for row in [*re.findall(r"^\| \d.*$", page, re.MULTILINE), row]}
     before, _, rest = page.partition(HEADER)
     after = re.sub(r"\A(\|.*\n)*", "", rest)
-    PAGE.write_text(before + HEADER + "".join(f"{rows[pair]}\n" for pair in sorted(rows)) + after, "utf-8")
+    PAGE.write_text(
+        before + HEADER + "".join(f"{rows[pair]}\n" for pair in sorted(rows)) + after, "utf-8"
+    )
 
 
 def main() -> int:
     """Try the pairs that are asked for; 1 where a test failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "pairs", nargs="*", metavar="TORCH/PYTHON", help=f"such as 2.11/3.12 (default: {' '.join(PAIRS)})"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, metavar="DIR", help="where environments are made (a temporary folder)")
-    parser.add_argument("--numprocesses", type=int, default=2, metavar="N", help="pytest processes at once (2)")
+    parser.add_argument(
+        "pairs",
+        nargs="*",
+        metavar="TORCH/PYTHON",
+        help=f"such as 2.11/3.12 (default: {' '.join(PAIRS)})",
+    )
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="where environments are made (a temporary folder)"
+    )
+    parser.add_argument(
+        "--numprocesses", type=int, default=2, metavar="N", help="pytest processes at once (2)"
+    )
     args = parser.parse_args()
     if wrong := [pair for pair in args.pairs if not re.fullmatch(r"2\.\d+/3\.\d+", pair)]:
         parser.error(f"{wrong[0]!r} is not of the form TORCH/PYTHON, such as 2.11/3.12")

@@ -3,7 +3,8 @@
 
     python docs/figures/owner_scheme.py [FILE]
 
-A drawing of the idea and no measurement: every matrix is cut evenly here, which Megatron-FSDP does not do.
+A drawing of the idea and no measurement: every matrix is cut evenly here, which Megatron-FSDP does
+not do.
 """
 
 from __future__ import annotations
@@ -27,13 +28,32 @@ LEFT = {"rows": 1.3, "whole": 5.3, "update": 9.3}
 def matrix(ax: Axes, x: float, y: float, index: int, rows: range) -> None:
     """A matrix of four strips, outlined; those that the rank has are filled, a whole one has a thick frame."""
     strip = HEIGHT / RANKS
-    outline = {"fill": False, "edgecolor": "#999999", "linewidth": 0.7, "linestyle": (0, (2, 2)), "clip_on": False}
+    outline = {
+        "fill": False,
+        "edgecolor": "#999999",
+        "linewidth": 0.7,
+        "linestyle": (0, (2, 2)),
+        "clip_on": False,
+    }
     ax.add_patch(Rectangle((x, y), WIDTH, HEIGHT, **outline))
     if rows:
         whole = len(rows) == RANKS
-        frame = {"edgecolor": "black" if whole else "#555555", "linewidth": 2.4 if whole else 0.9, "clip_on": False}
+        frame = {
+            "edgecolor": "black" if whole else "#555555",
+            "linewidth": 2.4 if whole else 0.9,
+            "clip_on": False,
+        }
         corner = (x, y + HEIGHT - rows.stop * strip)
-        ax.add_patch(Rectangle(corner, WIDTH, len(rows) * strip, facecolor=FILLS[index], hatch=HATCHES[index], **frame))
+        ax.add_patch(
+            Rectangle(
+                corner,
+                WIDTH,
+                len(rows) * strip,
+                facecolor=FILLS[index],
+                hatch=HATCHES[index],
+                **frame,
+            )
+        )
 
 
 def panel(ax: Axes, title: str, *, owner: bool) -> None:
@@ -52,7 +72,13 @@ def panel(ax: Axes, title: str, *, owner: bool) -> None:
         for stage, left in LEFT.items():
             for index, name in enumerate(MATRICES):
                 whole = stage == "whole" and (not owner or index == rank)
-                rows = range(RANKS) if whole else range(0) if stage == "whole" else range(rank, rank + 1)
+                rows = (
+                    range(RANKS)
+                    if whole
+                    else range(0)
+                    if stage == "whole"
+                    else range(rank, rank + 1)
+                )
                 x = left + index * (WIDTH + GAP)
                 matrix(ax, x, y, index, rows)
                 if rank == 0:
@@ -82,13 +108,19 @@ def main() -> None:
     """Write the figure, as SVG or as what the file's ending says."""
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".svg")
     # Text stays text, and the same names in every run make the same file.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "owner scheme", "font.family": "DejaVu Sans"})
+    matplotlib.rcParams.update(
+        {"svg.fonttype": "none", "svg.hashsalt": "owner scheme", "font.family": "DejaVu Sans"}
+    )
     figure = Figure(figsize=(8.6, 12.2))
     above, below = figure.subplots(2, 1)
     panel(above, "All-gather: every rank gets everything", owner=False)
     panel(below, "Owner scheme: every matrix goes to one rank", owner=True)
     figure.subplots_adjust(left=0.02, right=0.98, top=0.96, bottom=0.01, hspace=0.06)
-    extra = {"metadata": {"Date": None, "Title": "All-gather and the owner scheme"}} if file.suffix == ".svg" else {}
+    extra = (
+        {"metadata": {"Date": None, "Title": "All-gather and the owner scheme"}}
+        if file.suffix == ".svg"
+        else {}
+    )
     figure.savefig(file, **extra)
 
 

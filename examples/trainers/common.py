@@ -1,7 +1,8 @@
 """What the examples of this folder share: a small Llama, the bytes of a text, a CPU for accelerate, the end of a run.
 
-Each example trains twelve steps and saves a checkpoint after six of them. With `--resume` it starts from there, and the
-losses that it prints are the same to the last bit. Each runs on GPUs, or where there is none on the CPU over gloo.
+Each example trains twelve steps and saves a checkpoint after six of them. With `--resume` it starts
+from there, and the losses that it prints are the same to the last bit. Each runs on GPUs, or where
+there is none on the CPU over gloo.
 """
 
 import argparse
@@ -22,9 +23,13 @@ def arguments(description: str) -> argparse.Namespace:
     """The arguments that all examples have."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--folder", default="trainer-run", help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in the folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in the folder"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
-    parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer in the place of transformers' Trainer")
+    parser.add_argument(
+        "--trl", action="store_true", help="TRL's SFTTrainer in the place of transformers' Trainer"
+    )
     return parser.parse_args()
 
 

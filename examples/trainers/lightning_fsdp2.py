@@ -61,13 +61,19 @@ def train() -> None:
         strategy=strategy if common.RANKS > 1 else "auto",
         accumulate_grad_batches=2,
         max_steps=common.STEPS,
-        callbacks=[ModelCheckpoint(given.folder, "{step}", every_n_train_steps=common.SAVED, save_top_k=-1)],
+        callbacks=[
+            ModelCheckpoint(given.folder, "{step}", every_n_train_steps=common.SAVED, save_top_k=-1)
+        ],
         logger=False,
         enable_progress_bar=False,
     )
     llama = Llama(compiled=given.compile)
     numbers = torch.utils.data.DataLoader(range(4 * common.STEPS * common.RANKS), batch_size=1)
-    trainer.fit(llama, numbers, ckpt_path=f"{given.folder}/step={common.SAVED}.ckpt" if given.resume else None)
+    trainer.fit(
+        llama,
+        numbers,
+        ckpt_path=f"{given.folder}/step={common.SAVED}.ckpt" if given.resume else None,
+    )
     common.show(llama.losses)
 
 

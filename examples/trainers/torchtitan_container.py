@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/trainers/torchtitan_container.py [--resume]
 
-trains a small Llama of transformers under FSDP2 by what torchtitan's trainer calls of it: `build`, `step`, `zero_grad`,
-the schedulers' container and the state of its checkpoints. Needs torchtitan and transformers.
+trains a small Llama of transformers under FSDP2 by what torchtitan's trainer calls of it: `build`,
+`step`, `zero_grad`, the schedulers' container and the state of its checkpoints. Needs torchtitan
+and transformers.
 """
 
 from dataclasses import dataclass, field
@@ -34,8 +35,12 @@ class MuonContainer(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         """Make them after the model is sharded, as torchtitan does; its checkpoints go by names in the groups."""
         self.model_parts = model_parts
-        self.optimizers = [megatron_muon.Muon(part.named_parameters(), **config.settings) for part in model_parts]
-        groups = [(each.selection.names, group) for each in self.optimizers for group in each.param_groups]
+        self.optimizers = [
+            megatron_muon.Muon(part.named_parameters(), **config.settings) for part in model_parts
+        ]
+        groups = [
+            (each.selection.names, group) for each in self.optimizers for group in each.param_groups
+        ]
         for names, group in groups:
             group["param_names"] = [canonical_fqn(names[p]) for p in group["params"]]
         self._post_init([p for _, group in groups for p in group["params"]])
@@ -66,7 +71,9 @@ def train() -> None:
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizers = MuonContainer.Config(settings={"lr": 0.02, "adamw_lr": 3e-3}).build(model_parts=[model])
+    optimizers = MuonContainer.Config(settings={"lr": 0.02, "adamw_lr": 3e-3}).build(
+        model_parts=[model]
+    )
     schedule = LRSchedulersContainer.Config(warmup_steps=2)
     schedulers = schedule.build(optimizers=optimizers, training_steps=common.STEPS)
     states = {"model": Weights(model), "optimizer": optimizers, "lr_scheduler": schedulers}

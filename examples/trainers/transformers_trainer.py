@@ -21,8 +21,12 @@ def train() -> None:
     if given.trl:
         from trl import SFTConfig, SFTTrainer
 
-        bytes_alone = Tokenizer(models.WordLevel({str(byte): byte for byte in range(256)}, unk_token="0"))
-        others["processing_class"] = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="0", eos_token="1")
+        bytes_alone = Tokenizer(
+            models.WordLevel({str(byte): byte for byte in range(256)}, unk_token="0")
+        )
+        others["processing_class"] = PreTrainedTokenizerFast(
+            tokenizer_object=bytes_alone, pad_token="0", eos_token="1"
+        )
         kind, kind_of_arguments = SFTTrainer, SFTConfig
     args = kind_of_arguments(
         given.folder,
@@ -38,14 +42,27 @@ def train() -> None:
         torch_compile=given.compile,
         torch_compile_backend="aot_eager" if given.compile and common.ON_CPU else None,
         fsdp=common.RANKS > 1,
-        fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} if common.RANKS > 1 else None,
+        fsdp_config=(
+            {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]} if common.RANKS > 1 else None
+        ),
     )
     if common.RANKS > 1 and common.ON_CPU:
         common.shard_on_cpu(args.distributed_state)
-    model, dataset = common.small_llama(), Dataset.from_dict({"input_ids": common.rows(), "labels": common.rows()})
+    model, dataset = (
+        common.small_llama(),
+        Dataset.from_dict({"input_ids": common.rows(), "labels": common.rows()}),
+    )
     muon = {"params": model, "lr": 0.02, "adamw_lr": 3e-3}
-    trainer = kind(model, args, train_dataset=dataset, optimizer_cls_and_kwargs=(megatron_muon.Muon, muon), **others)
-    trainer.train(resume_from_checkpoint=f"{given.folder}/checkpoint-{common.SAVED}" if given.resume else None)
+    trainer = kind(
+        model,
+        args,
+        train_dataset=dataset,
+        optimizer_cls_and_kwargs=(megatron_muon.Muon, muon),
+        **others,
+    )
+    trainer.train(
+        resume_from_checkpoint=f"{given.folder}/checkpoint-{common.SAVED}" if given.resume else None
+    )
     common.show([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
 
 

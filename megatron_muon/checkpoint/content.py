@@ -1,7 +1,8 @@
 """What a checkpoint holds: weights, each parameter's optimizer state, and what of a run's state is missing in it.
 
-Works on the index that torch's distributed checkpointing writes (`.metadata`). Names are those of the checkpoint:
-`optimizer.state.<parameter>.<slot>`, with the two halves of a SwiGLU projection as parameters ending in `_w` and `_v`.
+Works on the index that torch's distributed checkpointing writes (`.metadata`). Names are those of
+the checkpoint: `optimizer.state.<parameter>.<slot>`, with the two halves of a SwiGLU projection as
+parameters ending in `_w` and `_v`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def read(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
     In one process, whatever layout wrote them.
     """
     entries = read_entries(folder)
-    state: dict[str, Any] = dict.fromkeys(entries if names is None else filter(entries.__contains__, names))
+    state: dict[str, Any] = dict.fromkeys(
+        entries if names is None else filter(entries.__contains__, names)
+    )
     for name in state:
         if isinstance(entry := entries[name], TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -85,7 +88,11 @@ def step_counts(folder: Path) -> dict[str, int]:
     """Adam's count of steps of each parameter by its plain name, in whichever form a checkpoint holds it."""
     entries = read_entries(folder)
     known = optimized(entries)
-    matches = [re.fullmatch(rf"{section}(.*)\.{STEP}", name) for section in (_META, _STATE) for name in entries]
+    matches = [
+        re.fullmatch(rf"{section}(.*)\.{STEP}", name)
+        for section in (_META, _STATE)
+        for name in entries
+    ]
     found = {match[0]: whole_name(match[1], known) for match in matches if match}
     return {plain(found[name]): int(count) for name, count in read(folder, found).items()}
 
@@ -114,7 +121,9 @@ def weight_names(entries: Iterable[str]) -> list[str]:
 
 def optimized(entries: Iterable[str]) -> set[str]:
     """The parameters whose optimizer's settings a checkpoint holds; a SwiGLU projection is one of them."""
-    return {name.removeprefix(_META).rsplit(".", 1)[0] for name in entries if name.startswith(_META)}
+    return {
+        name.removeprefix(_META).rsplit(".", 1)[0] for name in entries if name.startswith(_META)
+    }
 
 
 def optimizer_of(slots: frozenset[str]) -> str:
@@ -126,11 +135,13 @@ def optimizer_of(slots: frozenset[str]) -> str:
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
 
 
-def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+def compare(
+    wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]
+) -> tuple[set[str], set[str]]:
     """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks, or has in another size.
 
-    Names `<parameter>.<slot>`: what another optimizer kept when the checkpoint was written, and what should be there.
-    All slots of a parameter are named, because half a state is none.
+    Names `<parameter>.<slot>`: what another optimizer kept when the checkpoint was written, and
+    what should be there. All slots of a parameter are named, because half a state is none.
     """
     replaced, absent = set[str](), set[str]()
     slots, known = optimizer_slots(entries), optimized(entries)
@@ -140,7 +151,8 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
         if STEP in state and setting(whole, STEP) in entries:
             held |= {STEP}
         kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
-        damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries  # Lion's groups have none
+        # Lion's groups have none
+        damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries
         if state.keys() <= held and kinds != ("adam", "lion"):
             if not other_shapes(f"{_STATE}{parameter}.", state, entries):
                 continue
@@ -154,13 +166,17 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
 def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Parameters with state whose order depends on the tensor parallel size, both halves of each.
 
-    A SwiGLU's weight and momentum are stored as gate and up. A second moment with one number for each of their rows is
-    stored as it is: gate and up of one tensor-parallel rank after the other.
+    A SwiGLU's weight and momentum are stored as gate and up. A second moment with one number for
+    each of their rows is stored as it is: gate and up of one tensor-parallel rank after the other.
     """
     found = set()
     for parameter, state in wanted.items():
         moment = state.get(MOMENT2)
-        if parameter.endswith("_w") and moment is not None and moment.shape != state[MOMENTUM].shape:
+        if (
+            parameter.endswith("_w")
+            and moment is not None
+            and moment.shape != state[MOMENTUM].shape
+        ):
             found |= {parameter, parameter[:-2] + "_v"} & wanted.keys()
     return found
 
@@ -170,27 +186,43 @@ def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, A
     found = set()
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)
-        if isinstance(tensor, torch.Tensor) and stored is not None and tuple(stored) != tuple(tensor.shape):
-            found.add(f"{plain(name)} is {tuple(stored)} in the checkpoint and {tuple(tensor.shape)} in this model")
+        if (
+            isinstance(tensor, torch.Tensor)
+            and stored is not None
+            and tuple(stored) != tuple(tensor.shape)
+        ):
+            found.add(
+                f"{plain(name)} is {tuple(stored)} in the checkpoint and {tuple(tensor.shape)} in"
+                " this model"
+            )
     return found
 
 
 def without_fresh(
-    optimizer: Mapping[str, Any], fresh: set[str], entries: Mapping[str, Any], *, keep: Iterable[str] = ()
+    optimizer: Mapping[str, Any],
+    fresh: set[str],
+    entries: Mapping[str, Any],
+    *,
+    keep: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The part of an optimizer's state dict to ask a checkpoint for: without parameters that start afresh.
 
-    Settings of a parameter's group that the checkpoint does not hold, or that belong to another optimizer, stay as the
-    run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
+    Settings of a parameter's group that the checkpoint does not hold, or that belong to another
+    optimizer, stay as the run has them; so does what is the layout's and not the training's, and
+    the settings named in `keep`.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
     left_out = {"is_expert_parallel", *keep}
 
     def held(name: str, value: Any) -> bool:  # lists and dicts are stored item by item
-        return name in entries or (isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries))
+        return name in entries or (
+            isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries)
+        )
 
     metas = {
-        parameter: {k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)}
+        parameter: {
+            k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)
+        }
         for parameter, meta in optimizer["param_to_group_meta"].items()
         if parameter not in afresh
     }
@@ -202,5 +234,7 @@ def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, 
     """An optimizer's state dict with its parameters under other wrappers."""
     changed = dict(optimizer)
     for part in ("state", "param_to_group_meta"):
-        changed[part] = {after + name.removeprefix(before): value for name, value in optimizer[part].items()}
+        changed[part] = {
+            after + name.removeprefix(before): value for name, value in optimizer[part].items()
+        }
     return changed

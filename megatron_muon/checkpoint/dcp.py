@@ -1,9 +1,10 @@
 """What torch's distributed checkpointing reads and writes with here: no pickle runs what it names, each file is summed.
 
-A pickle may call any function that Python can import. torch's distributed checkpointing reads tensors with weights-only
-semantics, but its index (`.metadata`) and the entries that are not tensors with the plain unpickler. Here an index may
-name the classes that torch's writer puts there, and an entry whatever `torch.load(weights_only=True)` accepts: plain
-values, tensors, and the classes that megatron-core registers for its checkpoints when it is imported. Anything else is
+A pickle may call any function that Python can import. torch's distributed checkpointing reads
+tensors with weights-only semantics, but its index (`.metadata`) and the entries that are not
+tensors with the plain unpickler. Here an index may name the classes that torch's writer puts there,
+and an entry whatever `torch.load(weights_only=True)` accepts: plain values, tensors, and the
+classes that megatron-core registers for its checkpoints when it is imported. Anything else is
 refused, by name. Checksums are made on the way to the disk, so no file is read again.
 """
 
@@ -36,8 +37,10 @@ _OF_AN_INDEX = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
     f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
-    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
-    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    f"{_DCP}.metadata": (
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING"
+    ),
     # megatron-core's torch_dist keeps its plans of a save there:
     f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
@@ -54,7 +57,8 @@ def _untrusted(where: str, names: list[str]) -> UserError:
 class _IndexUnpickler(pickle._Unpickler):
     """The unpickler in Python: three times slower than the one in C, whose setting of state cannot be overridden.
 
-    State is for the dataclasses that an index is made of. A class or a member of an enum is the whole process's.
+    State is for the dataclasses that an index is made of. A class or a member of an enum is the
+    whole process's.
     """
 
     stack: list[Any]
@@ -79,7 +83,8 @@ class _IndexUnpickler(pickle._Unpickler):
 def load_entry(name: str, stream: IO[bytes]) -> Any:
     """The entry `name`, which is not a tensor, from what `torch.save` wrote.
 
-    Raises UserError where it is damaged, or names functions or classes that are not allowed: none of them is run.
+    Raises UserError where it is damaged, or names functions or classes that are not allowed: none
+    of them is run.
     """
     try:
         return torch.load(stream, weights_only=True)
@@ -91,7 +96,9 @@ def load_entry(name: str, stream: IO[bytes]) -> Any:
         if refused:
             raise _untrusted(f"entry {name!r}", refused) from None
         cause = error.__context__ or error  # torch's own text is about weights_only
-        raise UserError(f"entry {name!r} cannot be read ({type(cause).__name__}: {cause})") from error
+        raise UserError(
+            f"entry {name!r} cannot be read ({type(cause).__name__}: {cause})"
+        ) from error
 
 
 class _UnreadableError(BaseException):
@@ -160,10 +167,16 @@ class _SummedStream:
     def __init__(self, stream: Any, beside: Executor) -> None:
         self.crc = 0
         self._write, self._beside = stream.write, beside
-        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+        self.tell, self.flush, self.fileno, self.close = (
+            stream.tell,
+            stream.flush,
+            stream.fileno,
+            stream.close,
+        )
 
     def write(self, data: Any) -> int:
-        summing = self._beside.submit(zlib.crc32, data, self.crc)  # neither holds the interpreter's lock
+        # neither holds the interpreter's lock
+        summing = self._beside.submit(zlib.crc32, data, self.crc)
         try:
             return int(self._write(data))
         finally:

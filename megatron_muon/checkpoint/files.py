@@ -7,9 +7,10 @@
     SAVE_DIR/iter_0000012.saving/                  a save that has not finished
     SAVE_DIR/.training.lock                        while a training saves there; its first rank holds it
 
-A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
-ending is complete unless somebody damaged it. A CRC-32 finds every flipped bit and every file of another iteration, but
-is no protection against intent; `dcp.SummedFiles` makes them while files are written. No collectives here.
+A checkpoint is written under its name with `.saving` and renamed when every file is there, so a
+folder without that ending is complete unless somebody damaged it. A CRC-32 finds every flipped bit
+and every file of another iteration, but is no protection against intent; `dcp.SummedFiles` makes
+them while files are written. No collectives here.
 """
 
 from __future__ import annotations
@@ -58,13 +59,18 @@ def iteration_of(folder: Path) -> int | None:
 
 def iterations(save_dir: Path) -> list[int]:
     """The iterations that have a folder in `save_dir`, oldest first, complete or not."""
-    return sorted(found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None)
+    return sorted(
+        found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None
+    )
 
 
 def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
     """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
     others = (iteration for iteration in reversed(iterations(save_dir)) if iteration != but)
-    return next((iteration for iteration in others if not problems(iteration_folder(save_dir, iteration))), None)
+    return next(
+        (iteration for iteration in others if not problems(iteration_folder(save_dir, iteration))),
+        None,
+    )
 
 
 def latest(save_dir: Path) -> int | str | None:
@@ -75,16 +81,24 @@ def latest(save_dir: Path) -> int | str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); {resume_hint(save_dir, tracker=file)}") from None
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}); {resume_hint(save_dir, tracker=file)}"
+        ) from None
     if text != "release" and not text.isdecimal():
-        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir, tracker=file)}")
+        raise UserError(
+            f"{file} holds {text[:40]!r} instead of an iteration;"
+            f" {resume_hint(save_dir, tracker=file)}"
+        )
     return text if text == "release" else int(text)
 
 
 def find(directory: Path) -> Path:
     """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names."""
     if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
+        raise UserError(
+            f"{directory} is not a directory; give a run's --save directory, or one of its iter_"
+            " folders"
+        )
     if (directory / ".metadata").exists() or iteration_of(directory) is not None:
         return directory
     if (named := latest(directory)) is not None:
@@ -94,7 +108,9 @@ def find(directory: Path) -> Path:
     raise UserError(f"{directory} has no {TRACKER}; {resume_hint(directory)}")
 
 
-def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None) -> str:
+def resume_hint(
+    save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None
+) -> str:
     """What to type to go on from the newest complete checkpoint, or to mend the tracker file, which is always read."""
     found = newest_complete(save_dir, but=but)
     if found is None:
@@ -108,8 +124,8 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path |
 def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
-    Compares the index with its checksum, unless `verify` is False, and the other files with the sizes that the index
-    gives; with `threads` their checksums too, so many files at a time.
+    Compares the index with its checksum, unless `verify` is False, and the other files with the
+    sizes that the index gives; with `threads` their checksums too, so many files at a time.
     """
     from megatron_muon.checkpoint.dcp import Reader
 
@@ -123,7 +139,9 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
         if sums and (found := changed(folder, sums, [".metadata"])):
             return found
         for place in Reader(folder).read_metadata().storage_data.values():
-            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+            ends[place.relative_path] = max(
+                ends.get(place.relative_path, 0), place.offset + place.length
+            )
     except UserError as error:
         return [f"{folder}: {error}"]
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
@@ -135,7 +153,9 @@ def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str
         except OSError as error:
             found.append(f"{folder / name} cannot be read ({error.strerror})")
         else:
-            found += [f"{folder / name} is cut short: {size:,} of {end:,} bytes"] if size < end else []
+            found += (
+                [f"{folder / name} is cut short: {size:,} of {end:,} bytes"] if size < end else []
+            )
     if sums and threads and not found:
         return changed(folder, sums, share(sums, 0, 1), threads=threads)
     return found
@@ -158,7 +178,9 @@ def read_checksums(folder: Path) -> dict[str, int] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder / CHECKSUMS} is damaged: {error}; --no-verify-checkpoint loads without it") from None
+        raise UserError(
+            f"{folder / CHECKSUMS} is damaged: {error}; --no-verify-checkpoint loads without it"
+        ) from None
     return sums
 
 
@@ -167,7 +189,9 @@ def without_checksums(folder: Path) -> str:
     return f"{folder} was written without checksums; what its files hold is not verified"
 
 
-def changed(folder: Path, sums: Mapping[str, int], names: Iterable[str], *, threads: int = 1) -> list[str]:
+def changed(
+    folder: Path, sums: Mapping[str, int], names: Iterable[str], *, threads: int = 1
+) -> list[str]:
     """Which of the files `names` are not as they were written, a line each; `threads` are read at a time."""
 
     def look(name: str) -> str | None:
@@ -210,7 +234,8 @@ def begin(folder: Path) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    with contextlib.suppress(OSError):  # it is not there, or holds an earlier save of this iteration
+    # it is not there, or holds an earlier save of this iteration
+    with contextlib.suppress(OSError):
         folder.rmdir()
     return aside
 

@@ -1,7 +1,7 @@
 """Locks on folders: a locked file in the folder says that a living process uses it, and who.
 
-A lock (flock) ends with the process that took it, however that ended, so a file that a killed process left behind is
-taken over. No torch.
+A lock (flock) ends with the process that took it, however that ended, so a file that a killed
+process left behind is taken over. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron_muon.errors import UserError
 SECONDS_TO_LOOK = 0.3
 """How long a lock is tried again: another process that only looks holds it for an instant."""
 
-_open_locks: set[int] = set()  # which forks close: a lock would live as long as the last of a data loader's workers
+# which forks close: a lock would live as long as the last of a data loader's workers
+_open_locks: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Lock:
     def held(self, *, wait_s: float = 0.0) -> Iterator[int | None]:
         """Hold the lock, or refuse it as a UserError; its folder is made before, its file deleted afterwards.
 
-        A holder on another machine, which may be dead, is waited for `wait_s`. Yields a descriptor that keeps the lock
-        in a process that inherits it, None where the file system has no locks.
+        A holder on another machine, which may be dead, is waited for `wait_s`. Yields a descriptor
+        that keeps the lock in a process that inherits it, None where the file system has no locks.
         """
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +79,18 @@ class Lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 free = True
-                if os.path.samestat(os.fstat(lock), self.file.lstat()):  # else its holder has deleted it since
+                # else its holder has deleted it since
+                if os.path.samestat(os.fstat(lock), self.file.lstat()):
                     self._sign(lock)
                     return lock
             except (BlockingIOError, FileNotFoundError):
                 pass
             except OSError as error:
                 _close(lock)
-                _note(f"{self.file.parent} is on a file system without locks ({error.strerror}); keep other runs away")
+                _note(
+                    f"{self.file.parent} is on a file system without locks ({error.strerror}); keep"
+                    " other runs away"
+                )
                 return None
             refusal, is_far = self._refusal(lock)
             _close(lock)
@@ -111,7 +116,13 @@ class Lock:
             found = dict(json.loads(os.pread(lock, 4096, 0)))
         pid, host, since = (found.get(name, "?") for name in ("pid", "host", "since"))
         is_far = host not in ("?", socket.gethostname())
-        return f"{self.taken} (process {pid} on {host}, since {since}); wait for its end, or {self.remedy}", is_far
+        return (
+            (
+                f"{self.taken} (process {pid} on {host}, since {since}); wait for its end, or"
+                f" {self.remedy}"
+            ),
+            is_far,
+        )
 
 
 def _note(text: str) -> None:

@@ -1,8 +1,9 @@
 """The memory of a step: buffers that exist since construction, at places in one tensor, and copies between them.
 
-Buffers that are never needed at the same moment share memory, so a step allocates nothing. Copies of rectangles are
-merged once so that a step makes few of them: neighbours of equal shape at equal distances, at both ends, are one
-strided copy with a further dimension; what follows on without a gap is one run.
+Buffers that are never needed at the same moment share memory, so a step allocates nothing. Copies
+of rectangles are merged once so that a step makes few of them: neighbours of equal shape at equal
+distances, at both ends, are one strided copy with a further dimension; what follows on without a
+gap is one run.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ class Buffer:
 class Arena:
     """Buffers in one tensor, or in `scratch`, the memory of an arena that steps at another time, which then grows."""
 
-    def __init__(self, device: torch.device, buffers: Sequence[Buffer], scratch: torch.Tensor | None = None) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
+    def __init__(
+        self, device: torch.device, buffers: Sequence[Buffer], scratch: torch.Tensor | None = None
+    ) -> None:
+        self.memory = (
+            torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
+        )
         self.nbytes = _find_places([buffer for buffer in buffers if buffer.numel])
         self.acquire()
 
@@ -66,15 +71,22 @@ _TRIES, _GOOD_ENOUGH = 100, 1.02
 def _find_places(buffers: Sequence[Buffer]) -> int:
     """Set the offsets of buffers; the bytes that all take.
 
-    Of several tries the best: the first takes buffers by how long they are needed, the others change that a little.
+    Of several tries the best: the first takes buffers by how long they are needed, the others
+    change that a little.
     """
     if not buffers:
         return 0
     chance, best = random.Random(0), dict[Buffer, int]()
-    enough, taken = _GOOD_ENOUGH * _most_at_a_time(buffers), sum(buffer.nbytes for buffer in buffers) + 1
+    enough, taken = (
+        _GOOD_ENOUGH * _most_at_a_time(buffers),
+        sum(buffer.nbytes for buffer in buffers) + 1,
+    )
     for attempt in range(_TRIES):
         least = 0.7 if attempt else 1.0
-        weights = [(chance.uniform(least, 1.0) * (buffer.last + 1 - buffer.first), buffer.nbytes) for buffer in buffers]
+        weights = [
+            (chance.uniform(least, 1.0) * (buffer.last + 1 - buffer.first), buffer.nbytes)
+            for buffer in buffers
+        ]
         offsets = _best_fit(buffers, weights)
         top = max(offset + buffer.nbytes for buffer, offset in offsets.items())
         if top < taken:
@@ -112,7 +124,9 @@ def _best_fit(buffers: Sequence[Buffer], weights: Sequence[tuple[float, int]]) -
     while left:
         span = min(spans)
         place = spans.index(span)
-        fitting = [buffer for buffer in left if span.first <= buffer.first and buffer.last < span.end]
+        fitting = [
+            buffer for buffer in left if span.first <= buffer.first and buffer.last < span.end
+        ]
         if fitting:
             buffer = max(fitting, key=left.__getitem__)
             offsets[buffer] = span.offset
@@ -125,7 +139,9 @@ def _best_fit(buffers: Sequence[Buffer], weights: Sequence[tuple[float, int]]) -
             ]
             spans[place : place + 1] = [part for part in parts if part.first < part.end]
         else:
-            lower = min(other.offset for other in spans[max(place - 1, 0) : place + 2] if other is not span)
+            lower = min(
+                other.offset for other in spans[max(place - 1, 0) : place + 2] if other is not span
+            )
             spans[place] = span._replace(offset=lower)
         levels = [list(level) for _, level in itertools.groupby(spans, lambda each: each.offset)]
         spans = [level[0]._replace(end=level[-1].end) for level in levels]
@@ -169,7 +185,9 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
 def _collapsed(copy: Copy) -> Copy:
     """Without dimensions of one element, and with those joined that follow on without a gap at both ends."""
     dims: list[tuple[int, int, int]] = []
-    for size, source, target in zip(copy.shape, copy.source.strides, copy.target.strides, strict=True):
+    for size, source, target in zip(
+        copy.shape, copy.source.strides, copy.target.strides, strict=True
+    ):
         if dims and dims[-1][1:] == (size * source, size * target):
             dims[-1] = (dims[-1][0] * size, source, target)
         elif size > 1:
@@ -184,7 +202,10 @@ def _joined(copies: Sequence[Copy]) -> list[Copy]:
     for copy in sorted(copies, key=lambda one: one.source.offset):
         if found and copy.is_run and found[-1].is_run:
             (length,), source, target = found[-1]
-            if copy.source.offset == source.offset + length and copy.target.offset == target.offset + length:
+            if (
+                copy.source.offset == source.offset + length
+                and copy.target.offset == target.offset + length
+            ):
                 found[-1] = Copy((length + copy.shape[0],), source, target)
                 continue
         found.append(copy)
@@ -195,20 +216,31 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
     """Copies of equal shape and strides, at equal distances at both ends, as one with a further dimension."""
     alike: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = defaultdict(list)
     for copy in copies:
-        alike[copy.shape, copy.source.strides, copy.target.strides].append((copy.source.offset, copy.target.offset))
+        alike[copy.shape, copy.source.strides, copy.target.strides].append(
+            (copy.source.offset, copy.target.offset)
+        )
     found: list[Copy] = []
     for (shape, sources, targets), unsorted in alike.items():
         offsets, first = sorted(unsorted), 0
-        steps = [(after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)]
+        steps = [
+            (after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)
+        ]
         while first < len(offsets):
             last = first
             more: tuple[tuple[int, ...], ...] = ((), (), ())
-            if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:  # torch's strides are not negative
+            # torch's strides are not negative
+            if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:
                 while last < len(steps) and steps[last] == steps[first]:
                     last += 1
                 more = ((last - first + 1,), (steps[first][0],), (steps[first][1],))
             source, target = offsets[first]
-            found.append(Copy(more[0] + shape, Strided(source, more[1] + sources), Strided(target, more[2] + targets)))
+            found.append(
+                Copy(
+                    more[0] + shape,
+                    Strided(source, more[1] + sources),
+                    Strided(target, more[2] + targets),
+                )
+            )
             first = last + 1
     return found
 

@@ -1,7 +1,8 @@
 """Who owns which matrix: one rank, or a team where a matrix is more than a rank's share.
 
-The work of all ranks is made as even as it can be; of even assignments that which moves the fewest bytes is taken. A
-team costs more than it saves on a small matrix, so teams are taken only where they bring the lowest load down.
+The work of all ranks is made as even as it can be; of even assignments that which moves the fewest
+bytes is taken. A team costs more than it saves on a small matrix, so teams are taken only where
+they bring the lowest load down.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Unmet(NamedTuple):
 class TeamRules:
     """Which teams may own a matrix.
 
-    `cost` is the work of each rank of a team on a block, from its rows, its columns, the size of the team and the
-    matrix's steps; `nodes` the node of each rank, counted from 0, in one of which a team lies; `size` that of every
+    `cost` is the work of each rank of a team on a block, from its rows, its columns, the size of
+    the team and the matrix's steps; `nodes` the node of each rank, counted from 0, in one of which
+    a team lies; `size` that of every
     team: 1 forms none, 0 leaves it to the planner.
     """
 
@@ -55,14 +57,18 @@ class TeamRules:
     def sizes(self) -> tuple[int, ...]:
         """That teams may have, from 1 on."""
         most = max(Counter(self.nodes).values(), default=1)
-        return tuple(size for size in (sorted({1, self.size}) if self.size else TEAM_SIZES) if size <= most)
+        return tuple(
+            size for size in (sorted({1, self.size}) if self.size else TEAM_SIZES) if size <= most
+        )
 
     def unmet(self) -> Unmet | None:
         """The setting that these ranks cannot have, if there is one."""
         if self.size in (0, *self.sizes):
             return None
         reason = "is more than the ranks of a node that share these matrices"
-        return Unmet("--muon-team-size", self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}")
+        return Unmet(
+            "--muon-team-size", self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}"
+        )
 
     def possible(self) -> TeamRules:
         """These rules, with unsupported settings replaced by 1."""
@@ -103,12 +109,16 @@ _Options = Mapping[_Kind, Sequence[_Division]]
 
 
 def assign(
-    layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
+    layout: Layout,
+    costs: Sequence[float],
+    rules: TeamRules,
+    memory: Memory,
+    buffer_bytes: int | None,
 ) -> list[Team]:
     """The owners of each matrix.
 
-    `costs` are the work of one rank on each, in the unit of `rules.cost`; `buffer_bytes` what a step may take on a
-    rank, None as much as is usual, or as whole blocks need.
+    `costs` are the work of one rank on each, in the unit of `rules.cost`; `buffer_bytes` what a
+    step may take on a rank, None as much as is usual, or as whole blocks need.
     """
     pairs = zip(layout.matrices, costs, strict=True)
     kinds = [_Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in pairs]
@@ -137,7 +147,9 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
         if rules.size:
             return [_divide(rules, kind, size)]
         apart = [_divide(rules, kind, size, cut=False)] if len(kind.blocks) > 1 else []
-        found += [division for division in (*apart, _divide(rules, kind, size)) if division not in found]
+        found += [
+            division for division in (*apart, _divide(rules, kind, size)) if division not in found
+        ]
     return found
 
 
@@ -149,7 +161,11 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, *, cut: bool = True) -> _D
         for block in set(blocks)
     }
     order = sorted(range(len(blocks)), key=lambda number: (-cost[blocks[number]][1], number))
-    limits = [0.0] if rules.size else sorted({each for of_block in cost.values() for each in of_block.values()})
+    limits = (
+        [0.0]
+        if rules.size
+        else sorted({each for of_block in cost.values() for each in of_block.values()})
+    )
     found = []
     for limit in limits:
         loads, cuts = np.zeros(size), [(0, 1)] * len(blocks)
@@ -171,11 +187,17 @@ def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _O
     """The divisions of each kind with which no rank takes more than it may, or, where there is none, takes least."""
 
     def taken(kind: _Kind, division: _Division) -> int:
-        return memory.of_step(*memory.of_owners(kind.blocks, division.cuts, len(division.loads), kind.steps))
+        return memory.of_step(
+            *memory.of_owners(kind.blocks, division.cuts, len(division.loads), kind.steps)
+        )
 
     if buffer_bytes is None:
         uncut = (
-            min(taken(kind, one) for one in found if one.cuts is None or all(count == 1 for _, count in one.cuts))
+            min(
+                taken(kind, one)
+                for one in found
+                if one.cuts is None or all(count == 1 for _, count in one.cuts)
+            )
             for kind, found in options.items()
         )
         buffer_bytes = max([AUTO_BYTES, *uncut])
@@ -186,13 +208,17 @@ def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _O
     return fitting
 
 
-def _choices(ranks: int, counts: Mapping[_Kind, int], options: _Options) -> list[tuple[float, dict[_Kind, _Division]]]:
+def _choices(
+    ranks: int, counts: Mapping[_Kind, int], options: _Options
+) -> list[tuple[float, dict[_Kind, _Division]]]:
     """Some choices of divisions, each with a load that some rank has then; the one with the lowest load first."""
 
     def chosen(limit: float) -> dict[_Kind, _Division]:
         """The smallest teams of which no rank has more to do than `limit`; where there is none, the fastest."""
         return {
-            kind: next((d for d in found if d.heaviest <= limit), min(found, key=lambda d: d.heaviest))
+            kind: next(
+                (d for d in found if d.heaviest <= limit), min(found, key=lambda d: d.heaviest)
+            )
             for kind, found in options.items()
         }
 
@@ -202,7 +228,9 @@ def _choices(ranks: int, counts: Mapping[_Kind, int], options: _Options) -> list
 
     limits = sorted({division.heaviest for found in options.values() for division in found})
     different = {tuple(choice.values()): choice for choice in map(chosen, limits)}
-    return sorted(((bound(choice), choice) for choice in different.values()), key=itemgetter(0))[:_TRIED]
+    return sorted(((bound(choice), choice) for choice in different.values()), key=itemgetter(0))[
+        :_TRIED
+    ]
 
 
 class _Held(NamedTuple):
@@ -217,7 +245,9 @@ class _Held(NamedTuple):
     def of(cls, held: Holders, nodes: Ints) -> _Held:
         """The holders, whose ranks lie in these nodes."""
         ranks, elements = held.ranks, held.elements[held.numbers]
-        by_node = np.bincount(nodes[ranks], weights=elements, minlength=int(nodes.max()) + 1).astype(np.int64)
+        by_node = np.bincount(
+            nodes[ranks], weights=elements, minlength=int(nodes.max()) + 1
+        ).astype(np.int64)
         order = np.lexsort((ranks, -elements, -by_node[nodes[ranks]]))
         by_rank = dict(zip(ranks.tolist(), elements.tolist(), strict=True))
         return cls(int(held.elements.sum()), by_rank, by_node, ranks[order])
@@ -240,7 +270,9 @@ class _Placement:
         found = {cut: _Held.of(held, self._nodes) for cut, held in by_cut.items()}
         self._held = [found[id(held)] for held in layout.holders]
         self._places = {
-            size: np.array([ranks for ranks in chunks(rules.nodes, size) if len(ranks) == size], dtype=np.int64)
+            size: np.array(
+                [ranks for ranks in chunks(rules.nodes, size) if len(ranks) == size], dtype=np.int64
+            )
             for size in TEAM_SIZES[1:]
         }
 
@@ -250,7 +282,10 @@ class _Placement:
         Between nodes first, on the rank that receives most: that link is the slowest.
         """
         # Of equal loads those of teams go first: they have fewer places to choose from.
-        order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))
+        order = sorted(
+            range(len(divisions)),
+            key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i),
+        )
         ranks = len(self._nodes)
         largest = max((division.heaviest for division in divisions), default=0.0)
         fair = max(sum(sum(division.loads) for division in divisions) / ranks, largest)
@@ -274,9 +309,10 @@ class _Placement:
     ) -> tuple[list[Team], float]:
         """Owners, and the largest load, where loads stay below a cap if they can.
 
-        A matrix with one owner stays with a rank that holds some of it, and a team takes any node, as long as the load
-        stays below the cap; otherwise the least loaded take it. Of these it takes the node that holds most, or,
-        spreading, that which then receives least. A cap of zero is the classical longest-processing-time rule.
+        A matrix with one owner stays with a rank that holds some of it, and a team takes any node,
+        as long as the load stays below the cap; otherwise the least loaded take it. Of these it
+        takes the node that holds most, or, spreading, that which then receives least. A cap of zero
+        is the classical longest-processing-time rule.
         """
         nodes = self._nodes
         loads, received = np.zeros(len(nodes)), np.zeros(int(nodes.max()) + 1)
@@ -299,7 +335,11 @@ class _Placement:
                     ranks = (int(loads.argmin()),)
                     fits = of_holders <= loads[ranks[0]]
                 if fits.any():
-                    missing = (received - of.by_node)[nodes[of.ranks]] if is_spread else np.zeros(len(fits))
+                    missing = (
+                        (received - of.by_node)[nodes[of.ranks]]
+                        if is_spread
+                        else np.zeros(len(fits))
+                    )
                     ranks = (int(of.ranks[np.where(fits, missing, np.inf).argmin()]),)
                 loads[ranks[0]] += cost
             if is_spread:

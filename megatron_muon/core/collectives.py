@@ -40,12 +40,15 @@ def exchange_pairs(
 ) -> Any:
     """An asynchronous all-to-all without empty messages; in NCCL, the group has had another collective before it.
 
-    That of torch.distributed takes a message to every rank, also an empty one: NCCL (from 2.14 on, as torch calls it)
-    then connects all pairs and keeps buffers for them, gloo waits for each.
+    That of torch.distributed takes a message to every rank, also an empty one: NCCL (from 2.14 on,
+    as torch calls it) then connects all pairs and keeps buffers for them, gloo waits for each.
     """
     messages = [
         dist.P2POp(start, flat.narrow(0, end - count, count), group=group, group_peer=peer)
-        for start, flat, counts in ((dist.irecv, received, received_counts), (dist.isend, sent, sent_counts))
+        for start, flat, counts in (
+            (dist.irecv, received, received_counts),
+            (dist.isend, sent, sent_counts),
+        )
         for peer, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True))
         if count
     ]
@@ -79,13 +82,19 @@ Teams = Mapping[tuple[int, ...], TeamGroup]
 def make_teams(group: dist.ProcessGroup, teams: Iterable[Team]) -> Teams:
     """Process groups for those of a plan's `teams`, and of their parts that cut a block, that this rank is in.
 
-    Small teams come first, so that no two ranks wait for each other. A rank in fewer teams than another gets groups of
-    its own: torch's names of groups count those that a rank is in. Collective over the ranks of each team.
+    Small teams come first, so that no two ranks wait for each other. A rank in fewer teams than
+    another gets groups of its own: torch's names of groups count those that a rank is in.
+    Collective over the ranks of each team.
     """
     cuts = {(team.ranks, team.cuts) for team in teams if team.cuts is not None}
-    together = {ranks for ranks, _ in cuts} | {ranks[k : k + n] for ranks, of in cuts for k, n in of}
+    together = {ranks for ranks, _ in cuts} | {
+        ranks[k : k + n] for ranks, of in cuts for k, n in of
+    }
     together = {ranks for ranks in together if len(ranks) > 1}
-    ours = sorted((ranks for ranks in together if group.rank() in ranks), key=lambda ranks: (len(ranks), ranks))
+    ours = sorted(
+        (ranks for ranks in together if group.rank() in ranks),
+        key=lambda ranks: (len(ranks), ranks),
+    )
     most = max(Counter(rank for ranks in together for rank in ranks).values(), default=0)
     made = {ranks: TeamGroup(ranks, group_among(ranks, group)) for ranks in ours}
     for _ in range(most - len(ours)):

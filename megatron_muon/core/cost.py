@@ -1,7 +1,7 @@
 """Which Newton-Schulz iteration a block gets, and what it costs in floating-point operations.
 
-A product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are left out. Plain
-arithmetic on shapes, for training, `plan` and the floor of `benchmarks.step` alike.
+A product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are
+left out. Plain arithmetic on shapes, for training, `plan` and the floor of `benchmarks.step` alike.
 """
 
 from __future__ import annotations
@@ -105,14 +105,16 @@ class ProductCounts(NamedTuple):
 class Iteration:
     """Settings that decide which iteration a block gets and what it costs.
 
-    `precision` "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as torch.set_float32_matmul_precision
-    names them.
+    `precision` "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as
+    torch.set_float32_matmul_precision names them.
     """
 
-    coefficient_type: str | tuple[tuple[float, float, float], ...] = "quintic"  # a set, or each step's, last repeated
+    # a set, or each step's, last repeated
+    coefficient_type: str | tuple[tuple[float, float, float], ...] = "quintic"
     steps: int = 5
     precision: str = "medium"
-    method: str = AUTO  # "standard", "gram", or "auto" for the one with fewer operations, of those that are proven
+    # "standard", "gram", or "auto" for the one with fewer operations, of those that are proven
+    method: str = AUTO
     products: Products = DENSE  # how the device forms symmetric products
 
     @property
@@ -163,7 +165,9 @@ class Iteration:
         if team == 1:
             return flops
         moved = 2 * (team - 1) / team * SUM_BYTES * min(rows, cols) ** 2
-        return flops + round(self.counts(method).gram * (self.products.per_sum + self.products.per_byte * moved))
+        return flops + round(
+            self.counts(method).gram * (self.products.per_sum + self.products.per_byte * moved)
+        )
 
     def _flops(self, rows: int, cols: int, method: str, team: int) -> int:
         n, m = min(rows, cols), -(-max(rows, cols) // team)
@@ -179,10 +183,12 @@ class Iteration:
     def counts(self, method: str) -> ProductCounts:
         """The products of `method`, "standard" or "gram".
 
-        A standard step forms X X^T, its square and the product with X (https://kellerjordan.github.io/posts/muon,
-        "Runtime analysis"). A run of the Gram iteration forms X X^T and applies its result to X once; each step
-        squares, all but the first update the factor, all but the last update the Gram matrix
-        (https://github.com/Dao-AILab/gram-newton-schulz), whose squares count as other products from then on.
+        A standard step forms X X^T, its square and the product with X
+        (https://kellerjordan.github.io/posts/muon, "Runtime analysis"). A run of the Gram iteration
+        forms X X^T and applies its result to X once; each step squares, all but the first update
+        the factor, all but the last update the Gram matrix
+        (https://github.com/Dao-AILab/gram-newton-schulz), whose squares count as other products
+        from then on.
         """
         steps, runs = self.steps, len(self.runs)
         if method == STANDARD:
@@ -192,22 +198,34 @@ class Iteration:
     def check(self, flag: str = "--muon-num-ns-steps") -> None:
         """Refuse, by a UserError, iterations whose result may be far from orthogonal; `flag` gave the steps."""
         check_number("muon_num_ns_steps", self.steps, flag=flag)
-        chosen, proven = f"--muon-coefficient-type {self.coefficient_type}", PROVEN_STEPS.get(self._set)
+        chosen, proven = (
+            f"--muon-coefficient-type {self.coefficient_type}",
+            PROVEN_STEPS.get(self._set),
+        )
         if not isinstance(self.coefficient_type, str):
             self._check_coefficients(self.coefficient_type)
         if self.method not in METHODS:
             fault = f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}"
         elif self._set in REVERSING_SETS:
-            fault = f"{chosen} turns updates round where one direction dominates a matrix; use another, such as quintic"
+            fault = (
+                f"{chosen} turns updates round where one direction dominates a matrix; use another,"
+                " such as quintic"
+            )
         elif self._set in FULL_PRECISION_SETS and self.precision != "highest":
-            fault = f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use highest, or quintic"
+            fault = (
+                f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use"
+                " highest, or quintic"
+            )
         elif proven is not None and self.steps not in proven:
             possible = ", ".join(map(str, proven))
-            fault = f"{flag} {self.steps} is not proven with {chosen}; choose one of {possible}; 5 is usual"
+            fault = (
+                f"{flag} {self.steps} is not proven with {chosen}; choose one of {possible}; 5 is"
+                " usual"
+            )
         elif self.method == GRAM and not self.gram_is_proven:
             fault = (
-                f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use --muon-ns auto, or "
-                "--muon-fp32-matmul-prec high"
+                f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use"
+                " --muon-ns auto, or --muon-fp32-matmul-prec high"
             )
         else:
             return
@@ -226,17 +244,19 @@ class Iteration:
             values = a * values + b * values**3 + c * values**5
         if not (values.min() >= 0.0 and values.max() <= MOST):
             raise UserError(
-                f"coefficients {given} with {self.steps} steps bring singular values between {values.min():.3g} and "
-                f"{values.max():.3g}, Muon wants 0 to {MOST}; (3.4445, -4.775, 2.0315) with 5 steps is usual"
+                f"coefficients {given} with {self.steps} steps bring singular values between"
+                f" {values.min():.3g} and {values.max():.3g}, Muon wants 0 to {MOST}; (3.4445,"
+                " -4.775, 2.0315) with 5 steps is usual"
             )
 
 
 def gram_runs(steps: int, *, half: bool, alone: int = 0) -> tuple[int, ...]:
     """How many steps each run of the Gram iteration takes before it restarts; in `half` the first few are `alone`.
 
-    Squaring loses small singular values in half precision, and every step amplifies what is lost. Runs of two steps in
-    bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over condition
-    numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
+    Squaring loses small singular values in half precision, and every step amplifies what is lost.
+    Runs of two steps in bf16 stay within 0.003 of the standard iteration's error (relative to the
+    polar factor's norm, over condition numbers of 1 to 1e8); runs of three were off by up to 0.045.
+    In fp32 three are safe.
     """
     longest = 2 if half else 3
     first = min(alone, steps) if half else 0

@@ -1,8 +1,9 @@
 """A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
 
-`Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
-`plan.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
-of buffers, made at construction. An update that is not finite is NaN in all elements: its holders keep the weights.
+`Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a
+collective is under way; `plan.schedule` says which wave goes on when. What a wave carries is in
+`route`, as numbers, and in `wave`, as views of buffers, made at construction. An update that is not
+finite is NaN in all elements: its holders keep the weights.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class Buffers:
     """Where an exchange has its buffers."""
 
     device: torch.device  # where rows lie
-    rows_apart: bool = False  # rows are prepared on a stream of their own, so their buffers are shared with nothing
-    scratch: torch.Tensor | None = None  # memory of another exchange that never steps at the same time
+    # rows are prepared on a stream of their own, so their buffers are shared with nothing
+    rows_apart: bool = False
+    # memory of another exchange that never steps at the same time
+    scratch: torch.Tensor | None = None
     free: bool = False  # give the buffers back after each step
 
 
@@ -65,8 +68,9 @@ class Exchange:
         rules: some of which change whole blocks, or whole updates.
         routes: this rank's part in each wave that travels, in the order of all ranks.
         local: waves that do not travel; they are spread over the others.
-        wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the iteration starts from
-            it. What a rank has itself is rounded like what travels: a result does not depend on who holds what.
+        wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the
+            iteration starts from it. What a rank has itself is rounded like what travels: a result
+            does not depend on who holds what.
         teams: those that this rank is in.
         unmet: a setting that these ranks cannot have.
 
@@ -91,21 +95,35 @@ class Exchange:
         unmet: Unmet | None = None,
     ) -> None:
         if group.size() != layout.world_size:
-            raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet
+            raise ValueError(
+                f"the layout is for {layout.world_size} ranks, the process group has {group.size()}"
+            )
+        self.scheme, self.layout, self.group, self.plan, self.unmet = (
+            scheme,
+            layout,
+            group,
+            plan,
+            unmet,
+        )
         self._rank, self._orthogonalizer, self._teams = group.rank(), orthogonalizer, teams or {}
-        self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
+        self._normalize = next(
+            (rule.normalize for rule in rules if rule.normalize is not None), None
+        )
         self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
         self._buffers, self._order = buffers, schedule(len(routes), len(local))
         moments = moments_of(self._order)
         self._waves = [
             Wave(
-                route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype, when,
-                chunk_numel=chunk_numel, rows_apart=buffers.rows_apart,
+                route,
+                orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize),
+                wire_dtype,
+                when,
+                chunk_numel=chunk_numel,
+                rows_apart=buffers.rows_apart,
             )
             for route, when in zip((*routes, *local), moments, strict=True)
-        ]  # fmt: skip
+        ]
         placed = list(itertools.chain(*(wave.buffers.values() for wave in self._waves)))
         if buffers.rows_apart:  # two buffers, in the order in which waves are prepared
             end = max(itertools.chain(*moments), default=0) + MOMENTS
@@ -172,7 +190,9 @@ class Exchange:
         """Start to send the rows of a wave."""
         route, tensors = wave.route, wave.tensors
         if route.rows_by == ALL_TO_ALL:
-            return self._all_to_all(tensors["receive"], tensors["send"], route.receive, route.send, probe)
+            return self._all_to_all(
+                tensors["receive"], tensors["send"], route.receive, route.send, probe
+            )
         if route.rows_by == ALL_GATHER:
             probe.received(tensors["receive"].nbytes - tensors["own"].nbytes)
             return all_gather_single(tensors["receive"], tensors["own"], self.group, async_op=True)
@@ -188,11 +208,16 @@ class Exchange:
             probe.received(sum(part.nbytes for owner, part in wave.by_owner if owner != self._rank))
             parts = wave.by_owner
             return collectives.Works(
-                [dist.broadcast(part, group=self.group, group_src=owner, async_op=True) for owner, part in parts]
+                [
+                    dist.broadcast(part, group=self.group, group_src=owner, async_op=True)
+                    for owner, part in parts
+                ]
             )
         return collectives.Works()
 
-    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe) -> Any:
+    def _all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe
+    ) -> Any:
         probe.received(received.nbytes)
         what = received, sent, arriving.counts, leaving.counts, self.group
         if self.plan is not None and self.plan.by_pairs:
@@ -207,14 +232,20 @@ class Exchange:
             if self._solve is not None:
                 marks.append(self._solve(stack, of))
             else:
-                marks.append(self._orthogonalizer.orthogonalize_stack(stack, of.kind, team, probe, wave.work))
+                marks.append(
+                    self._orthogonalizer.orthogonalize_stack(stack, of.kind, team, probe, wave.work)
+                )
         probe.orthogonalized(wave.route.slots)
         if wave.agreements:
             self._agree(wave, marks)
 
     def _agree(self, wave: Wave, marks: list[torch.Tensor]) -> None:
         """Have a matrix of several blocks, or of a team, NaN where one of them is; normalise whole updates."""
-        of_slots = torch.cat(marks).view(-1) if marks else self.arena.memory.new_zeros(0, dtype=torch.float32)
+        of_slots = (
+            torch.cat(marks).view(-1)
+            if marks
+            else self.arena.memory.new_zeros(0, dtype=torch.float32)
+        )
         agreed = of_slots
         for team, number, slots, matrices in wave.agreements:
             of_matrices = of_slots.new_zeros(number)
@@ -226,10 +257,14 @@ class Exchange:
         for index, blocks, slots in wave.whole:
             self._normalize_whole(index, blocks, agreed[slots][0] == 0.0)
         agreed = agreed.to(wave.tensors["stacks"].dtype).view(-1, 1, 1)
-        for stack, of_stack in zip(wave.stacks, agreed.split([len(stack) for stack in wave.stacks]), strict=True):
+        for stack, of_stack in zip(
+            wave.stacks, agreed.split([len(stack) for stack in wave.stacks]), strict=True
+        ):
             stack.add_(of_stack)
 
-    def _normalize_whole(self, index: int, blocks: list[torch.Tensor], finite: torch.Tensor) -> None:
+    def _normalize_whole(
+        self, index: int, blocks: list[torch.Tensor], finite: torch.Tensor
+    ) -> None:
         """Have an owner's whole update normalised, in fp32; `blocks` are views of its slots."""
         assert self._normalize is not None
         matrix = self.layout.matrices[index]
@@ -256,17 +291,29 @@ class Exchange:
             ranks = self.plan.teams[index].ranks if self.plan is not None else (self._rank,)
             if self._rank in ranks:
                 by_team.setdefault(ranks, []).append(index)
-        several = any(len(places) > 1 for places in of_matrix.values()) or self._normalize is not None
+        several = (
+            any(len(places) > 1 for places in of_matrix.values()) or self._normalize is not None
+        )
         for ranks, indices in sorted(by_team.items()):
             team = self._teams[ranks] if len(ranks) > 1 else None
             if team is not None or several:
-                ours = sorted((at, number) for number, index in enumerate(indices) for at in of_matrix.get(index, []))
-                at, matrices = torch.tensor(ours, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+                ours = sorted(
+                    (at, number)
+                    for number, index in enumerate(indices)
+                    for at in of_matrix.get(index, [])
+                )
+                at, matrices = (
+                    torch.tensor(ours, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+                )
                 is_all = [place for place, _ in ours] == list(range(len(slots)))
-                wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
+                wave.agreements.append(
+                    Agreement(team, len(indices), None if is_all else at, matrices)
+                )
         if self._normalize is not None:
             wide = itertools.chain(*wave.stacks)
-            views = [view.mT if slot.is_tall else view for view, slot in zip(wide, slots, strict=True)]
+            views = [
+                view.mT if slot.is_tall else view for view, slot in zip(wide, slots, strict=True)
+            ]
             for index, places in of_matrix.items():
                 in_order = sorted(places, key=lambda place: slots[place].block or 0)
                 on_device = torch.tensor(places, dtype=torch.int64, device=device)

@@ -1,6 +1,7 @@
 """The numbers of parameter groups as a step reads them.
 
-As in torch's optimizers they may be Python's, numpy's, or tensors of one element, of any dtype and on any device.
+As in torch's optimizers they may be Python's, numpy's, or tensors of one element, of any dtype and
+on any device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def as_float(name: str, value: Any) -> float:
     return float(number)
 
 
-def read_group(group: Mapping[str, Any], names: Iterable[str], device: torch.device) -> dict[str, Any]:
+def read_group(
+    group: Mapping[str, Any], names: Iterable[str], device: torch.device
+) -> dict[str, Any]:
     """A parameter group with the numbers of these names as floats, or as 0-dimensional tensors on the device.
 
     A UserError for what is not one finite number.

@@ -1,7 +1,8 @@
 """What orthogonalising takes of a rank's memory, by arithmetic: matrices as they are assembled, and temporaries.
 
-The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the buffers of `core.exchange`
-and the tensors of `core.newton_schulz` on a GPU; `megatron-muon rehearse` counts by running that code, within 10 %.
+The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the
+buffers of `core.exchange` and the tensors of `core.newton_schulz` on a GPU; `megatron-muon
+rehearse` counts by running that code, within 10 %.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def stacks(blocks: Sequence[tuple[int, int]], cuts: Cuts | None, steps: int = 0) -> Counter[BlockKind]:
+def stacks(
+    blocks: Sequence[tuple[int, int]], cuts: Cuts | None, steps: int = 0
+) -> Counter[BlockKind]:
     """The stacks that blocks get which are cut so, `Team.cuts`, and how many blocks each has."""
     counts = [count for _, count in cuts] if cuts else [1] * len(blocks)
     pairs = zip(blocks, counts, strict=True)
@@ -63,14 +66,17 @@ def stacks(blocks: Sequence[tuple[int, int]], cuts: Cuts | None, steps: int = 0)
 
 def _kind(block: tuple[int, int], length: int, team: int, steps: int) -> BlockKind:
     """Of a block that some team cuts: who is in it, and how updates are scaled, takes no memory."""
-    return BlockKind(min(block), max(block), 1.0, steps, tuple(range(team)) if team > 1 else (), length)
+    return BlockKind(
+        min(block), max(block), 1.0, steps, tuple(range(team)) if team > 1 else (), length
+    )
 
 
 class MomentBytes(NamedTuple):
     """Bytes an element that applying an update takes beside it: `core.rules` make such tensors.
 
-    `held` are of an update row, on the ranks that hold it, of one shard at a time, or of several with `together`;
-    `whole` of the largest matrix, on its owner, beside the update in fp32: squares.
+    `held` are of an update row, on the ranks that hold it, of one shard at a time, or of several
+    with `together`; `whole` of the largest matrix, on its owner, beside the update in fp32:
+    squares.
     """
 
     held: int = 0
@@ -80,7 +86,9 @@ class MomentBytes(NamedTuple):
 
 def moment_bytes(method: str | None, *, cautious: bool) -> MomentBytes:
     """Of a second moment, by the names of --adaptive-muon-moment2-method, and of cautious decay's products in fp32."""
-    moment = {None: MomentBytes(), "adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}[method]
+    moment = {None: MomentBytes(), "adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}[
+        method
+    ]
     return moment._replace(held=max(moment.held, 4), together=True) if cautious else moment
 
 
@@ -102,8 +110,8 @@ class Memory:
     def held_bytes(self, *, is_team: bool) -> int:
         """What an element fills of a wave on a rank that holds it: its rows leave, or its update rows arrive.
 
-        Rows are packed from what was prepared, and second moments applied, in the bytes of two waves. The updates of a
-        team are put together.
+        Rows are packed from what was prepared, and second moments applied, in the bytes of two
+        waves. The updates of a team are put together.
         """
         updates = (2 if is_team else 1) * self.element_bytes
         packed, normalized = self.element_bytes + ROW_BYTES, updates + self.moment.held
@@ -115,16 +123,23 @@ class Memory:
         return (self.moment.whole + ROW_BYTES * is_copied) * numel if self.moment.whole else 0
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
-    def of_owners(self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int = 0) -> Taken:
+    def of_owners(
+        self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int = 0
+    ) -> Taken:
         """What the busiest of the owners takes for a matrix cut by `Team.cuts`, if it serves as many rows."""
         owned = [0] * ranks
-        for (rows, cols), (first, count) in zip(blocks, cuts or ((0, 1),) * len(blocks), strict=True):
+        for (rows, cols), (first, count) in zip(
+            blocks, cuts or ((0, 1),) * len(blocks), strict=True
+        ):
             part = min(rows, cols) * -(-max(rows, cols) // count)
             for place in range(first, first + count):
                 owned[place] += part
         wave = max(owned) * (self.element_bytes + self.held_bytes(is_team=cuts is not None))
         numel = sum(rows * cols for rows, cols in blocks)
-        return Taken(wave, max(self.of_stacks(stacks(blocks, cuts, steps)), self.normalizing(numel, len(blocks))))
+        return Taken(
+            wave,
+            max(self.of_stacks(stacks(blocks, cuts, steps)), self.normalizing(numel, len(blocks))),
+        )
 
     @staticmethod
     def of_step(wave: int, beside: int) -> int:
@@ -149,8 +164,9 @@ class Memory:
         largest = max(layout.matrices, key=lambda matrix: matrix.numel)
         needed = math.ceil(smallest * 1000 / 2**20) / 1000
         raise UserError(
-            f"--muon-exchange-buffer-mb {given / 2**20:g} is too small: {largest.name} of {largest.shape[0]} x "
-            f"{largest.shape[1]} needs {needed:.3f}; give at least that, or leave the flag out"
+            f"--muon-exchange-buffer-mb {given / 2**20:g} is too small: {largest.name} of"
+            f" {largest.shape[0]} x {largest.shape[1]} needs {needed:.3f}; give at least that, or"
+            " leave the flag out"
         )
 
     def parts(
@@ -158,17 +174,23 @@ class Memory:
     ) -> tuple[tuple[int, ...], ...]:
         """Whole matrices in at least so many parts of as many elements, equal shapes together.
 
-        In as many more as it takes for each part to fit `limit` bytes; a matrix that does not fit is alone.
+        In as many more as it takes for each part to fit `limit` bytes; a matrix that does not fit
+        is alone.
         """
         order = sorted(indices, key=lambda index: (layout.matrices[index].shape, index))
         sizes = [layout.matrices[index].numel for index in order]
-        middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+        middles = [
+            end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+        ]
         count = min(at_least, len(order))
         while count < len(order):
             numbers = [int(middle * count / sum(sizes)) for middle in middles]
             pairs = itertools.groupby(zip(numbers, order, strict=True), lambda pair: pair[0])
             parts = tuple(tuple(index for _, index in part) for _, part in pairs)
-            if max(self.whole([layout.matrices[index] for index in part]) for part in parts) <= limit:
+            if (
+                max(self.whole([layout.matrices[index] for index in part]) for part in parts)
+                <= limit
+            ):
                 return parts
             count = min(count + 1 + count // 8, len(order))
         return tuple((index,) for index in order)
@@ -176,14 +198,20 @@ class Memory:
     def whole(self, matrices: Sequence[Matrix]) -> int:
         """Bytes of orthogonalising matrices that lie whole on their owner."""
         stacked, work, made = self.of_batch(matrices)
-        return stacked + max(sum(matrix.numel for matrix in matrices) * ROW_BYTES, work + made, stacked)
+        return stacked + max(
+            sum(matrix.numel for matrix in matrices) * ROW_BYTES, work + made, stacked
+        )
 
-    def of_batch(self, matrices: Sequence[Matrix], slices: Sequence[BlockSlice] = ()) -> tuple[int, int, int]:
+    def of_batch(
+        self, matrices: Sequence[Matrix], slices: Sequence[BlockSlice] = ()
+    ) -> tuple[int, int, int]:
         """Bytes of matrices that are orthogonalised together: stacks, buffers of the iteration, other temporaries."""
         kinds: Counter[BlockKind] = Counter()
         for matrix in matrices:
             kinds += stacks(matrix.blocks, None, matrix.steps)
-        kinds.update(_kind(one.of, one.numel // min(one.of), len(one.ranks), one.steps) for one in slices)
+        kinds.update(
+            _kind(one.of, one.numel // min(one.of), len(one.ranks), one.steps) for one in slices
+        )
         stacked = sum(kind.smaller * kind.length * count for kind, count in kinds.items())
         work = max((self.work_of(kind, count) for kind, count in kinds.items()), default=0)
         made = [self.made_for(kind, count) for kind, count in kinds.items()]
@@ -192,7 +220,9 @@ class Memory:
 
     def of_stacks(self, counts: Mapping[BlockKind, int]) -> int:
         """Bytes that iterating over so many blocks of each kind takes beside them."""
-        return max((self.work_of(*each) + self.made_for(*each) for each in counts.items()), default=0)
+        return max(
+            (self.work_of(*each) + self.made_for(*each) for each in counts.items()), default=0
+        )
 
     def work_of(self, kind: BlockKind, count: int) -> int:
         """Of these the buffers, which exist since construction."""
@@ -214,22 +244,32 @@ class Memory:
 def blocks_together(rows: int, longer: int, team: int, device: str) -> int:
     """How many wide blocks are iterated together, on all ranks of a team as many.
 
-    On a GPU small ones are more than `TOGETHER`: as many as have the device at work for twice as long as the host takes
-    for the launches of an iteration.
+    On a GPU small ones are more than `TOGETHER`: as many as have the device at work for twice as
+    long as the host takes for the launches of an iteration.
     """
     numel = rows * -(-longer // team)
     usual = max(TOGETHER[device] // numel, 1)
     if device == "cpu":
         return usual
-    return max(usual, min(MOST_TOGETHER // numel, math.ceil(WORK_OF_LAUNCHES / (20 * rows * numel))))
+    return max(
+        usual, min(MOST_TOGETHER // numel, math.ceil(WORK_OF_LAUNCHES / (20 * rows * numel)))
+    )
 
 
-def work_bytes(iteration: Iteration, kind: BlockKind, count: int, element_bytes: int) -> dict[str, int]:
+def work_bytes(
+    iteration: Iteration, kind: BlockKind, count: int, element_bytes: int
+) -> dict[str, int]:
     """Bytes of the buffers that iterating over `count` blocks takes, by their names in `core.newton_schulz`."""
     iteration = iteration.with_steps(kind.steps)
     each = 2 if iteration.half else 4
-    wide, small = count * kind.smaller * kind.length * each, count * kind.smaller * kind.smaller * each
+    wide, small = (
+        count * kind.smaller * kind.length * each,
+        count * kind.smaller * kind.smaller * each,
+    )
     sizes = {"wide": wide, "r": small, "z": small}
-    if iteration.method_for(kind.smaller, kind.longer, kind.team) == GRAM and max(iteration.runs) > 1:
+    if (
+        iteration.method_for(kind.smaller, kind.longer, kind.team) == GRAM
+        and max(iteration.runs) > 1
+    ):
         sizes |= {"q": small, "t": small}
     return sizes | ({"x": wide} if each != element_bytes else {})

@@ -28,17 +28,26 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         kind = "a whole number, " if self.whole else ""
         low = f"{kind}{'more than' if self.above else 'at least'} {self.low:g}"
-        high = f" and {'at most' if self.closed else 'less than'} {self.high:g}" if self.high < math.inf else ""
+        high = (
+            f" and {'at most' if self.closed else 'less than'} {self.high:g}"
+            if self.high < math.inf
+            else ""
+        )
         return low + high + (f" ({self.hint})" if self.hint else "")
 
 
 _COUNT = Range(low=1, whole=True)
 RANGES = {
-    **dict.fromkeys(("lr", "min_lr", "muon_lr", "muon_min_lr", "weight_decay", "adam_eps"), Range()),
+    **dict.fromkeys(
+        ("lr", "min_lr", "muon_lr", "muon_min_lr", "weight_decay", "adam_eps"), Range()
+    ),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"), Range(high=1.0)),
     **dict.fromkeys(("muon_momentum", "adaptive_muon_beta2"), Range(high=1.0)),
     **dict.fromkeys(("muon_exchange_buffer_mb", "muon_offload_buffer_mb"), Range(low=0.001)),
-    **dict.fromkeys(("log_interval", "seed", "seq_length", "num_layers", "hidden_size", "num_attention_heads"), _COUNT),
+    **dict.fromkeys(
+        ("log_interval", "seed", "seq_length", "num_layers", "hidden_size", "num_attention_heads"),
+        _COUNT,
+    ),
     "muon_num_ns_steps": Range(low=1, whole=True, hint="5 is usual"),
     "muon_extra_scale_factor": Range(above=True, hint="0.2 gives updates of AdamW's size"),
     "adaptive_muon_eps": Range(above=True, hint="1e-8 is usual"),
@@ -88,7 +97,9 @@ def check_numbers(values: Any) -> None:
                 _finite(flag_of(name), number, "a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         # Muon takes the common rate where its own is not given.
-        low, high = (name if name in given else name.removeprefix("muon_") for name in (lowest, peak))
+        low, high = (
+            name if name in given else name.removeprefix("muon_") for name in (lowest, peak)
+        )
         if given.get(low, 0.0) > given.get(high, math.inf):
             fault = f"{flag_of(low)} {given[low]:g} is above {flag_of(high)} {given[high]:g}"
             raise UserError(f"{fault}; choose {flag_of(lowest)} of at most {given[high]:g}")

@@ -1,7 +1,8 @@
 """Muon on sharded matrices: the step, on one page.
 
-Each rank holds some rows of every matrix (ZeRO), with their gradients and momentum. A step walks the waves of its
-exchange, a wave being as many matrices as fit its buffer; `exchange.Exchange._wave` is the life of one:
+Each rank holds some rows of every matrix (ZeRO), with their gradients and momentum. A step walks
+the waves of its exchange, a wave being as many matrices as fit its buffer;
+`exchange.Exchange._wave` is the life of one:
 
     prepare   each rank, its rows   momentum <- lerp(momentum, gradient), look-ahead; elementwise
     exchange  rows -> owner         all-to-all: a rank's rows of each matrix, (rows, cols), go to the rank that owns it,
@@ -11,8 +12,8 @@ exchange, a wave being as many matrices as fit its buffer; `exchange.Exchange._w
     apply     each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
                                     (`core.rules` has what variants do otherwise)
 
-A wave's rows on a rank are one flat tensor, and momentum lies in its order: a parameter's state is a view of it.
-Gradient reduction, clipping and installing weights are the caller's part.
+A wave's rows on a rank are one flat tensor, and momentum lies in its order: a parameter's state is
+a view of it. Gradient reduction, clipping and installing weights are the caller's part.
 """
 
 from __future__ import annotations
@@ -44,31 +45,40 @@ STEPS = "rounding_steps"
 def refuse_copy() -> NoReturn:
     """Raise a TypeError: what pickle and `copy.deepcopy` meet when they are given an optimizer."""
     raise TypeError(
-        "Muon holds process groups and cannot be copied or pickled; make another one and give it the state_dict"
+        "Muon holds process groups and cannot be copied or pickled; make another one and give it"
+        " the state_dict"
     )
 
 
 class ShardedMuon(torch.optim.Optimizer):
     """Muon whose parameters are row shards of matrices, or whole replicas.
 
-    The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many own it changes its
-    rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape, and what the rules keep; it
-    exists from construction on every rank, also for empty shards. With `store` momentum is kept there instead.
+    The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many
+    own it changes its rounding. State is one `momentum_buffer` for each parameter, fp32, of the
+    shard's shape, and what the rules keep; it exists from construction on every rank, also for
+    empty shards. With `store` momentum is kept there instead.
 
     Args:
-        params: parameter groups of 2D parameters, or 3D stacks, DTensors or plain; all of them on every rank.
-        exchange: makes the matrices of the parameters whole, in their order, and has the rules' `normalize`.
+        params: parameter groups of 2D parameters, or 3D stacks, DTensors or plain; all of them on
+            every rank.
+        exchange: makes the matrices of the parameters whole, in their order, and has the rules'
+            `normalize`.
         rules: what a step does to rows, in order; `core.rules`.
-        defaults: of parameter groups: `lr`, `momentum` (the share of the old one that is kept) and `weight_decay`.
+        defaults: of parameter groups: `lr`, `momentum` (the share of the old one that is kept) and
+            `weight_decay`.
         names: a name for each parameter, for messages.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
-        weights: this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
-        momentum: this rank's rows of it, fp32, of parameters that have it elsewhere than in a wave's order, by place.
-        skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps weights and state on
-            every rank, instead of being an error. Costs one all-reduce of a number for each matrix in a step.
+        weights: this rank's rows of the parameters, which then hold none; None changes the
+            parameters themselves.
+        momentum: this rank's rows of it, fp32, of parameters that have it elsewhere than in a
+            wave's order, by place.
+        skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps
+            weights and state on every rank, instead of being an error. Costs one all-reduce of a
+            number for each matrix in a step.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or a rule refuses a group.
+        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or a rule
+            refuses a group.
     """
 
     def __init__(
@@ -88,12 +98,16 @@ class ShardedMuon(torch.optim.Optimizer):
             check_number(f"muon_{name}" if name == "momentum" else name, value)
         super().__init__(list(params), {name: number_of(value) for name, value in defaults.items()})
         self._matrices = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._group_of = [
+            number for number, group in enumerate(self.param_groups) for _ in group["params"]
+        ]
         self._names, self._matrix_names = names, [names[parameter] for parameter in self._matrices]
         for parameter, name in zip(self._matrices, self._matrix_names, strict=True):
             if parameter.ndim not in (2, 3):
                 found = tuple(parameter.shape)
-                raise ValueError(f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {found}")
+                raise ValueError(
+                    f"{name}: Muon takes 2D parameters and 3D stacks of them, got shape {found}"
+                )
         self.exchange, self.rules, self.store = exchange, rules, store
         self.probe: Probe = SILENT
         added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
@@ -105,22 +119,33 @@ class ShardedMuon(torch.optim.Optimizer):
         self._weights = weights or Storage(lambda index: local_rows(self._matrices[index]))
         self._skip_missing = skip_missing
         self._missing = set[int]()
-        self._failed: torch.Tensor | None = None  # with skip_missing: NaN for matrices that some rank cannot update
-        self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
+        # with skip_missing: NaN for matrices that some rank cannot update
+        self._failed: torch.Tensor | None = None
+        self._held = [
+            index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()
+        ]
         chunks, device = exchange.chunks, exchange.arena.memory.device
         in_order = [index for chunk in chunks for index in chunk.indices]
-        assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
+        assert sorted(in_order) == self._held, (
+            "the exchange leaves out matrices, or takes some that are not held"
+        )
         own, self._flat_momentum = dict(momentum or {}), list[torch.Tensor | None]()
         for chunk in chunks:
             rows = [held for held in chunk.rows if store is None and held.of not in own]
             sizes = [held.shard.numel for held in rows]
             flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
             self._flat_momentum.append(flat if len(rows) == len(chunk.rows) else None)
-            own |= {each.of: view.view(each.shard.rows, -1) for each, view in zip(rows, flat.split(sizes), strict=True)}
-        self._shown = {index: sharded_like(self._matrices[index], view) for index, view in own.items()}
+            own |= {
+                each.of: view.view(each.shard.rows, -1)
+                for each, view in zip(rows, flat.split(sizes), strict=True)
+            }
+        self._shown = {
+            index: sharded_like(self._matrices[index], view) for index, view in own.items()
+        }
         self._momentum = store or Storage(own.__getitem__)
         self._in_order, self._held_on_device = (
-            torch.tensor(indices, dtype=torch.int64, device=device) for indices in (in_order, self._held)
+            torch.tensor(indices, dtype=torch.int64, device=device)
+            for indices in (in_order, self._held)
         )
         self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=device)
         self._first_elements = torch.zeros(len(in_order), dtype=torch.float32, device=device)
@@ -173,8 +198,8 @@ class ShardedMuon(torch.optim.Optimizer):
         self._missing = {index for index in self._held if self._matrices[index].grad is None}
         if self._missing and not self._skip_missing:
             raise RuntimeError(
-                f"{self._matrix_names[min(self._missing)]} has no gradient at the optimizer step; was "
-                "finish_grad_sync() called?"
+                f"{self._matrix_names[min(self._missing)]} has no gradient at the optimizer step;"
+                " was finish_grad_sync() called?"
             )
         self._take_up_loaded()
         self._enqueue()
@@ -207,8 +232,8 @@ class ShardedMuon(torch.optim.Optimizer):
     def _agree_on_gradients(self) -> None:
         """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
 
-        Momentum advances before rows travel, so a rank that knew only its own gradients would advance the momentum of a
-        matrix that another rank cannot update.
+        Momentum advances before rows travel, so a rank that knew only its own gradients would
+        advance the momentum of a matrix that another rank cannot update.
         """
         device = self._skipped.device
         failed = torch.zeros(len(self._matrices), dtype=torch.float32, device=device)
@@ -223,13 +248,15 @@ class ShardedMuon(torch.optim.Optimizer):
         if self.exchange.scheme != LOCAL and self.exchange.group.size() > 1:
             dist.all_reduce(failed, group=self.exchange.group)
         self._failed = failed
-        if device.type == "cpu" and not failed.isnan().any():  # where nothing waits for a device to tell
+        # where nothing waits for a device to tell
+        if device.type == "cpu" and not failed.isnan().any():
             self._failed = None
 
     def prepare(self, chunk: Chunk) -> None:
         """First phase: this rank's rows of the gradients, fp32, to `chunk.prepared`, where rules change them.
 
-        Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no rank updates it.
+        Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no
+        rank updates it.
         """
         with self.probe.phase("momentum"):
             self._collect_gradients(chunk)
@@ -237,7 +264,9 @@ class ShardedMuon(torch.optim.Optimizer):
             failed = None if marks is None else marks.isnan()
             flat = self._flat_momentum[chunk.number]
             for places, momentum in self._momentum.borrow(chunk.indices):
-                part = self._part(chunk, places, chunk.prepared, chunk.prepared_rows, momentum, flat, failed)
+                part = self._part(
+                    chunk, places, chunk.prepared, chunk.prepared_rows, momentum, flat, failed
+                )
                 for rule in self.rules:
                     rule.before(part)
                 self.probe.momentum(part.indices, momentum, self.exchange.replicas)
@@ -276,13 +305,19 @@ class ShardedMuon(torch.optim.Optimizer):
             flat = flat.to(state[0].device)
             parts = flat.split([one.numel() for one in rows])
             rows = [part.view(one.shape) for part, one in zip(parts, rows, strict=True)]
-        parameters, groups = [self._matrices[index] for index in indices], [self._groups[index] for index in indices]
+        parameters, groups = (
+            [self._matrices[index] for index in indices],
+            [self._groups[index] for index in indices],
+        )
         return Part(indices, parameters, groups, flat, rows, state, flat_state, failed)
 
     def _collect_gradients(self, chunk: Chunk) -> None:
         """Copy this rank's rows of the gradients to where they are prepared, of matrices that have one."""
-        present = [(view, index) for view, index in zip(chunk.prepared_rows, chunk.indices, strict=True)
-                   if index not in self._missing]  # fmt: skip
+        present = [
+            (view, index)
+            for view, index in zip(chunk.prepared_rows, chunk.indices, strict=True)
+            if index not in self._missing
+        ]
         if present:
             gradients = [local_rows(self._matrices[index].grad) for _, index in present]
             torch._foreach_copy_([view for view, _ in present], gradients)
@@ -290,7 +325,9 @@ class ShardedMuon(torch.optim.Optimizer):
     def check_weights(self) -> None:
         """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
         for rule in self.rules:
-            rule.check_weights([local_rows(parameter) for parameter in self._matrices], self._matrix_names)
+            rule.check_weights(
+                [local_rows(parameter) for parameter in self._matrices], self._matrix_names
+            )
 
     def _check_groups(self) -> None:
         """Read the numbers of the parameter groups, and have the rules look at those of each matrix."""
@@ -309,15 +346,17 @@ class ShardedMuon(torch.optim.Optimizer):
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
 
-        Of a store they are copies, outside of the process's own memory where momentum is on disk; `empty` leaves out
-        the values, as they will be loaded.
+        Of a store they are copies, outside of the process's own memory where momentum is on disk;
+        `empty` leaves out the values, as they will be loaded.
         """
         if self.store is None:
             return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
         shards = [local_rows(parameter) for parameter in self._matrices]
         state = {}
         memory = self.store.scratch([rows.numel() for rows in shards])
-        for index, (parameter, rows, flat) in enumerate(zip(self._matrices, shards, memory, strict=True)):
+        for index, (parameter, rows, flat) in enumerate(
+            zip(self._matrices, shards, memory, strict=True)
+        ):
             if rows.numel() and not empty:
                 flat.view(rows.shape).copy_(self.store.read(index))
             state[parameter] = sharded_like(parameter, flat)
@@ -335,8 +374,8 @@ class ShardedMuon(torch.optim.Optimizer):
 def _finite_norms(gradients: list[torch.Tensor]) -> torch.Tensor:
     """A norm of each gradient, `(count,)`, which is finite if and only if all its elements are.
 
-    Of the largest magnitude, as a sum of finite numbers may overflow. A CPU takes ten times as long for that as for the
-    Euclidean norm, which answers for all that are not huge.
+    Of the largest magnitude, as a sum of finite numbers may overflow. A CPU takes ten times as long
+    for that as for the Euclidean norm, which answers for all that are not huge.
     """
     if gradients[0].device.type == "cpu":
         norms = torch.stack(torch._foreach_norm(gradients))

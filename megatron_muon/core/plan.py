@@ -1,7 +1,8 @@
 """Who orthogonalises which matrix, in which waves the rows travel, and when each wave goes on.
 
-A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
-itself. Owners are given by `assignment`; the matrices that travel are cut into waves that fit memory.
+A plan is made once, before the first step, from a layout and the cost of each matrix; every rank
+makes the same plan by itself. Owners are given by `assignment`; the matrices that travel are cut
+into waves that fit memory.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Plan:
 
     layout: Layout
     teams: tuple[Team, ...]  # the ranks that orthogonalise each matrix
-    whole: tuple[tuple[int, ...], ...]  # for each rank, the matrices that lie whole on it, their owner: no wire
+    # for each rank, the matrices that lie whole on it, their owner: no wire
+    whole: tuple[tuple[int, ...], ...]
     waves: tuple[tuple[int, ...], ...]  # matrices that travel together, in the order of the step
     loads: tuple[float, ...]  # cost owned by each rank, in the unit of the given costs
     memory: Memory
@@ -83,7 +85,9 @@ class Plan:
             "matrices": len(self.layout.matrices),
             "travelling": sum(map(len, self.waves)),
             "owners": sum(load > 0 for load in self.loads),
-            "matrices_of_teams": {str(size): count for size, count in sorted(sizes.items()) if size > 1},
+            "matrices_of_teams": {
+                str(size): count for size, count in sorted(sizes.items()) if size > 1
+            },
             "max_over_mean": self.imbalance,
             "exchange_bytes": max(self.exchanged_bytes(), default=0),
             "peers": self.peers(),
@@ -136,12 +140,18 @@ class Plan:
     def all_to_alls(self) -> Iterator[tuple[Transfers, Transfers]]:
         """What those of each wave carry: its rows, and its updates."""
         for wave in self.waves:
-            yield self.traffic.gathered(wave).between_ranks(), self.traffic.returned(wave).between_ranks()
+            yield (
+                self.traffic.gathered(wave).between_ranks(),
+                self.traffic.returned(wave).between_ranks(),
+            )
 
     def peers(self) -> int:
         """The most others with which a rank exchanges bytes in one all-to-all."""
         carried = itertools.chain(*self.all_to_alls())
-        return max((int(found.peers(self.layout.world_size).max(initial=0)) for found in carried), default=0)
+        return max(
+            (int(found.peers(self.layout.world_size).max(initial=0)) for found in carried),
+            default=0,
+        )
 
     def exchanged_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for what it owns, and its update rows of what others own."""
@@ -153,7 +163,9 @@ class Plan:
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
-    missing = np.full(layout.world_size, sum(matrix.numel for matrix in layout.matrices), dtype=np.int64)
+    missing = np.full(
+        layout.world_size, sum(matrix.numel for matrix in layout.matrices), dtype=np.int64
+    )
     for held in layout.holders:
         missing[held.ranks] -= held.elements[held.numbers]
     return tuple((missing * element_bytes).tolist())
@@ -169,8 +181,9 @@ def make_plan(
 ) -> Plan:
     """Plan a layout: the same on every rank that has the same arguments.
 
-    `costs` are the work of orthogonalising each matrix, in any unit; `buffer_bytes` what a step may take on a rank,
-    None `AUTO_BYTES` or as much as whole blocks need; `rules` None forms no teams, on one node.
+    `costs` are the work of orthogonalising each matrix, in any unit; `buffer_bytes` what a step may
+    take on a rank, None `AUTO_BYTES` or as much as whole blocks need; `rules` None forms no teams,
+    on one node.
 
     Raises:
         UserError: the buffer is too small.
@@ -188,7 +201,16 @@ def make_plan(
     else:
         waves, wave_bytes = tuple((index,) for index in needs.interleaved()), needs.single
     whole = tuple(map(tuple, needs.whole))
-    plan = Plan(layout, tuple(needs.teams), whole, waves, tuple(loads.tolist()), memory, buffer_bytes, wave_bytes)
+    plan = Plan(
+        layout,
+        tuple(needs.teams),
+        whole,
+        waves,
+        tuple(loads.tolist()),
+        memory,
+        buffer_bytes,
+        wave_bytes,
+    )
     largest = max(waves, key=len, default=())
     peers = plan.traffic.gathered(largest).between_ranks().peers(layout.world_size)
     return replace(plan, by_pairs=2 * int(peers.max(initial=0)) < layout.world_size - 1)
@@ -202,7 +224,11 @@ class _Needs:
         self.whole: list[list[int]] = [[] for _ in range(layout.world_size)]
         self.travelling: list[int] = []
         for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
-            if team.cuts is None and len(matrix.shards) == 1 and matrix.shards[0].holders == team.ranks:
+            if (
+                team.cuts is None
+                and len(matrix.shards) == 1
+                and matrix.shards[0].holders == team.ranks
+            ):
                 self.whole[team.ranks[0]].append(index)
             else:
                 self.travelling.append(index)
@@ -210,15 +236,22 @@ class _Needs:
         # Of a wave of one matrix.
         self.single = max((int(sizes.max()) for _, sizes in self._in_wave.values()), default=0)
         pairs = ((layout.matrices[index], teams[index]) for index in self.travelling)
-        alike = Counter((tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps) for matrix, team in pairs)
+        alike = Counter(
+            (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
+            for matrix, team in pairs
+        )
         taken = [memory.of_owners(*kind) for kind in alike]
-        # Of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
+        # Of a wave in which every rank owns a matrix as large as the largest, and serves as many
+        # rows to others.
         self.busy = max((each.wave for each in taken), default=0)
         kinds: Counter[BlockKind] = Counter()
         for (blocks, cuts, _, steps), count in alike.items():
             kinds.update({kind: each * count for kind, each in stacks(blocks, cuts, steps).items()})
         local = (layout.matrices[index] for index in itertools.chain(*self.whole))
-        fillers = [memory.whole([one]) for one in {(one.shape, one.split, one.steps): one for one in local}.values()]
+        fillers = [
+            memory.whole([one])
+            for one in {(one.shape, one.split, one.steps): one for one in local}.values()
+        ]
         least_beside = max([0, *fillers, *(each.beside for each in taken)])
         # Beside the waves: temporaries, or matrices that need no wire.
         self.beside = max(memory.of_stacks(kinds), least_beside)
@@ -229,7 +262,8 @@ class _Needs:
     def _bytes_in_wave(self, index: int) -> tuple[Ints, Ints]:
         """The ranks on which a matrix takes memory of its wave, each once, and how many bytes on each.
 
-        A rank sends its rows and gets their updates, an owner has the matrix; a sole owner has its own rows with it.
+        A rank sends its rows and gets their updates, an owner has the matrix; a sole owner has its
+        own rows with it.
         """
         team, held, memory = self.teams[index], self._layout.holders[index], self._memory
         elements = held.elements[held.numbers]
@@ -252,9 +286,9 @@ class _Needs:
     def waves(self, wave_bytes: int) -> tuple[tuple[int, ...], ...]:
         """The travelling matrices in waves in which owners have their share of work and no rank's buffer overflows.
 
-        A wave ends where the next matrix would overflow a buffer, or where it has its share of all bytes, unless that
-        is little, or leaves no room for one of the largest matrices on every rank: alone, it would leave every other
-        rank idle.
+        A wave ends where the next matrix would overflow a buffer, or where it has its share of all
+        bytes, unless that is little, or leaves no room for one of the largest matrices on every
+        rank: alone, it would leave every other rank idle.
         """
         filled = np.zeros(self._layout.world_size, dtype=np.int64)
         for ranks, sizes in self._in_wave.values():
@@ -289,7 +323,11 @@ class _Needs:
 
 
 def _fitting_needs(
-    layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
+    layout: Layout,
+    costs: Sequence[float],
+    rules: TeamRules,
+    memory: Memory,
+    buffer_bytes: int | None,
 ) -> _Needs:
     """Owners with whom a step fits its buffer; where those that are fastest do not, others that take less."""
 
@@ -309,8 +347,9 @@ def _fitting_needs(
 def schedule(travelling: int, local: int) -> list[int]:
     """The waves in the order in which they go on, those that do not travel numbered behind those that do.
 
-    While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way; before its own updates
-    leave, those of wave k-1 are applied, so that no more than three waves hold memory.
+    While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way; before
+    its own updates leave, those of wave k-1 are applied, so that no more than three waves hold
+    memory.
     """
     rest = iter(range(travelling, travelling + local))
     beside = -(-local // max(travelling, 1))

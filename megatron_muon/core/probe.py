@@ -1,8 +1,8 @@
 """What a step tells whoever measures it, and what a run logs of that: sizes, orthogonality, where time and bytes go.
 
-A step calls its probe at each phase. While a torch profiler runs, each phase is a range of its trace. A run measures
-one step out of many; a GPU then waits for each phase. Its figures are means or sums over all ranks, the same on every
-rank.
+A step calls its probe at each phase. While a torch profiler runs, each phase is a range of its
+trace. A run measures one step out of many; a GPU then waits for each phase. Its figures are means
+or sums over all ranks, the same on every rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from megatron_muon.core.slices import BlockSlice
 if TYPE_CHECKING:
     from megatron_muon.core.collectives import TeamGroup
 
-PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
+PHASES = (
+    "momentum",
+    "gather",
+    "gather_wait",
+    "orthogonalize",
+    "send_back",
+    "scatter_wait",
+    "apply",
+    "other",
+)
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
 rows (all of its gathering, for the all-gather scheme); orthogonalize: assembly and iteration; send_back: packing the
 update's rows; scatter_wait: waiting for them; apply: `apply`; other: what lies between."""
@@ -47,16 +56,21 @@ class Probe:
             return _NOTHING
         return span(f"muon/{name}" if wave is None else f"muon/{name} wave {wave}")
 
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+    def momentum(
+        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
+    ) -> None:
         """This rank's new momentum `(rows, cols)` fp32; `replicas(index)` ranks hold the same rows of a matrix."""
 
-    def updates(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+    def updates(
+        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
+    ) -> None:
         """As `momentum`, the rows of scaled updates, before the learning rate; NaN where one is skipped."""
 
     def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
         """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
 
-        With `team`, n are this rank's columns of it, and each rank of the team is shown its own at the same time.
+        With `team`, n are this rank's columns of it, and each rank of the team is shown its own at
+        the same time.
         """
 
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
@@ -116,10 +130,11 @@ _BLOCKS = 4
 class StepMetrics:
     """One measured step: its number, from 1, skipped steps not counted, and values by name.
 
-    `update_rms` (root mean square of the scaled updates' elements, before the learning rate), `momentum_norm` (of all
-    matrices together), `orthogonality_error` (||X X^T - I|| over the root of X's rows, the mean over some blocks; high
-    while momentum is of low rank, in a run's first steps), milliseconds of the phases and of the whole step
-    (`step_ms`), `exchanged_mb` that a rank receives, and `skipped_steps` so far.
+    `update_rms` (root mean square of the scaled updates' elements, before the learning rate),
+    `momentum_norm` (of all matrices together), `orthogonality_error` (||X X^T - I|| over the root
+    of X's rows, the mean over some blocks; high while momentum is of low rank, in a run's first
+    steps), milliseconds of the phases and of the whole step (`step_ms`), `exchanged_mb` that a rank
+    receives, and `skipped_steps` so far.
     """
 
     step: int
@@ -129,7 +144,8 @@ class StepMetrics:
 class Sampler:
     """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never.
 
-    A Muon whose matrices each rank has for itself, alike, says in `copies` on how many, so that they count once.
+    A Muon whose matrices each rank has for itself, alike, says in `copies` on how many, so that
+    they count once.
     """
 
     def __init__(self, muons: Sequence[Any], *, interval: int, group: Any = None) -> None:
@@ -171,19 +187,27 @@ class _StepProbe(PhaseTimer):
         super().__init__(device)
         self._copies = copies
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._update, self._momentum, self._error, self._measured = (self._zero.clone() for _ in range(4))
+        self._update, self._momentum, self._error, self._measured = (
+            self._zero.clone() for _ in range(4)
+        )
         self._elements = 0.0
         self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
 
     @override
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+    def momentum(
+        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
+    ) -> None:
         for count, alike in _by_count(indices, rows, replicas):
             self._momentum += _squares(alike).to(self._zero.device) / count
 
     @override
-    def updates(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+    def updates(
+        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
+    ) -> None:
         for count, alike in _by_count(indices, rows, replicas):
-            self._update += _squares([row.nan_to_num() for row in alike]).to(self._zero.device) / count
+            self._update += (
+                _squares([row.nan_to_num() for row in alike]).to(self._zero.device) / count
+            )
             self._elements += sum(update.numel() for update in alike) / count
 
     @override
@@ -195,15 +219,22 @@ class _StepProbe(PhaseTimer):
             gram.diagonal().sub_(1.0)
             error = (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
             share = 1.0 / max(len(ranks), 1)
-            self._error += torch.where(error.isfinite(), share * error, 0.0)  # one without a gradient is not
+            # one without a gradient is not
+            self._error += torch.where(error.isfinite(), share * error, 0.0)
             self._measured += share * error.isfinite()
             self._blocks[ranks] += 1
 
     def figures(self) -> torch.Tensor:
         """What this rank adds to the sums of all ranks."""
         seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
-        held = torch.stack([self._update, self._momentum, self._zero + self._elements]) / self._copies
-        others = [self._error, self._measured, *(self._zero + each for each in (*seconds, self.bytes_received))]
+        held = (
+            torch.stack([self._update, self._momentum, self._zero + self._elements]) / self._copies
+        )
+        others = [
+            self._error,
+            self._measured,
+            *(self._zero + each for each in (*seconds, self.bytes_received)),
+        ]
         return torch.cat([held, torch.stack(others)])
 
 
@@ -215,7 +246,10 @@ def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[s
         dist.all_reduce(mine, group=group)
     update, momentum, elements, error, blocks, *rest, ranks = mine.tolist()
     *phases, received, elapsed = (value / ranks for value in rest)
-    values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}
+    values = {
+        "update_rms": math.sqrt(update / max(elements, 1.0)),
+        "momentum_norm": math.sqrt(momentum),
+    }
     if blocks:
         values["orthogonality_error"] = error / blocks
     values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
@@ -232,5 +266,6 @@ def _by_count(
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = torch._foreach_norm([tensor.float() for tensor in tensors], dtype=torch.float64)  # squares of 1e20, 1e-30
+    # squares of 1e20, 1e-30
+    norms = torch._foreach_norm([tensor.float() for tensor in tensors], dtype=torch.float64)
     return torch.stack(list(norms)).square().sum()

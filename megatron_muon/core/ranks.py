@@ -1,6 +1,7 @@
 """What ranks tell each other outside of a step, and what one of them does or says for all."""
 
-# Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
+# Annotations are no strings here: documentation tools do not find the type parameters of a generic
+# function in them.
 
 import hashlib
 import itertools
@@ -37,8 +38,9 @@ class Alone:
 def nodes_of(group: dist.ProcessGroup) -> list[int]:
     """The node of each rank of a group, counted from 0, the same on every rank. Collective.
 
-    torchrun numbers ranks node by node, `LOCAL_WORLD_SIZE` of them on each. Where nodes have unequal numbers, the first
-    rank of a node stands for it, and where a launcher says nothing, the host's name.
+    torchrun numbers ranks node by node, `LOCAL_WORLD_SIZE` of them on each. Where nodes have
+    unequal numbers, the first rank of a node stands for it, and where a launcher says nothing, the
+    host's name.
     """
     each, place = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if each is None or place is None:
@@ -74,7 +76,9 @@ def of_all_ranks[T](value: T, group: dist.ProcessGroup | Alone | None = None) ->
     return everyone
 
 
-def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alone | None = None) -> list[list[int]]:
+def numbers_of_all_ranks(
+    numbers: Sequence[int], group: dist.ProcessGroup | Alone | None = None
+) -> list[list[int]]:
     """The int64 numbers of each rank of a group, on every rank, in one collective of a tensor."""
     if not dist.is_initialized() or isinstance(group, Alone):
         return [list(numbers)]
@@ -102,13 +106,19 @@ def of_all_ranks_if_any[T](value: T, group: dist.ProcessGroup | Alone | None = N
 
 
 def all_gather_single(
-    output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+    output: torch.Tensor,
+    part: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
 ) -> Any:
     """Gathers equal parts into one tensor. Collective; what it gives back can be waited for with `async_op`."""
     return getattr(dist, ALL_GATHER)(output, part, group=group, async_op=async_op)
 
 
-def reduce_scatter_single(output: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+def reduce_scatter_single(
+    output: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup | None
+) -> None:
     """Reduces a tensor and scatters equal parts of it. Collective."""
     getattr(dist, REDUCE_SCATTER)(output, whole, op=op, group=group)
 
@@ -123,8 +133,8 @@ def _timeout() -> timedelta | None:
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Have the backends for `device` connect groups now, with all of their ranks. Collective over each of them.
 
-    NCCL connects a group in its first call, which torch forbids to be a `batch_isend_irecv` of some ranks alone. Groups
-    that share ranks must come in an order that no two ranks can disagree about.
+    NCCL connects a group in its first call, which torch forbids to be a `batch_isend_irecv` of some
+    ranks alone. Groups that share ranks must come in an order that no two ranks can disagree about.
     """
     for group in groups:
         if group.size() > 1:
@@ -144,10 +154,11 @@ def new_group_of(label: int, *, backend: str | None = None) -> dist.ProcessGroup
 def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group of some ranks of `group`, in this order, with its backend. Collective over them alone.
 
-    torch, 2.11 to 2.13 at least, names such a group by its ranks and by how many groups a rank is in already: ranks
-    that are in unequal numbers of them would wait for each other for ever. Here the name has the number of groups of
-    these very ranks, which all of them know. And a default group that is bound to a device would have its communicator
-    split, which takes all ranks of the world; without it, torch connects the group in its first collective.
+    torch, 2.11 to 2.13 at least, names such a group by its ranks and by how many groups a rank is
+    in already: ranks that are in unequal numbers of them would wait for each other for ever. Here
+    the name has the number of groups of these very ranks, which all of them know. And a default
+    group that is bound to a device would have its communicator split, which takes all ranks of the
+    world; without it, torch connects the group in its first collective.
     """
     of_world = dist.get_process_group_ranks(group)
     members = [of_world[rank] for rank in ranks]
@@ -158,17 +169,22 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     default = c10d._get_default_group()
     hashed, device = c10d._hash_ranks_to_str, default.bound_device_id
     c10d._hash_ranks_to_str, default.bound_device_id = lambda ranks: name, None
-    order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}  # torch 2.11 does not have it
+    # torch 2.11 does not have it
+    order: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     try:
         made: dist.ProcessGroup = dist.new_group(
             members, _timeout(), dist.get_backend(group), use_local_synchronization=True, **order
         )
     except TypeError as error:
-        raise RuntimeError(f"torch {torch.__version__} makes no group of the ranks {members} in this order") from error
+        raise RuntimeError(
+            f"torch {torch.__version__} makes no group of the ranks {members} in this order"
+        ) from error
     finally:
         c10d._hash_ranks_to_str, default.bound_device_id = hashed, device
     if (found := c10d._world.pg_names[made]) != name:
-        raise RuntimeError(f"torch {torch.__version__} calls a group {found}, not {name}; use torch 2.13")
+        raise RuntimeError(
+            f"torch {torch.__version__} calls a group {found}, not {name}; use torch 2.13"
+        )
     return made
 
 

@@ -1,8 +1,9 @@
 """What one rank sends, receives and orthogonalises in a wave: numbers alone, made before the first step.
 
-A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
-last. From there they go to a buffer that is sent, or to one that stays here (`own`), and then into the stacks; updates
-go the same way back. Every way is a list of `arena.Copy`.
+A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by
+owner, this rank's own last. From there they go to a buffer that is sent, or to one that stays here
+(`own`), and then into the stacks; updates go the same way back. Every way is a list of
+`arena.Copy`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Stack(NamedTuple):
         """An element of slot `number` in the stacks, and the strides of its rows and columns."""
         slot, (_, rows, length) = self.slots[number], self.shape
         strides = (1, length) if slot.is_tall else (length, 1)
-        return Strided(self.start + number * rows * length + row * strides[0] + col * strides[1], strides)
+        return Strided(
+            self.start + number * rows * length + row * strides[0] + col * strides[1], strides
+        )
 
 
 @dataclass
@@ -83,7 +86,8 @@ class Route:
     receive: Way  # what arrives of other ranks' rows -> stacks
     own_to_stacks: list[Copy]
     back: Way  # stacks -> updates for other ranks
-    returned: Way  # updates, this rank's own last -> rows; counts of others; with broadcasts of all, in rank order
+    # updates, this rank's own last -> rows; counts of others; with broadcasts of all, in rank order
+    returned: Way
     own_updates: list[Copy]  # stacks -> this rank's own part of `returned`
     rows_by: str
     updates_by: str
@@ -104,7 +108,9 @@ class Route:
         return [slot for stack in self.stacks for slot in stack.slots]
 
 
-def make_stacks(slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]) -> list[Stack]:
+def make_stacks(
+    slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]
+) -> list[Stack]:
     """Stacks of equal blocks; `scale` is of the update of a block of this shape."""
     by_kind: dict[BlockKind, list[BlockSlice]] = defaultdict(list)
     for slot in slots:
@@ -129,20 +135,30 @@ def make_route(
 ) -> Route:
     """This rank's part in wave `number`, of the matrices with these indices; `scale` is of a shape's update.
 
-    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises it for itself.
+    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises
+    it for itself.
     """
     world = layout.world_size
     held = dict(zip(indices, layout.held(rank, indices), strict=True))
-    slots = itertools.chain(*(teams[index].slots(index, layout.matrices[index]) for index in indices))
+    slots = itertools.chain(
+        *(teams[index].slots(index, layout.matrices[index]) for index in indices)
+    )
     stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
-    units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
+    units = list(
+        _units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER)
+    )
     ours = [unit for unit in units if unit.owner == rank]
-    send_counts, sent = _laid_out(world, [(unit.owner, unit) for unit in units if unit.source == rank != unit.owner])
+    send_counts, sent = _laid_out(
+        world, [(unit.owner, unit) for unit in units if unit.source == rank != unit.owner]
+    )
     own_counts, own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
-    receive_counts, arrived = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
+    receive_counts, arrived = _laid_out(
+        world, [(unit.source, unit) for unit in ours if unit.source != rank]
+    )
     holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
     back_counts, back = _laid_out(world, holders if updates_by == ALL_TO_ALL else [])
-    # Own updates come last; but an owner broadcasts from the place that its updates have on all ranks.
+    # Own updates come last; but an owner broadcasts from the place that its updates have on all
+    # ranks.
     last = rank if updates_by == BROADCAST else world
     held_units = [unit for unit in units if rank in unit.shard.holders]
     by_owner = [(last if unit.owner == rank else unit.owner, unit) for unit in held_units]
@@ -152,13 +168,21 @@ def make_route(
         own_counts, receive_counts = [padded], [padded] * world
         arrived = [(unit.source * padded, unit) for unit in ours]
     order = list(dict.fromkeys(unit.of for _, unit in updates))
-    starts = dict(zip(order, itertools.accumulate((held[index].numel for index in order), initial=0), strict=False))
+    starts = dict(
+        zip(
+            order,
+            itertools.accumulate((held[index].numel for index in order), initial=0),
+            strict=False,
+        )
+    )
 
     def from_rows(placed: _Placed) -> list[Copy]:
         copies = []
         for at, (index, _, _, shard, row, rows, col, cols, _) in placed:
             first = starts[index] + (row - shard.row_start) * shard.cols + col - shard.col_start
-            copies.append(Copy((rows, cols), Strided(first, (shard.cols, 1)), Strided(at, (cols, 1))))
+            copies.append(
+                Copy((rows, cols), Strided(first, (shard.cols, 1)), Strided(at, (cols, 1)))
+            )
         return copies
 
     return Route(
@@ -172,7 +196,9 @@ def make_route(
         own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own),
         back=Way(back_counts, _reversed(_to_stacks(back))),
         returned=Way(returned_counts[:world], _reversed(from_rows(updates))),
-        own_updates=_reversed(_to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])),
+        own_updates=_reversed(
+            _to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])
+        ),
         rows_by=rows_by,
         updates_by=updates_by,
     )
@@ -216,13 +242,23 @@ def _units(
         here = [held[index]] if held[index].numel else []
         for part in [None] if team.cuts is None else team.slices(index, matrix):
             owner = team.ranks[0] if part is None else part.rank
-            ours = [found for found in slots[index] if part in (None, found[2])] if owner == rank else []
+            ours = (
+                [found for found in slots[index] if part in (None, found[2])]
+                if owner == rank
+                else []
+            )
             for shard in matrix.shards if owner == rank else here:
                 source = shard.rank if is_gather else shard.source(owner, layout.world_size)
                 whole = Piece(shard.row_start, shard.rows, shard.col_start, shard.cols, 0, 0)
                 for piece in [whole] if part is None else part.pieces(shard):
-                    of_slots = [(found, found[2].runs(shard) if part is None else [piece]) for found in ours]
-                    parts = [(stack, place, each) for (stack, place, _), pieces in of_slots for each in pieces]
+                    of_slots = [
+                        (found, found[2].runs(shard) if part is None else [piece]) for found in ours
+                    ]
+                    parts = [
+                        (stack, place, each)
+                        for (stack, place, _), pieces in of_slots
+                        for each in pieces
+                    ]
                     yield _Unit(index, owner, source, shard, *piece[:4], parts)
 
 

@@ -23,8 +23,9 @@ def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """A contiguous view as a tensor in the same memory, whose storage begins and ends with its elements.
 
-    `torch.save`, pickle and `copy.deepcopy` take whole storages, and fail for a DTensor over a view that begins later
-    than its storage: they know a DTensor, which has no data of its own, by its `data_ptr()` of 0.
+    `torch.save`, pickle and `copy.deepcopy` take whole storages, and fail for a DTensor over a view
+    that begins later than its storage: they know a DTensor, which has no data of its own, by its
+    `data_ptr()` of 0.
     """
     storage, start = view.untyped_storage(), view.storage_offset() * view.element_size()
     is_whole = storage.nbytes() == view.nbytes

@@ -1,7 +1,8 @@
 """What each rank orthogonalises of a matrix: all of it, or, in a team, even parts of its blocks.
 
-A block that a team cuts lies wide in the iteration, `(m, n)` with m <= n, and each member has some of its n columns: of
-a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic, for planner, exchange and estimates.
+A block that a team cuts lies wide in the iteration, `(m, n)` with m <= n, and each member has some
+of its n columns: of a tall block these are rows, which is how FSDP cuts it anyway. Plain
+arithmetic, for planner, exchange and estimates.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
-    return [tuple(ranks[k : k + size]) for ranks in by_node.values() for k in range(0, len(ranks), size)]
+    return [
+        tuple(ranks[k : k + size]) for ranks in by_node.values() for k in range(0, len(ranks), size)
+    ]
 
 
 class BlockKind(NamedTuple):
@@ -99,7 +102,14 @@ class BlockSlice:
     def kind(self, scale: float) -> BlockKind:
         """Of the stack that it belongs to; `scale` is of the update of its block."""
         ranks = self.ranks if len(self.ranks) > 1 else ()
-        return BlockKind(min(self.of), max(self.of), scale, self.steps, ranks, self.shape[0 if self.is_tall else 1])
+        return BlockKind(
+            min(self.of),
+            max(self.of),
+            scale,
+            self.steps,
+            ranks,
+            self.shape[0 if self.is_tall else 1],
+        )
 
     @property
     def _rows(self) -> tuple[int, int]:
@@ -148,20 +158,37 @@ class BlockSlice:
         if end - first < 2:
             return self.pieces(shard)
         neighbours = [
-            group for group in (first - 1, end) if start < (group + 1) * part and group * part < start + count
+            group
+            for group in (first - 1, end)
+            if start < (group + 1) * part and group * part < start + count
         ]
         at_edges = self._pieces(shard, self._spans(neighbours))
         repeated = self._pieces(shard, self._spans([first]))
-        return [*at_edges, *(piece._replace(repeats=end - first, stride=stride) for piece in repeated)]
+        return [
+            *at_edges,
+            *(piece._replace(repeats=end - first, stride=stride) for piece in repeated),
+        ]
 
     def _pieces(self, shard: Shard, spans: Iterable[tuple[int, int, int]]) -> list[Piece]:
         first_col, cols = self._cols
-        left, right = max(first_col, shard.col_start), min(first_col + cols, shard.col_start + shard.cols)
+        left, right = (
+            max(first_col, shard.col_start),
+            min(first_col + cols, shard.col_start + shard.cols),
+        )
         found = []
         for row, rows, slice_row in spans if left < right else ():
             top, bottom = max(row, shard.row_start), min(row + rows, shard.row_start + shard.rows)
             if top < bottom:
-                found.append(Piece(top, bottom - top, left, right - left, slice_row + top - row, left - first_col))
+                found.append(
+                    Piece(
+                        top,
+                        bottom - top,
+                        left,
+                        right - left,
+                        slice_row + top - row,
+                        left - first_col,
+                    )
+                )
         return found
 
     def overlaps(self, rectangles: Ints) -> Ints:
@@ -176,8 +203,8 @@ class BlockSlice:
 class Team:
     """The owners of a matrix: one rank, or several of one node, ascending, and what each has to do.
 
-    `cuts` has for each block `(first, count)`: it is cut over `count` ranks from place `first` of `ranks` on; None has
-    all blocks orthogonalised by the one owner.
+    `cuts` has for each block `(first, count)`: it is cut over `count` ranks from place `first` of
+    `ranks` on; None has all blocks orthogonalised by the one owner.
     """
 
     ranks: tuple[int, ...]
@@ -187,10 +214,22 @@ class Team:
     def slices(self, index: int, matrix: Matrix) -> list[BlockSlice]:
         """What the ranks have of a matrix with this index: by block, and within a block by rank."""
         if self.cuts is None:
-            return [BlockSlice(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
+            return [
+                BlockSlice(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)
+            ]
         return [
-            BlockSlice(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
-            for block, (shape, (first, count)) in enumerate(zip(matrix.blocks, self.cuts, strict=True))
+            BlockSlice(
+                index,
+                block,
+                shape,
+                matrix.split,
+                self.ranks[first : first + count],
+                place,
+                matrix.steps,
+            )
+            for block, (shape, (first, count)) in enumerate(
+                zip(matrix.blocks, self.cuts, strict=True)
+            )
             for place in range(count)
         ]
 

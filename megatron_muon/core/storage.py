@@ -34,7 +34,8 @@ class MomentumStore(Storage, ABC):
     """Keeps momentum, or other state, outside of the optimizer's; see `offload.store`.
 
     Attributes:
-        rounds: whether momentum is rounded for storage, so that a count of steps has to be kept with it.
+        rounds: whether momentum is rounded for storage, so that a count of steps has to be kept
+            with it.
         steps: the count of the training's steps; stochastic rounding depends on it.
     """
 

@@ -1,6 +1,7 @@
 """What travels: which rank has which elements of a matrix for another, by arithmetic.
 
-Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder.
+Rows go from one holder to each rank that orthogonalises some of them, update rows from there to
+every holder.
 """
 
 # Annotations are no strings here: documentation tools do not find all of their names then.
@@ -44,11 +45,19 @@ class Transfers(NamedTuple):
     def peers(self, ranks: int) -> Ints:
         """How many others each of `ranks` ranks sends to or receives from, whichever is more."""
         pairs = np.unique(self.sources * ranks + self.targets)
-        return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
+        return np.maximum(
+            np.bincount(pairs // ranks, minlength=ranks),
+            np.bincount(pairs % ranks, minlength=ranks),
+        )
 
 
 def all_to_all_s(
-    transfers: Transfers, *, nodes: Ints, element_bytes: int, near_gb_per_s: float, far_gb_per_s: float
+    transfers: Transfers,
+    *,
+    nodes: Ints,
+    element_bytes: int,
+    near_gb_per_s: float,
+    far_gb_per_s: float,
 ) -> float:
     """Seconds of an all-to-all: the busiest rank's bytes over both links at once, and its messages."""
     sources, targets, elements = transfers.between_ranks()
@@ -57,7 +66,9 @@ def all_to_all_s(
     slowest = 0.0
     for ends, messages in ((sources, pairs // ranks), (targets, pairs % ranks)):
         near_s, far_s = (
-            np.bincount(ends[part], weights=elements[part], minlength=ranks) * element_bytes / (gb_per_s * 1e9)
+            np.bincount(ends[part], weights=elements[part], minlength=ranks)
+            * element_bytes
+            / (gb_per_s * 1e9)
             for part, gb_per_s in ((~far, near_gb_per_s), (far, far_gb_per_s))
         )
         posted_s = MESSAGE_US * 1e-6 * np.bincount(messages, minlength=ranks)
@@ -70,7 +81,9 @@ class Traffic:
 
     def __init__(self, layout: Layout, teams: Sequence[Team]) -> None:
         self._layout, self._teams = layout, teams
-        self._of_slices: dict[tuple[int, tuple[int, int], RowSplit, Cuts], list[tuple[int, Ints]]] = {}
+        self._of_slices: dict[
+            tuple[int, tuple[int, int], RowSplit, Cuts], list[tuple[int, Ints]]
+        ] = {}
         self._cached: dict[tuple[bool, tuple[int, ...]], Transfers] = {}
 
     def gathered(self, indices: Iterable[int]) -> Transfers:
@@ -94,19 +107,28 @@ class Traffic:
                 owners = np.full(int(there.sum()), owner)
                 columns.append((others[there], owners, count[there]))
         others, owners, elements = (np.concatenate(column) for column in zip(*columns, strict=True))
-        found = Transfers(owners, others, elements) if is_return else Transfers(others, owners, elements)
+        found = (
+            Transfers(owners, others, elements)
+            if is_return
+            else Transfers(others, owners, elements)
+        )
         if len(elements) < _MAX_CACHED:
             self._cached[is_return, indices] = found
         return found
 
     def _by_owner(self, index: int) -> list[tuple[int, Ints]]:
         """For each slice of a matrix its rank, and how many elements each shard has of it."""
-        matrix, team, held = self._layout.matrices[index], self._teams[index], self._layout.holders[index]
+        matrix, team, held = (
+            self._layout.matrices[index],
+            self._teams[index],
+            self._layout.holders[index],
+        )
         if team.cuts is None:
             return [(team.ranks[0], held.elements)]
         key = id(matrix.shards), matrix.shape, matrix.split, team.cuts
         if key not in self._of_slices:
             self._of_slices[key] = [
-                (team.ranks.index(part.rank), part.overlaps(held.rectangles)) for part in team.slices(index, matrix)
+                (team.ranks.index(part.rank), part.overlaps(held.rectangles))
+                for part in team.slices(index, matrix)
             ]
         return [(team.ranks[place], elements) for place, elements in self._of_slices[key]]

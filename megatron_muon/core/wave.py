@@ -11,7 +11,14 @@ from megatron_muon.core.arena import Arena, Buffer, Copies
 from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.plan import LIFETIMES
-from megatron_muon.core.route import BROADCAST, HeldShard, Route, from_chunk, parts_of_rows, to_chunk
+from megatron_muon.core.route import (
+    BROADCAST,
+    HeldShard,
+    Route,
+    from_chunk,
+    parts_of_rows,
+    to_chunk,
+)
 
 
 class Chunk:
@@ -19,17 +26,29 @@ class Chunk:
 
     Attributes:
         number: over all waves of the exchange.
-        rows: this rank's shards, with their first elements in the chunk; `indices` are their matrices.
+        rows: this rank's shards, with their first elements in the chunk; `indices` are their
+            matrices.
         starts: these first elements, and the end, `numel`.
-        prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update is not finite.
-        prepared_rows, updated_rows: views of both, `(rows, cols)` each.
+        prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update
+        is not finite. prepared_rows, updated_rows: views of both, `(rows, cols)` each.
         firsts, index: first elements and matrices on the device, int64.
     """
 
     def __init__(
-        self, number: int, rows: Sequence[HeldShard], numel: int, prepared: torch.Tensor, updates: torch.Tensor
+        self,
+        number: int,
+        rows: Sequence[HeldShard],
+        numel: int,
+        prepared: torch.Tensor,
+        updates: torch.Tensor,
     ) -> None:
-        self.number, self.rows, self.numel, self.prepared, self.updates = number, rows, numel, prepared, updates
+        self.number, self.rows, self.numel, self.prepared, self.updates = (
+            number,
+            rows,
+            numel,
+            prepared,
+            updates,
+        )
         self.indices = [held.of for held in rows]
         self.starts = [*(held.start for held in rows), numel]
         self.prepared_rows, self.updated_rows = self.views(prepared), self.views(updates)
@@ -75,7 +94,8 @@ class Wave:
         assemble: for each chunk, the copies of what came back.
         by_owner: with broadcasts, the owners and their parts of what comes back.
         agreements: which slots are finite together.
-        whole: for updates that are normalised: index, views of the matrix's blocks, and their slots.
+        whole: for updates that are normalised: index, views of the matrix's blocks, and their
+            slots.
     """
 
     def __init__(
@@ -113,7 +133,9 @@ class Wave:
     def make_views(self, arena: Arena, first_chunk: int) -> None:
         """Make every view and copy, once buffers have places; chunks are numbered from `first_chunk` on."""
         route = self.route
-        self.tensors = tensors = {name: arena.tensor(buffer) for name, buffer in self.buffers.items()}
+        self.tensors = tensors = {
+            name: arena.tensor(buffer) for name, buffer in self.buffers.items()
+        }
         self.work.memory = tensors["work"]
         self.chunks: list[Chunk] = []
         self.pack: list[list[Copies]] = []
@@ -125,13 +147,24 @@ class Wave:
             self.chunks.append(Chunk(number, moved, numel, prepared, updates))
             within = range(start, start + numel)
             ways = (("send", route.send.copies), ("own", route.own.copies))
-            self.pack.append([Copies(from_chunk(copies, within), prepared, tensors[name]) for name, copies in ways])
-            self.assemble.append(Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates))
+            self.pack.append(
+                [
+                    Copies(from_chunk(copies, within), prepared, tensors[name])
+                    for name, copies in ways
+                ]
+            )
+            self.assemble.append(
+                Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates)
+            )
         stacks = tensors["stacks"]
         arrived = (("receive", route.receive.copies), ("own", route.own_to_stacks))
         leaving = (("back", route.back.copies), ("returned", route.own_updates))
         self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
         self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
-        parts = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
+        parts = (
+            tensors["returned"].split(route.returned.counts)
+            if route.updates_by == BROADCAST
+            else ()
+        )
         self.by_owner = [(owner, part) for owner, part in enumerate(parts) if part.numel()]

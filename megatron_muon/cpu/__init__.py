@@ -1,7 +1,8 @@
 """Lets unmodified megatron-core 0.19.x, with Megatron-FSDP, train on the CPU over gloo.
 
-`install()` answers for `torch.cuda`, sends CUDA tensors to the CPU and runs Megatron-FSDP's collectives one by one;
-`uninstall()` takes everything back. A machine that has a GPU is left alone unless the caller insists.
+`install()` answers for `torch.cuda`, sends CUDA tensors to the CPU and runs Megatron-FSDP's
+collectives one by one; `uninstall()` takes everything back. A machine that has a GPU is left alone
+unless the caller insists.
 
     megatron_muon.cpu.install()     # before the first tensor or process group is made
     megatron.training.pretrain(...) # with --distributed-backend gloo
@@ -27,8 +28,8 @@ _active: Patches | None = None
 def install(*, force: bool = False) -> None:
     """Make the CPU stand in for a CUDA device. Installing twice is installing once.
 
-    A RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core has
-    changed in a way that this package does not know.
+    A RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch
+    or megatron-core has changed in a way that this package does not know.
     """
     global _active
     if _active is not None:
@@ -37,8 +38,8 @@ def install(*, force: bool = False) -> None:
 
     if torch.cuda.is_available() and not force:
         raise RuntimeError(
-            "CUDA is available here: to train on the CPU all the same, pass --device cpu; to use the GPU, do not call "
-            "megatron_muon.cpu.install()"
+            "CUDA is available here: to train on the CPU all the same, pass --device cpu; to use"
+            " the GPU, do not call megatron_muon.cpu.install()"
         )
 
     from megatron_muon.cpu import devices, megatron
@@ -47,7 +48,8 @@ def install(*, force: bool = False) -> None:
 
     patches = Patches()
     try:
-        # The one that imports megatron-core comes first, so that it picks up no patched functions by name.
+        # The one that imports megatron-core comes first, so that it picks up no patched functions
+        # by name.
         with quiet_imports():
             for part in (megatron, devices):
                 part.install(patches)
@@ -73,8 +75,9 @@ def installed() -> bool:
 def keep_freed_memory() -> bool:
     """Tell glibc to serve blocks below 128 MiB from the heap, and to keep up to 256 MiB of it when it falls free.
 
-    By default it gives such memory back, and every page is cleared anew: with four ranks on two cores a tenth of a Muon
-    step. False where that was left alone: no glibc, or the user has set it in the environment.
+    By default it gives such memory back, and every page is cleared anew: with four ranks on two
+    cores a tenth of a Muon step. False where that was left alone: no glibc, or the user has set it
+    in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or os.environ.keys() & _TUNABLES:

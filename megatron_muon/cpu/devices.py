@@ -1,14 +1,16 @@
 """Answers for the CUDA device: `torch.cuda`, as far as megatron-core's training uses it, and tensors that ask for it.
 
-There is one device, index 0, and one stream, on which everything has already happened. The CUDA random generator *is*
-the CPU's default generator. Memory figures are those of this process: "allocated" and "reserved" are both its resident
-set, "max allocated" is the peak of that. CUDA graphs, memory snapshots, NVML queries and the profiler's `cudart` fail
-as on any machine without a GPU.
+There is one device, index 0, and one stream, on which everything has already happened. The CUDA
+random generator *is* the CPU's default generator. Memory figures are those of this process:
+"allocated" and "reserved" are both its resident set, "max allocated" is the peak of that. CUDA
+graphs, memory snapshots, NVML queries and the profiler's `cudart` fail as on any machine without a
+GPU.
 
-Factory functions, `Tensor` methods, `DeviceMesh` and `with torch.device(...)` accept "cuda", a CUDA `torch.device` or a
-device index and build on the CPU: megatron-core 0.19 names the device in hundreds of places. `torch.device` objects and
-`Tensor.is_cuda` (False) stay. `torch.load(map_location="cuda")`, `torch.autocast` and CUDA `torch.Generator`s are not
-mapped, and fail loudly.
+Factory functions, `Tensor` methods, `DeviceMesh` and `with torch.device(...)` accept "cuda", a CUDA
+`torch.device` or a device index and build on the CPU: megatron-core 0.19 names the device in
+hundreds of places. `torch.device` objects and `Tensor.is_cuda` (False) stay.
+`torch.load(map_location="cuda")`, `torch.autocast` and CUDA `torch.Generator`s are not mapped, and
+fail loudly.
 """
 
 from __future__ import annotations
@@ -29,10 +31,15 @@ from torch.utils import _device as device_context
 
 from megatron_muon.patching import Patches
 
-_LIKE = ("normal", *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")))
+_LIKE = (
+    "normal",
+    *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
+)
 """Functions of torch that create a tensor on the device named in `device=`, beside those that torch itself lists."""
 
-_NEW = tuple(f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"))
+_NEW = tuple(
+    f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+)
 """Methods of tensors that do."""
 
 
@@ -45,7 +52,9 @@ def install(patches: Patches) -> None:
 class _Event(torch.cpu.Event):
     """A point in time. Work on the CPU is done when the call returns, so waiting for it is nothing."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.record()
 
     def record(self, stream: Any = None) -> None:
@@ -107,8 +116,9 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def _seed(seed: int) -> None:
-    # Megatron seeds each tensor-parallel rank through here alone: were this to do nothing, all of them would draw the
-    # same numbers. torch.manual_seed calls it too, with the seed that the generator has just been given.
+    # Megatron seeds each tensor-parallel rank through here alone: were this to do nothing, all of
+    # them would draw the same numbers. torch.manual_seed calls it too, with the seed that the
+    # generator has just been given.
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -119,13 +129,15 @@ def _always(value: Any) -> Any:
 
 def _answer_for_cuda(patches: Patches) -> None:
     cuda, stream = torch.cuda, _Stream()
-    # The compute capability 8.0 is the lowest that megatron-core accepts for grouped GEMM, and one that selects neither
-    # FP8 nor kernels written for a later GPU.
+    # The compute capability 8.0 is the lowest that megatron-core accepts for grouped GEMM, and one
+    # that selects neither FP8 nor kernels written for a later GPU.
     total_memory = psutil.virtual_memory().total
-    cpu = SimpleNamespace(name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=total_memory)
+    cpu = SimpleNamespace(
+        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=total_memory
+    )
     for name, value in {
-        # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than replaced: with
-        # this set, the first runs its callback at once and the second returns.
+        # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than
+        # replaced: with this set, the first runs its callback at once and the second returns.
         "_initialized": True,
         "is_available": _always(True),
         "is_initialized": _always(True),
@@ -157,20 +169,25 @@ def _answer_for_cuda(patches: Patches) -> None:
         "default_generators": (torch.default_generator,),
     }.items():
         patches.replace(cuda, name, value)
-    for module in (cuda, cuda.random):  # the first re-exports the second's functions, and Megatron uses both names
+    # the first re-exports the second's functions, and Megatron uses both names
+    for module in (cuda, cuda.random):
         patches.replace(module, "manual_seed", _seed)
         patches.replace(module, "manual_seed_all", _seed)
         patches.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
-        patches.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
+        patches.replace(
+            module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state)
+        )
     for name in ("range_push", "range_pop", "mark"):
         patches.replace(cuda.nvtx, name, _always(None))
     patches.replace(cuda.nvtx, "range", _always(contextlib.nullcontext()))
-    # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in turn.
+    # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in
+    # turn.
     patches.replace(torch.accelerator, "is_available", _always(False))
 
-    # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one. The
-    # setting is read when a compiled function is called, so functions decorated earlier obey it as well. Where the
-    # compiler is not loaded there are none, and `megatron.install` lets no other be compiled: loading takes a second.
+    # In a CUDA build the compiler asks the driver about the device as soon as it believes that
+    # there is one. The setting is read when a compiled function is called, so functions decorated
+    # earlier obey it as well. Where the compiler is not loaded there are none, and
+    # `megatron.install` lets no other be compiled: loading takes a second.
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         patches.replace(dynamo.config, "disable", True)
 
@@ -180,17 +197,21 @@ def _on_cpu(device: Any) -> Any:
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
-    is_index = isinstance(device, int) and not isinstance(device, bool)  # of the current accelerator
+    # of the current accelerator
+    is_index = isinstance(device, int) and not isinstance(device, bool)
     return "cpu" if is_name or is_index else device
 
 
 def _map_devices(patches: Patches) -> None:
-    # This list is cached on first use and its functions are compared by identity: fill it with the originals, or
-    # `with torch.device("meta")` would not recognise the functions that it is meant to redirect.
+    # This list is cached on first use and its functions are compared by identity: fill it with the
+    # originals, or `with torch.device("meta")` would not recognise the functions that it is meant
+    # to redirect.
     listed = {function.__name__: function for function in device_context._device_constructors()}
-    own = sorted(name for name, function in listed.items() if getattr(torch, name, None) is function)
-    # A TorchFunctionMode would be shorter, but it is suspended inside Tensor.backward, where Megatron-FSDP's hooks
-    # allocate their buckets.
+    own = sorted(
+        name for name, function in listed.items() if getattr(torch, name, None) is function
+    )
+    # A TorchFunctionMode would be shorter, but it is suspended inside Tensor.backward, where
+    # Megatron-FSDP's hooks allocate their buckets.
     for name in (*own, *_LIKE):
         patches.wrap(torch, name, _mapped)
     for name in _NEW:
@@ -198,21 +219,29 @@ def _map_devices(patches: Patches) -> None:
     # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
     patches.wrap(torch.Tensor, "to", functools.partial(_mapped, has_self=True))
     patches.wrap(torch.Tensor, "type", _tensor_type)
-    # Everything lives on the one device there is, so moving there returns the tensor itself, as on a GPU.
+    # Everything lives on the one device there is, so moving there returns the tensor itself, as on
+    # a GPU.
     patches.replace(torch.Tensor, "cuda", _itself)
     patches.replace(torch.nn.Module, "cuda", _itself, takes=("device",))
     # Pinning asks the driver, and record_stream wants a real stream.
     patches.replace(torch.Tensor, "pin_memory", _itself)
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
     for owner, keyword in ((DeviceMesh, "device_type"), (device_context.DeviceContext, "device")):
-        patches.wrap(owner, "__init__", functools.partial(_mapped, has_self=True, keyword=keyword), takes=(keyword,))
+        patches.wrap(
+            owner,
+            "__init__",
+            functools.partial(_mapped, has_self=True, keyword=keyword),
+            takes=(keyword,),
+        )
 
 
 def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor_or_module
 
 
-def _mapped(function: Callable[..., Any], *, has_self: bool = False, keyword: str = "device") -> Callable[..., Any]:
+def _mapped(
+    function: Callable[..., Any], *, has_self: bool = False, keyword: str = "device"
+) -> Callable[..., Any]:
     """`function` with its device on the CPU; methods take it as their first argument, too."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -230,11 +259,14 @@ def _mapped(function: Callable[..., Any], *, has_self: bool = False, keyword: st
 def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor.type()` without arguments speaks of CUDA; with an argument it converts, on the CPU.
 
-    megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and the optimizers sort
-    parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and 'torch.cuda.FloatTensor'.
+    megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and
+    the optimizers sort parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and
+    'torch.cuda.FloatTensor'.
     """
 
-    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    def type_(
+        self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
         if dtype is not None:
             if isinstance(dtype, str):
                 dtype = dtype.replace("torch.cuda.", "torch.")

@@ -1,10 +1,11 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices: collectives that are safe on gloo first.
 
-Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. With gloo a coalesced, asynchronous
-collective runs in a worker thread, which may still be writing when the bucket's memory is given back: SIGSEGV or
-SIGABRT in about one run of fifteen. So they run one by one, and are finished when the call returns. Only the module
-`param_and_grad_buffer` sees this. Gradient scaling that NCCL fuses into the reduction (a pre-multiplied sum, an
-average) is a multiplication before, or a division after, a plain sum. Nothing here touches numerics.
+Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. With gloo a
+coalesced, asynchronous collective runs in a worker thread, which may still be writing when the
+bucket's memory is given back: SIGSEGV or SIGABRT in about one run of fifteen. So they run one by
+one, and are finished when the call returns. Only the module `param_and_grad_buffer` sees this.
+Gradient scaling that NCCL fuses into the reduction (a pre-multiplied sum, an average) is a
+multiplication before, or a division after, a plain sum. Nothing here touches numerics.
 """
 
 import contextlib
@@ -52,7 +53,10 @@ class _View(types.ModuleType):
 
 
 def _all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
 ) -> _Done | None:
     all_gather_single(output_tensor, input_tensor, group)
     return _Done() if async_op else None
@@ -67,7 +71,11 @@ def _all_reduce(
 
 
 def _reduce_scatter_tensor(
-    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
 ) -> _Done | None:
     with _plain_sum(op, input, output, group) as plain_op:
         reduce_scatter_single(output, input, plain_op, group)
@@ -100,8 +108,9 @@ MEGATRON_FSDP = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_f
 def install(patches: Patches) -> None:
     """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker.
 
-    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here anyway (`devices`), so
-    it is not decorated at all: torch's compiler takes more than a second to load.
+    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here
+    anyway (`devices`), so it is not decorated at all: torch's compiler takes more than a second to
+    load.
     """
     patches.replace(torch, "compile", _leave_uncompiled)
     from megatron.core.dist_checkpointing.strategies import async_utils
@@ -119,11 +128,15 @@ def install(patches: Patches) -> None:
     )
     for library in (name for name in MEGATRON_FSDP if importlib.util.find_spec(name)):
         buffers = importlib.import_module(f"{library}.param_and_grad_buffer")
-        patches.replace(buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops"))
+        patches.replace(
+            buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops")
+        )
         patches.replace(buffers, "torch", _View(torch, distributed=blocking))
 
     for module in (moe_utils, token_dispatcher):  # the second imports it by name
-        patches.around(module, "maybe_move_tensor_to_cpu", takes=("tensor", "as_numpy"))(_move_as_numpy)
+        patches.around(module, "maybe_move_tensor_to_cpu", takes=("tensor", "as_numpy"))(
+            _move_as_numpy
+        )
     patches.around(WrappedTorchNorm, "__new__", takes=("config",))(_make_norm)
     patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
@@ -136,7 +149,9 @@ def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
     return (lambda decorated: decorated) if model is None else model
 
 
-def _move_as_numpy(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _move_as_numpy(
+    move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
     """The all-to-all dispatcher wants token counts as numbers, but converts only tensors that are on a GPU."""
     result = move(tensor, as_numpy, record_stream)
     return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
@@ -145,7 +160,8 @@ def _move_as_numpy(move: Any, tensor: Any, as_numpy: bool = False, record_stream
 def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's norms, the only ones without Apex and Transformer Engine, are refused with sequence parallelism.
 
-    All they lack is the mark by which Megatron sums the gradients of their weights over tensor-parallel ranks.
+    All they lack is the mark by which Megatron sums the gradients of their weights over
+    tensor-parallel ranks.
     """
     alone = copy.copy(config)
     alone.sequence_parallel = False
@@ -163,8 +179,9 @@ def _is_of_two_generators(record: logging.LogRecord) -> bool:
 def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
     """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
 
-    A resumed run makes its iterators after the generator's state was restored, so every dropout after it would differ
-    from the uninterrupted run's. Megatron asks for pinned memory, and torch would warn that there is none.
+    A resumed run makes its iterators after the generator's state was restored, so every dropout
+    after it would differ from the uninterrupted run's. Megatron asks for pinned memory, and torch
+    would warn that there is none.
     """
     loader.pin_memory = False
     state = torch.get_rng_state()
@@ -173,9 +190,10 @@ def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:
-    # The worker is a fresh process, where nothing is installed: it divides by its zero CUDA devices and dies. Were it
-    # to live, it would share the optimizer's tensors: copying to the host hands back the same tensor on the CPU.
+    # The worker is a fresh process, where nothing is installed: it divides by its zero CUDA devices
+    # and dies. Were it to live, it would share the optimizer's tensors: copying to the host hands
+    # back the same tensor on the CPU.
     raise RuntimeError(
-        "--use-persistent-ckpt-worker does not work on the CPU: leave it and --async-save out, and checkpoints "
-        "are written before training goes on."
+        "--use-persistent-ckpt-worker does not work on the CPU: leave it and --async-save out, and"
+        " checkpoints are written before training goes on."
     )

@@ -1,5 +1,5 @@
 """Muon for any PyTorch model: `Muon`, one optimizer over plain tensors, DTensors of FSDP2, and Megatron-FSDP's.
 
-`selection` says which parameters are matrices for Muon, `cuts` who holds which rows of them, `muon` puts the two and
-the core's `ShardedMuon` together. Imports no Megatron.
+`selection` says which parameters are matrices for Muon, `cuts` who holds which rows of them, `muon`
+puts the two and the core's `ShardedMuon` together. Imports no Megatron.
 """

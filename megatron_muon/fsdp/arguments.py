@@ -57,27 +57,44 @@ def iteration_of(
     if isinstance(ns_coefficients, str):
         return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
     try:
-        several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+        several: Any = (
+            ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+        )
         steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
     except (TypeError, ValueError, IndexError):
-        raise UserError(f"ns_coefficients={ns_coefficients!r} are not numbers (a, b, c), or several such") from None
-    return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
+        raise UserError(
+            f"ns_coefficients={ns_coefficients!r} are not numbers (a, b, c), or several such"
+        ) from None
+    return Iteration(
+        "simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns
+    )
 
 
 def settings_of(given: Mapping[str, Any]) -> MuonSettings:
     """The settings that arguments of `Muon` are."""
     flags = {argument: flag for flag, argument in _ARGUMENTS.items()}
-    values = {flags.get(name, f"muon_{name}"): value for name, value in given.items() if name not in _NOT_SHARED}
+    values = {
+        flags.get(name, f"muon_{name}"): value
+        for name, value in given.items()
+        if name not in _NOT_SHARED
+    }
     fields = MuonSettings.__dataclass_fields__
-    return MuonSettings(**{name: value for name, value in values.items() if name in fields and value is not None})
+    return MuonSettings(
+        **{name: value for name, value in values.items() if name in fields and value is not None}
+    )
 
 
 def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
     settings = settings_of(given)
-    choices: dict[str, tuple[Any, ...]] = {_argument(name): choices_of(name) for name in vars(settings)}
+    choices: dict[str, tuple[Any, ...]] = {
+        _argument(name): choices_of(name) for name in vars(settings)
+    }
     choices["moment2_method"] = (None, *choices["moment2_method"])
-    choices |= {"fp32_matmul_prec": ("highest", "high", "medium", "low"), "adjust_lr_fn": tuple(ADJUST_LR)}
+    choices |= {
+        "fp32_matmul_prec": ("highest", "high", "medium", "low"),
+        "adjust_lr_fn": tuple(ADJUST_LR),
+    }
     for name, allowed in choices.items():
         if allowed and name in given and given[name] not in allowed:
             shown = ", ".join(map(repr, allowed))
@@ -90,14 +107,28 @@ def check(given: Mapping[str, Any]) -> None:
             check_number("adam_eps" if name == "eps" else name, value, flag=f"adamw_{name}")
     check_number("adam_eps", given["eps"], flag="eps")
     check_betas(given["adamw_betas"], "adamw_betas")
-    uncaptured = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False, "metrics_interval": 0}
+    uncaptured = {
+        "offload": "none",
+        "momentum_dtype": "fp32",
+        "free_buffers": False,
+        "metrics_interval": 0,
+    }
     for name, value in uncaptured.items() if given["cuda_graph"] else ():
         if given[name] != value:
-            raise UserError(f"{name}={given[name]!r} is not supported with cuda_graph=True; use {name}={value!r}")
-    hyperball, shared, adaptive = given["hyperball"], given["share_replicated"], given["moment2_method"] is not None
+            raise UserError(
+                f"{name}={given[name]!r} is not supported with cuda_graph=True; use"
+                f" {name}={value!r}"
+            )
+    hyperball, shared, adaptive = (
+        given["hyperball"],
+        given["share_replicated"],
+        given["moment2_method"] is not None,
+    )
     has_files, has_group = given["offload"] == "nvme", given["process_group"] is not None
     for message, is_wrong in {
-        "hyperball=True is not supported with moment2_method; leave one of the two out": hyperball and adaptive,
+        "hyperball=True is not supported with moment2_method; leave one of the two out": (
+            hyperball and adaptive
+        ),
         "cautious_weight_decay=True has no effect with hyperball=True; leave one of the two out": (
             hyperball and given["cautious_weight_decay"]
         ),
@@ -121,16 +152,22 @@ def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dic
     A UserError where they say something else than this Muon, or are of another optimizer.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
-    for group in (group for group in groups if OPTIMIZER not in group):  # those that have it were saved here
+    # those that have it were saved here
+    for group in (group for group in groups if OPTIMIZER not in group):
         if unknown := sorted(group.keys() - {"params", "eps", *KNOWN, *NOTES, *OF_ALL}):
             raise UserError(
-                f"the state to load is of another optimizer: its groups have {', '.join(unknown)}, which Muon does not "
-                "know, and its momentum means something else; see docs/questions.md"
+                f"the state to load is of another optimizer: its groups have {', '.join(unknown)},"
+                " which Muon does not know, and its momentum means something else; see"
+                " docs/questions.md"
             )
         for name in [name for name in (*OF_ALL, "eps") if name in group]:
             theirs, ours = _meaning(name, group.pop(name)), _meaning(name, given[name])
-            if theirs != ours and not (name == "eps" and theirs == EPS and ours == 0.0):  # the default of each
-                raise UserError(f"the state to load has {name}={theirs!r}; make this Muon with it, not with {ours!r}")
+            # the default of each
+            if theirs != ours and not (name == "eps" and theirs == EPS and ours == 0.0):
+                raise UserError(
+                    f"the state to load has {name}={theirs!r}; make this Muon with it, not with"
+                    f" {ours!r}"
+                )
     return {**state_dict, "param_groups": groups}
 
 
@@ -140,8 +177,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) 
         for name in OF_ALL:
             if name in group and _meaning(name, group[name]) != _meaning(name, given[name]):
                 raise UserError(
-                    f"{name}={group[name]!r} in parameter group {number} has no effect, as it holds for the whole "
-                    "optimizer; pass it to Muon"
+                    f"{name}={group[name]!r} in parameter group {number} has no effect, as it holds"
+                    " for the whole optimizer; pass it to Muon"
                 )
 
 
@@ -158,7 +195,9 @@ def in_arguments() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(_FLAGS.sub(lambda flag: _argument(flag[1].replace("-", "_")), str(error))) from None
+        raise UserError(
+            _FLAGS.sub(lambda flag: _argument(flag[1].replace("-", "_")), str(error))
+        ) from None
 
 
 def _argument(flag: str) -> str:

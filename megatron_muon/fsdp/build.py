@@ -1,7 +1,7 @@
 """Builds the parts of a Muon from what a front end knows: exchange, rules and store.
 
-`megatron_muon.Muon` and Megatron's factory find out which matrices there are and who holds what, and give it here with
-their settings.
+`megatron_muon.Muon` and Megatron's factory find out which matrices there are and who holds what,
+and give it here with their settings.
 """
 
 from __future__ import annotations
@@ -38,21 +38,33 @@ def make_parts(
 ) -> tuple[Exchange, list[Rule], RecordStore | None]:
     """What a `ShardedMuon` is made of. Collective.
 
-    Args: held: the matrices, and what this rank has of them. settings: of the user. orthogonalizer: on the device
-    where momentum and exchange compute; unscaled with `moment2`, the second moment's rule. moment2, nesterov,
-    decoupled: which rules; `decoupled` decay shrinks weights, other decay is added to the gradient. offload: keeps
-    momentum elsewhere, or in another format than fp32. group: the same ranks as the layout's, for an exchange on
-    another device. plan: of the exchange, where it has been made before. scratch: buffers of another Muon, which
-    steps before or after this one.
+    Args: held: the matrices, and what this rank has of them. settings: of the user. orthogonalizer:
+    on the device where momentum and exchange compute; unscaled with `moment2`, the second moment's
+    rule. moment2, nesterov,
+    decoupled: which rules; `decoupled` decay shrinks weights, other decay is added to the gradient.
+    offload: keeps momentum elsewhere, or in another format than fp32. group: the same ranks as the
+    layout's, for an exchange on another device. plan: of the exchange, where it has been made
+    before. scratch: buffers of another Muon, which steps before or after this one.
     """
     cautious, device = settings.muon_cautious_weight_decay, orthogonalizer.device
-    names = chosen_rules(moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled)
+    names = chosen_rules(
+        moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled
+    )
     scheme = scheme_of(settings, replicated=held.replicated)
     if any(RULES[name].unscaled for name in names):
-        held = replace(held, scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices])
-    options = {"nesterov": nesterov, "beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
+        held = replace(
+            held,
+            scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices],
+        )
+    options = {
+        "nesterov": nesterov,
+        "beta2": settings.adaptive_muon_beta2,
+        "eps": settings.adaptive_muon_eps,
+    }
     rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
-    store = offload.make_store(held.layout, held.group.rank(), device) if offload is not None else None
+    store = (
+        offload.make_store(held.layout, held.group.rank(), device) if offload is not None else None
+    )
     exchange = make_exchange(
         scheme,
         held.layout,
@@ -81,7 +93,9 @@ def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
     return settings.muon_exchange
 
 
-def offload_run(settings: MuonSettings, group: dist.ProcessGroup | None = None) -> OffloadRun | None:
+def offload_run(
+    settings: MuonSettings, group: dist.ProcessGroup | None = None
+) -> OffloadRun | None:
     """What keeps momentum elsewhere, or in another format, than as fp32 on the device.
 
     Its stores are made by the ranks of `group`, None being all.

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp.names import CONVOLUTION, EMBEDDING, OUTPUT, around, is_embedding, is_numbered
+from megatron_muon.fsdp.names import (
+    CONVOLUTION,
+    EMBEDDING,
+    OUTPUT,
+    around,
+    is_embedding,
+    is_numbered,
+)
 from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
 
 LEAST_SHARE = 0.5
@@ -17,7 +24,16 @@ LEAST_SHARE = 0.5
 LARGEST_KERNEL = 16
 """Side of a convolution's kernel, above which a parameter of more than two dimensions counts as a stack of matrices."""
 
-_NOT_COUNTED = (BY_GROUP, BY_NAME, "--muon-exclude", OUTPUT, VECTOR, "vectors", "table", "no elements")
+_NOT_COUNTED = (
+    BY_GROUP,
+    BY_NAME,
+    "--muon-exclude",
+    OUTPUT,
+    VECTOR,
+    "vectors",
+    "table",
+    "no elements",
+)
 """Reasons that users gave, and those of weights that are no matrices inside the network."""
 
 
@@ -34,9 +50,14 @@ def warn_if_few(selection: Selection) -> None:
     inside = []
     for parameter, name in selection.names.items():
         why = selection.why.get(parameter, "")
-        if parameter in selection.views or is_left(name, parameter, why, selection.roles.get(name, "")):
+        if parameter in selection.views or is_left(
+            name, parameter, why, selection.roles.get(name, "")
+        ):
             inside.append(Inside(name, parameter.numel(), why))
-    remedy = "name what Muon is to take in matrices= or stacks=, and put the rest into a group with optimizer='adamw'"
+    remedy = (
+        "name what Muon is to take in matrices= or stacks=, and put the rest into a group with"
+        " optimizer='adamw'"
+    )
     if text := warning_of_few(inside, remedy):
         warnings.warn(text, stacklevel=3)
 
@@ -51,8 +72,8 @@ def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
         return ""
     largest = max(left, key=lambda each: each.elements)
     return (
-        f"Muon takes {taken / total:.1%} of the {total:,} elements of matrices inside the network; the largest that it "
-        f"leaves is {largest.name} ({largest.why}): {remedy}"
+        f"Muon takes {taken / total:.1%} of the {total:,} elements of matrices inside the network;"
+        f" the largest that it leaves is {largest.name} ({largest.why}): {remedy}"
     )
 
 

@@ -1,7 +1,8 @@
 """Parameters of other libraries that are no matrices for Muon: flat buffers, partitions and packed weights.
 
-Each is recognised by its class or its attributes, without importing the library. To read one as a matrix, or to leave
-it to AdamW because it has one dimension, would train something else than what the user asked for.
+Each is recognised by its class or its attributes, without importing the library. To read one as a
+matrix, or to leave it to AdamW because it has one dimension, would train something else than what
+the user asked for.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _sharded(parameter: Any) -> Foreign | None:
         remedy = f"{_USE_FSDP2}, or DeepSpeed's own Muon"
         return Foreign("partitioned by DeepSpeed's ZeRO-3 (zero.Init)", remedy)
     if getattr(parameter, "_is_flat_param", False):
-        return Foreign("a FlatParameter of FSDP1 (FullyShardedDataParallel)", _USE_FSDP2, is_elementwise=True)
+        return Foreign(
+            "a FlatParameter of FSDP1 (FullyShardedDataParallel)", _USE_FSDP2, is_elementwise=True
+        )
     if _is_fsdp1_shard(parameter):
         kind = "a shard of a FlatParameter of FSDP1 (FullyShardedDataParallel)"
         return Foreign(kind, _USE_FSDP2, is_elementwise=True)
@@ -55,7 +58,10 @@ def _sharded(parameter: Any) -> Foreign | None:
     if getattr(parameter, "_is_sharded", False) and hasattr(parameter, "_orig_size"):
         return Foreign("a shard of FairScale's FSDP", _USE_FSDP2, is_elementwise=True)
     if getattr(parameter, "main_param_sharded", False) or _is_cut_from_matrix(parameter):
-        remedy = "Muon needs whole matrices; use Megatron-FSDP with megatron_muon.get_megatron_muon_optimizer"
+        remedy = (
+            "Muon needs whole matrices; use Megatron-FSDP with"
+            " megatron_muon.get_megatron_muon_optimizer"
+        )
         return Foreign("a weight or shard of Megatron's DistributedOptimizer", remedy)
     return None
 
@@ -65,7 +71,9 @@ def _is_fsdp1_shard(parameter: Any) -> bool:
 
     Source: torch.distributed.fsdp._common_utils.FSDP_FLATTENED.
     """
-    flattened = getattr(parameter, "_fsdp_flattened", False) and not getattr(parameter, "_is_flat_param", False)
+    flattened = getattr(parameter, "_fsdp_flattened", False) and not getattr(
+        parameter, "_is_flat_param", False
+    )
     return bool(flattened) and parameter.ndim == 1
 
 
@@ -82,8 +90,12 @@ def _packed(parameter: Any, module: nn.Module | None) -> Foreign | None:
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     remedy = "Muon needs plain numbers; freeze it (requires_grad_(False)) and train adapters"
     classes = _class_names(local)
-    is_plain = getattr(local, "has_fp16_weights", False) or getattr(module, "has_fp16_weights", False)
-    in_module = module is not None and parameter.ndim == 2 and bool(_PACKED_MODULES & _class_names(module))
+    is_plain = getattr(local, "has_fp16_weights", False) or getattr(
+        module, "has_fp16_weights", False
+    )
+    in_module = (
+        module is not None and parameter.ndim == 2 and bool(_PACKED_MODULES & _class_names(module))
+    )
     if (classes & {"Params4bit", "Int8Params"} or in_module) and not is_plain:
         shown = type(local).__name__ if not in_module else type(module).__name__
         return Foreign(f"a packed weight of bitsandbytes ({shown})", remedy)
@@ -111,8 +123,9 @@ def refuse_foreign(
 ) -> None:
     """Raise a UserError for the first parameter that Muon cannot read, with its kind and the remedy.
 
-    `given` has names, parameters, and whether their group asks for AdamW, which can update flat shards; `modules` are
-    those of the model by name. Where FSDP1 keeps a matrix whole (NO_SHARD with `use_orig_params`), so it does vectors.
+    `given` has names, parameters, and whether their group asks for AdamW, which can update flat
+    shards; `modules` are those of the model by name. Where FSDP1 keeps a matrix whole (NO_SHARD
+    with `use_orig_params`), so it does vectors.
     """
     given = list(given)
     is_whole = any(getattr(p, "_fsdp_flattened", False) and p.ndim > 1 for _, p, _ in given)

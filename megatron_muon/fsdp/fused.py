@@ -1,8 +1,9 @@
 """Weights that hold several matrices: how their rows divide, by the module that splits what the weight computes.
 
-A name does not say it: `query_key_value` has all queries first in one model and takes turns head by head in another.
-So the class of the module does, for families of transformers, some code from its hub, and torch.nn. What only looks
-fused is not split; the table says so, with a `split=` that would divide it.
+A name does not say it: `query_key_value` has all queries first in one model and takes turns head by
+head in another. So the class of the module does, for families of transformers, some code from its
+hub, and torch.nn. What only looks fused is not split; the table says so, with a `split=` that would
+divide it.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def _grouped_query(owner: Any, rows: int) -> RowSplit:
 def _falcon(owner: Any, rows: int) -> RowSplit:
     head = owner.head_dim
     if owner.new_decoder_architecture:
-        return RowSplit(owner.num_kv_heads, (owner.num_heads // owner.num_kv_heads * head, head, head))
+        return RowSplit(
+            owner.num_kv_heads, (owner.num_heads // owner.num_kv_heads * head, head, head)
+        )
     if owner.multi_query:
         return RowSplit(1, (rows - 2 * head, head, head))
     return _by_head(owner, rows)
@@ -131,7 +134,9 @@ def _delta_ba(owner: Any, rows: int) -> RowSplit:
 def _mamba2(owner: Any, rows: int) -> RowSplit:
     """z, x, B, C and dt."""
     states = owner.n_groups * owner.ssm_state_size
-    return RowSplit(1, (owner.intermediate_size, owner.intermediate_size, states, states, owner.num_heads))
+    return RowSplit(
+        1, (owner.intermediate_size, owner.intermediate_size, states, states, owner.num_heads)
+    )
 
 
 def _mamba_x(owner: Any, rows: int) -> RowSplit:
@@ -178,10 +183,22 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("*.JetMoeAttention", "kv_proj", HALVES),
     ("*.Lfm*ShortConv", "in_proj", THIRDS),
     ("*.ZambaMambaMixer", "in_proj", _interleaved),
-    *((f"*.{mixer}", "in_proj", HALVES) for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")),
-    *((f"*.{mixer}", "x_proj", _mamba_x) for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")),
-    *((f"*.{mixer}", "in_proj", _mamba2) for mixer in ("Mamba2Mixer", "BambaMixer", "NemotronHMamba2Mixer")),
-    *((f"*.{mixer}", "in_proj", _mamba2) for mixer in ("Zamba2MambaMixer", "GraniteMoeHybridMambaLayer")),
+    *(
+        (f"*.{mixer}", "in_proj", HALVES)
+        for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+    ),
+    *(
+        (f"*.{mixer}", "x_proj", _mamba_x)
+        for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+    ),
+    *(
+        (f"*.{mixer}", "in_proj", _mamba2)
+        for mixer in ("Mamba2Mixer", "BambaMixer", "NemotronHMamba2Mixer")
+    ),
+    *(
+        (f"*.{mixer}", "in_proj", _mamba2)
+        for mixer in ("Zamba2MambaMixer", "GraniteMoeHybridMambaLayer")
+    ),
     ("*.FalconH1Mixer", "in_proj", _mamba2),
     ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
     ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
@@ -209,11 +226,14 @@ def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
     parts: tuple[Any, ...] = (words[1:] or (1, 1)) if takes_turns else words
     if not all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
         raise UserError(
-            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024), the same after "
-            "'interleaved' where they repeat down the rows of one block each, or 'whole'"
+            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024),"
+            " the same after 'interleaved' where they repeat down the rows of one block each, or"
+            " 'whole'"
         )
     if min(parts, default=0) < 1 or rows % sum(parts):
-        raise UserError(f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}")
+        raise UserError(
+            f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}"
+        )
     parts = tuple(map(int, parts))
     repeats = rows // sum(parts)
     return RowSplit(repeats, parts) if takes_turns else RowSplit(1, parts * repeats)
@@ -235,7 +255,9 @@ def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
 def is_stored_transposed(name: str, modules: Modules) -> bool:
     """Whether a weight is stored as (inputs, outputs)."""
     module = modules.get(name.rpartition(".")[0])
-    return bool(getattr(module, "is_transposed", False)) or any(_is_a(module, each) for each in _STORED_TRANSPOSED)
+    return bool(getattr(module, "is_transposed", False)) or any(
+        _is_a(module, each) for each in _STORED_TRANSPOSED
+    )
 
 
 def note_of(name: str, matrix: tuple[int, int], modules: Modules) -> str:
@@ -262,7 +284,9 @@ def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
 
 
 def _is_a(module: nn.Module | None, pattern: str) -> bool:
-    return any(fnmatchcase(f"{kind.__module__}.{kind.__name__}", pattern) for kind in type(module).__mro__)
+    return any(
+        fnmatchcase(f"{kind.__module__}.{kind.__name__}", pattern) for kind in type(module).__mro__
+    )
 
 
 def _sum_of_sizes(matrix: tuple[int, int], modules: Modules) -> tuple[int, ...]:

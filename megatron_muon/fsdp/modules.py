@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from megatron_muon.fsdp.names import CONVOLUTION, EMBEDDING, LINEAR, OUTPUT, around, is_numbered, is_output
+from megatron_muon.fsdp.names import (
+    CONVOLUTION,
+    EMBEDDING,
+    LINEAR,
+    OUTPUT,
+    around,
+    is_numbered,
+    is_output,
+)
 
 _NO_VOCABULARY = ("pos", "wpe", "type")
 """Parts of names of embeddings whose rows are not words, but positions or types of tokens."""
@@ -64,9 +72,10 @@ def _returned(model: nn.Module, method: str) -> set[torch.Tensor]:
 def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]) -> set[str]:
     """Names of output layers: linear layers as wide as the labels, and the last one as wide as the vocabulary.
 
-    The vocabulary is that of a config, or the rows of an embedding for a layer of its shape; its layer follows all
-    numbered blocks, and is not looked for where one is known or tied to an embedding. Layers of a numbered block are
-    no outputs; the last layer of an `nn.Sequential` is numbered, too.
+    The vocabulary is that of a config, or the rows of an embedding for a layer of its shape; its
+    layer follows all numbered blocks, and is not looked for where one is known or tied to an
+    embedding. Layers of a numbered block are no outputs; the last layer of an `nn.Sequential` is
+    numbered, too.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if name in roles}
     linear = [name for name in shapes if roles[name] == LINEAR]
@@ -77,12 +86,18 @@ def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]
     known = tied | {shapes[name][0] for name in shapes if roles[name] == OUTPUT or is_output(name)}
     found = set[str]()
     for path, size in _sizes(model, "num_labels"):
-        found.update(name for name in outside if name.startswith(path) and _is_as_wide(shapes[name], size))
+        found.update(
+            name for name in outside if name.startswith(path) and _is_as_wide(shapes[name], size)
+        )
     for path, size in _sizes(model, "vocab_size"):
-        fitting = [name for name in behind if name.startswith(path) and _is_as_wide(shapes[name], size)]
+        fitting = [
+            name for name in behind if name.startswith(path) and _is_as_wide(shapes[name], size)
+        ]
         found.update(fitting[-1:] if size not in known else [])
     for table in (name for name in shapes if roles[name] == EMBEDDING):
-        is_vocabulary = shapes[table][0] not in known and not any(part in table for part in _NO_VOCABULARY)
+        is_vocabulary = shapes[table][0] not in known and not any(
+            part in table for part in _NO_VOCABULARY
+        )
         alike = [name for name in behind if shapes[name] == shapes[table]]
         fitting = [name for name in alike if _is_as_wide(shapes[name], shapes[table][0])]
         found.update(fitting[-1:] if is_vocabulary else [])

@@ -21,8 +21,27 @@ EXPERTS = "*expert*"
 """Names of modules, or of parameters, whose 3D weights are stacks of matrices."""
 
 OUTPUTS = (
-    *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
-    *("classifier", "score", "qa_outputs", "seq_relationship", "unembed", "embed_out", "logits", "output_projection"),
+    *(
+        "lm_head",
+        "head",
+        "heads",
+        "output",
+        "output_layer",
+        "to_logits",
+        "fc",
+        "fc_out",
+        "proj_out",
+    ),
+    *(
+        "classifier",
+        "score",
+        "qa_outputs",
+        "seq_relationship",
+        "unembed",
+        "embed_out",
+        "logits",
+        "output_projection",
+    ),
     *("lm_heads", "value_head", "v_head", "reward_head", "score_head", "classification_head"),
 )
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
@@ -49,7 +68,9 @@ def is_output(name: str) -> bool:
 
 def is_embedding(name: str) -> bool:
     """Whether a parameter is a table of vectors, by its name."""
-    return any(fnmatchcase(part, pattern) for part in name.lower().split(".") for pattern in EMBEDDINGS)
+    return any(
+        fnmatchcase(part, pattern) for part in name.lower().split(".") for pattern in EMBEDDINGS
+    )
 
 
 def is_table(name: str) -> bool:

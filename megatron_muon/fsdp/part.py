@@ -20,7 +20,8 @@ class Source(NamedTuple):
 
     parameter: torch.Tensor
     view: View
-    matrices: list[torch.Tensor]  # the parameter itself, or views; empty tensors for those that other ranks hold
+    # the parameter itself, or views; empty tensors for those that other ranks hold
+    matrices: list[torch.Tensor]
     first: int  # place of the first among all matrices of the part
     places: list[int]  # of matrices that this rank holds rows of, among all matrices of the part
 
@@ -34,11 +35,16 @@ def weights_of(name: str, parameter: torch.Tensor, view: View) -> list[torch.Ten
     local = local_parts([parameter.detach()])[0]
     here = view.tensors(local)
     if any(part.data_ptr() != local.data_ptr() for part in here[:1] if part.numel()):
-        raise UserError(f"{name} is not contiguous, strides {local.stride()}; make it so, or leave it out of flatten=")
+        raise UserError(
+            f"{name} is not contiguous, strides {local.stride()}; make it so, or leave it out of"
+            " flatten="
+        )
     return here
 
 
-def source_of(name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int) -> Source:
+def source_of(
+    name: str, parameter: torch.Tensor, view: View, rectangles: Sequence[Rectangle], first: int
+) -> Source:
     """How this rank, which holds `rectangles`, has a parameter stand; a UserError where that cannot be by views."""
     if view.is_itself:
         return Source(parameter, view, [parameter], first, [first])
@@ -58,22 +64,30 @@ class Part(ShardedMuon):
 
     Args:
         sources: the parameters, in the order of their matrices.
-        groups: for each group of matrices, its place among the groups of the whole optimizer, and its settings.
+        groups: for each group of matrices, its place among the groups of the whole optimizer, and
+            its settings.
 
     Attributes:
-        shown: the state of each parameter, of its shape and sharded alike; this optimizer's own are views of it.
+        shown: the state of each parameter, of its shape and sharded alike; this optimizer's own are
+            views of it.
         captured: replays the step, once it is captured.
-        copies: on how many ranks that share nothing these matrices are held alike, so that a measured step counts one.
+        copies: on how many ranks that share nothing these matrices are held alike, so that a
+            measured step counts one.
     """
 
     def __init__(
-        self, sources: Sequence[Source], groups: Sequence[tuple[int, dict[str, Any]]], *args: Any, **options: Any
+        self,
+        sources: Sequence[Source],
+        groups: Sequence[tuple[int, dict[str, Any]]],
+        *args: Any,
+        **options: Any,
     ) -> None:
         self.sources = list(sources)
         self.captured: CapturedStep | None = None
         self.copies = 1
         self.shown: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._own: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # what is shown, unless it was replaced
+        # what is shown, unless it was replaced
+        self._own: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._numbers = [number for number, _ in groups]
         self._apart = [source for source in sources if not source.view.is_itself]
         self._lies_at = [local_parts([source.parameter])[0].data_ptr() for source in self._apart]
@@ -88,18 +102,24 @@ class Part(ShardedMuon):
     @override
     def initialize_state(self) -> None:
         for source in self._apart:
-            shown, like = self.shown.setdefault(source.parameter, {}), source.view.whole(source.parameter.detach())
+            shown, like = (
+                self.shown.setdefault(source.parameter, {}),
+                source.view.whole(source.parameter.detach()),
+            )
             for rule in self.rules:
                 for slot in (slot for slot in rule.slots if slot not in shown):
                     shown[slot] = rule.zeros(slot, source.first, like)
                     local = local_parts([shown[slot]])[0]
-                    for place, part in zip(source.places, source.view.unstacked(local), strict=True):
+                    for place, part in zip(
+                        source.places, source.view.unstacked(local), strict=True
+                    ):
                         self.state[self._matrices[place]][slot] = part
         super().initialize_state()
         for source in self.sources:
             if source.view.is_itself:
                 self.shown[source.parameter] = self.state[source.parameter]
-            if self.store is not None:  # what looks for a slot of momentum finds this one; see MuonState.state_dict
+            # what looks for a slot of momentum finds this one; see MuonState.state_dict
+            if self.store is not None:
                 self.shown[source.parameter][MOMENTUM] = torch.empty(0)
         for parameter, slots in self.shown.items():
             self._own.setdefault(parameter, dict(slots))
@@ -108,27 +128,43 @@ class Part(ShardedMuon):
         """Copy tensors that a user has put in the place of those in `state` into these, and show these again."""
         for p, own in self._own.items():
             given = state[p]
-            if given is self.shown[p] and all(given.get(slot) is tensor for slot, tensor in own.items()):
+            if given is self.shown[p] and all(
+                given.get(slot) is tensor for slot, tensor in own.items()
+            ):
                 continue
             if missing := sorted(own.keys() - given.keys()):
-                name = next(self._matrix_names[source.first] for source in self.sources if source.parameter is p)
-                raise UserError(f"the state of {name} has no {missing[0]}; to reset it, set it to zero in place")
-            replaced = {slot: given[slot] for slot, tensor in own.items() if given[slot] is not tensor}
+                name = next(
+                    self._matrix_names[source.first]
+                    for source in self.sources
+                    if source.parameter is p
+                )
+                raise UserError(
+                    f"the state of {name} has no {missing[0]}; to reset it, set it to zero in place"
+                )
+            replaced = {
+                slot: given[slot] for slot, tensor in own.items() if given[slot] is not tensor
+            }
             self.show_own(p, state)
             if MOMENTUM in replaced:
                 self.load_momentum({p: replaced.pop(MOMENTUM)})
             for slot, tensor in replaced.items():
                 local_parts([own[slot]])[0].copy_(local_parts([tensor])[0])
 
-    def restart(self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    def restart(
+        self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]
+    ) -> None:
         """Set this optimizer's own state of a parameter to zero, and show it in `state`."""
         for tensor in self._own[parameter].values():
             tensor.zero_()
         if self.store is not None:
-            self.load_momentum({parameter: torch.zeros_like(parameter.detach(), dtype=torch.float32)})
+            self.load_momentum(
+                {parameter: torch.zeros_like(parameter.detach(), dtype=torch.float32)}
+            )
         self.show_own(parameter, state)
 
-    def show_own(self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
+    def show_own(
+        self, parameter: torch.Tensor, state: dict[torch.Tensor, dict[str, torch.Tensor]]
+    ) -> None:
         """Show this optimizer's own state of a parameter in `state`."""
         self.shown[parameter].update(self._own[parameter])
         state[parameter] = self.shown[parameter]
@@ -136,7 +172,9 @@ class Part(ShardedMuon):
     def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take the settings of all groups."""
         for number, group in zip(self._numbers, self.param_groups, strict=True):
-            group.update({name: value for name, value in groups[number].items() if name != "params"})
+            group.update(
+                {name: value for name, value in groups[number].items() if name != "params"}
+            )
 
     def take_gradients(self) -> None:
         """Take the gradients of parameters for a step, and their weights where these lie elsewhere by now."""
@@ -174,8 +212,12 @@ class Part(ShardedMuon):
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """As of `ShardedMuon`, for each parameter."""
         if self.store is None:
-            return {source.parameter: self.shown[source.parameter][MOMENTUM] for source in self.sources}
-        memory = self.store.scratch([local_parts([source.parameter])[0].numel() for source in self.sources])
+            return {
+                source.parameter: self.shown[source.parameter][MOMENTUM] for source in self.sources
+            }
+        memory = self.store.scratch(
+            [local_parts([source.parameter])[0].numel() for source in self.sources]
+        )
         state = {}
         for source, flat in zip(self.sources, memory, strict=True):
             state[source.parameter] = sharded_like(source.parameter, flat)
@@ -191,5 +233,11 @@ class Part(ShardedMuon):
             for parameter, momentum in state.items():
                 local_parts([self.shown[parameter][MOMENTUM]])[0].copy_(local_parts([momentum])[0])
             return
-        given = (source.of(state[source.parameter]) for source in self.sources if source.parameter in state)
-        super().load_momentum({self._matrices[place]: part for parts in given for place, part in parts})
+        given = (
+            source.of(state[source.parameter])
+            for source in self.sources
+            if source.parameter in state
+        )
+        super().load_momentum(
+            {self._matrices[place]: part for parts in given for place, part in parts}
+        )

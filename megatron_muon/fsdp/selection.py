@@ -1,8 +1,9 @@
 """Which parameters of a model Muon takes and which AdamW, by names, patterns and groups, and the table that says so.
 
-Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or an output layer, and
-a 3D parameter of experts is a stack of them. A shape alone says nothing, so parameters without names must all be
-matrices, as for `torch.optim.Muon`, or be in a group that says its optimizer.
+Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or
+an output layer, and a 3D parameter of experts is a stack of them. A shape alone says nothing, so
+parameters without names must all be matrices, as for `torch.optim.Muon`, or be in a group that says
+its optimizer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,12 @@ VECTOR = "vector"
 BY_GROUP, BY_NAME = "its group says so", "exclude"
 """Why a parameter is AdamW's where the user has said so."""
 
-_NUMBERS = {"lr": "lr", "weight_decay": "weight_decay", "momentum": "muon_momentum", "eps": "adam_eps"}
+_NUMBERS = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "momentum": "muon_momentum",
+    "eps": "adam_eps",
+}
 """Numbers that a group may have, with the names of their ranges."""
 
 Rule = Callable[[str, torch.Tensor], bool]
@@ -63,7 +69,16 @@ OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
-NOTES = ("name", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+NOTES = (
+    "name",
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
+)
 """What else a group may have: a label, and what torch's schedulers keep in it."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -74,7 +89,8 @@ class Selection:
     """Parameter groups, each of one optimizer, without parameters that need no gradient.
 
     Attributes:
-        groups: one for each that was given, in that order, and after these AdamW's parts of those that hold both.
+        groups: one for each that was given, in that order, and after these AdamW's parts of those
+            that hold both.
         names: a name for each parameter.
         why: for each parameter of AdamW, the reason.
         frozen: what needs no gradient.
@@ -99,7 +115,9 @@ class Selection:
     notes: dict[torch.Tensor, str] = field(default_factory=dict)
     grouped: bool = False
 
-    def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
+    def exchanged(
+        self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]
+    ) -> Selection:
         """The same choice for `groups` that have other parameters in the places of those before."""
         pairs = list(zip(before, members_of(groups), strict=True))
         for old, new in pairs:
@@ -108,16 +126,22 @@ class Selection:
         for old, new in pairs:
             if old in self.views and new.shape != old.shape:
                 shapes = f"{tuple(new.shape)} in param_groups, and was {tuple(old.shape)}"
-                raise UserError(f"{self.names[old]} is {shapes}; Muon needs whole matrices: use fully_shard (FSDP2)")
+                raise UserError(
+                    f"{self.names[old]} is {shapes}; Muon needs whole matrices: use fully_shard"
+                    " (FSDP2)"
+                )
         return replace(
             self,
             groups=[dict(group) for group in groups],
             names={new: self.names[old] for old, new in pairs},
-            frozen=[torch.empty(0)] * len(self.frozen),  # those of before would keep the unsharded model in memory
+            # those of before would keep the unsharded model in memory
+            frozen=[torch.empty(0)] * len(self.frozen),
             why={new: self.why[old] for old, new in pairs if old in self.why},
             views={new: self.views[old] for old, new in pairs if old in self.views},
             splits={},
-            known_splits={new: self.known_splits[old] for old, new in pairs if old in self.known_splits},
+            known_splits={
+                new: self.known_splits[old] for old, new in pairs if old in self.known_splits
+            },
             notes={new: self.notes[old] for old, new in pairs if old in self.notes},
         )
 
@@ -127,7 +151,10 @@ class Selection:
         before = members_of(self.groups)
         if not all(self.names[p] in now for p in before):
             return None
-        groups = [{**group, "params": [now[self.names[p]] for p in group["params"]]} for group in self.groups]
+        groups = [
+            {**group, "params": [now[self.names[p]] for p in group["params"]]}
+            for group in self.groups
+        ]
         return self.exchanged(before, groups)
 
     def table(self, *, full: bool = False) -> str:
@@ -139,7 +166,9 @@ class Selection:
                 notes.append(blocks(self.splits[p]) if p in self.splits else self.notes.get(p, ""))
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
-                rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
+                rows.append(
+                    Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes)))
+                )
         return table([*rows, *self.left_out], frozen=len(self.frozen), full=full)
 
 
@@ -153,10 +182,13 @@ def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
-def why_not_muon(name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = "") -> str:
+def why_not_muon(
+    name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = ""
+) -> str:
     """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
 
-    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, where that is known (`fsdp.names`).
+    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, where that is known
+    (`fsdp.names`).
     """
     is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
@@ -214,11 +246,14 @@ def select(
     """Sort parameters by optimizer.
 
     Args:
-        params: a model, whose modules then tell more than names do; `model.named_parameters()`, tensors, or groups of
-            either; a group may have `optimizer`, "muon" or "adamw", which decides for its parameters.
-        matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a `Rule` of one's own.
+        params: a model, whose modules then tell more than names do; `model.named_parameters()`,
+            tensors, or groups of either; a group may have `optimizer`, "muon" or "adamw", which
+            decides for its parameters.
+        matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a
+            `Rule` of one's own.
         exclude: such patterns of what goes to AdamW all the same.
-        flatten: such patterns of what is read with all dimensions but the first as columns; False takes one back.
+        flatten: such patterns of what is read with all dimensions but the first as columns; False
+            takes one back.
         transposed: such patterns of weights that are stored as (inputs, outputs).
         stacks: such patterns of parameters whose leading dimensions count matrices.
 
@@ -231,16 +266,23 @@ def select(
     if isinstance(params, nn.Module):
         modules, selection.roles = dict(params.named_modules()), roles_of(params)
     tensors = list(_trained(params, selection))
-    refuse_foreign(((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors), modules)
+    refuse_foreign(
+        ((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors),
+        modules,
+    )
     selection.left_out = _packed_rows(selection, modules)
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat = set[str]()
     of_more = [name for name, p, _ in tensors if name and p.ndim > 2]
     for pattern, is_flat in (flatten or {}).items():
-        found = matching("flatten", [pattern], of_more, others=[name for name, _, _ in tensors if name])
+        found = matching(
+            "flatten", [pattern], of_more, others=[name for name, _, _ in tensors if name]
+        )
         flat = flat.union(found) if is_flat else flat.difference(found)
-    stacked = set(matching("stacks", stacks, of_more, others=[name for name, _, _ in tensors if name]))
+    stacked = set(
+        matching("stacks", stacks, of_more, others=[name for name, _, _ in tensors if name])
+    )
     if both := sorted(flat & stacked):
         raise UserError(f"{both[0]} is named in flatten= and in stacks=; leave it out of one")
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
@@ -257,16 +299,24 @@ def select(
         possible = [
             name
             for name, p in by_name.items()
-            if p.ndim == 2 or name in flat or name in stacked or (p.ndim > 2 and may_be_stack(name, p))
+            if p.ndim == 2
+            or name in flat
+            or name in stacked
+            or (p.ndim > 2 and may_be_stack(name, p))
         ]
         included = set(matching("matrices", matrices, possible, others=by_name))
-    excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
+    excluded = set(
+        matching("exclude", exclude, [name for name in by_name if name in included], others=by_name)
+    )
     parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
     for name, parameter, options in tensors:
         optimizer, why = options.get(OPTIMIZER), BY_GROUP
         if optimizer is None:
             optimizer = MUON if not name or name in included - excluded else ADAMW
-            why = why_not_muon(name, parameter, role=selection.roles.get(name, "")) or "not among matrices"
+            why = (
+                why_not_muon(name, parameter, role=selection.roles.get(name, ""))
+                or "not among matrices"
+            )
             why = BY_NAME if name in excluded else why
         if optimizer == ADAMW:
             selection.why[parameter] = why
@@ -275,17 +325,25 @@ def select(
             if not (name in flat or name in stacked):
                 _check_shape(selection.names[parameter], parameter, is_given=is_given)
             selection.views[parameter] = View(tuple(parameter.shape), flat=name in flat)
-        parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(parameter)
+        parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(
+            parameter
+        )
     taken = {selection.names[p]: p for p in selection.views}
     for name in matching("transposed", transposed, taken, others=by_name):
         selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
     for name, p in taken.items():
         _read_as_modules_do(selection, name, p, modules)
-    second = {key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts}
-    selection.groups = [*(part for key, part in parts.items() if key not in second), *second.values()]
+    second = {
+        key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts
+    }
+    selection.groups = [
+        *(part for key, part in parts.items() if key not in second),
+        *second.values(),
+    ]
     if not selection.views:
         raise UserError(
-            "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
+            "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what"
+            " Muon is to take"
         )
     return selection
 
@@ -301,7 +359,9 @@ def _packed_rows(selection: Selection, modules: fused.Modules) -> list[Row]:
     return rows
 
 
-def _read_as_modules_do(selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules) -> None:
+def _read_as_modules_do(
+    selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules
+) -> None:
     """Take from a weight's module whether it is stored transposed, and how its rows divide."""
     view = selection.views[parameter]
     if view.flat:
@@ -322,9 +382,10 @@ def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
     is_stack = parameter.ndim > 2 and is_given and may_be_stack(name, parameter)
     if not parameter.numel() or not (parameter.ndim == 2 or is_stack):
         raise UserError(
-            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group, stacks (..., m, n) "
-            "with m and n above 1: pass model.named_parameters(), leave it out of matrices=, name it in flatten= if it "
-            "is a convolution or in stacks=, or put it into a group with optimizer='adamw'"
+            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group,"
+            " stacks (..., m, n) with m and n above 1: pass model.named_parameters(), leave it out"
+            " of matrices=, name it in flatten= if it is a convolution or in stacks=, or put it"
+            " into a group with optimizer='adamw'"
         )
 
 
@@ -346,39 +407,61 @@ def splits(given: Mapping[str, fused.Split], selection: Selection) -> dict[torch
     return found
 
 
-def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+def _trained(
+    params: Any, selection: Selection
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
 
     Fills in the selection's `names` and `frozen`.
     """
     if isinstance(params, torch.Tensor):
-        raise TypeError(f"params is a {type(params).__name__}; pass the model, or model.named_parameters()")
+        raise TypeError(
+            f"params is a {type(params).__name__}; pass the model, or model.named_parameters()"
+        )
     given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not given:
-        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
+        raise UserError(
+            "params is empty; pass model.named_parameters(), which can be read only once"
+        )
     taken = set[str]()
     if not any(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
     for number, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
+            raise TypeError(
+                f"entry {number} of params is no parameter group with 'params', as the others are"
+            )
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
         selection.grouped |= bool(options)
         if isinstance(group["params"], nn.Module):
             raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
-        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        members = (
+            [group["params"]]
+            if isinstance(group["params"], torch.Tensor)
+            else list(group["params"])
+        )
         if not members:
             raise UserError(f"parameter group {number} has no parameters; leave it out")
         for place, entry in enumerate(members):
-            shown = f"parameter {place}" if len(given) == 1 else f"group {number}, parameter {place}"
-            named = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
+            shown = (
+                f"parameter {place}" if len(given) == 1 else f"group {number}, parameter {place}"
+            )
+            named = (
+                isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
+            )
             name, parameter = entry if named else ("", entry)
             if not isinstance(parameter, torch.Tensor):
-                raise TypeError(f"{shown} is a {type(parameter).__name__}, not a tensor; pass model.named_parameters()")
+                raise TypeError(
+                    f"{shown} is a {type(parameter).__name__}, not a tensor; pass"
+                    " model.named_parameters()"
+                )
             name = name or _known_name(parameter)
             if parameter in selection.names or (name and name in taken):
-                raise UserError(f"{name or shown} is given twice; pass each parameter once, by a name of its own")
+                raise UserError(
+                    f"{name or shown} is given twice; pass each parameter once, by a name of"
+                    " its own"
+                )
             selection.names[parameter] = name or shown
             taken.add(name)
             if parameter.requires_grad:
@@ -422,7 +505,9 @@ def check_betas(betas: Any, name: str, where: str = "") -> None:
 
 def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The numbers of a group as floats, those of tensors as they are now."""
-    numbers: dict[str, Any] = {name: float(number_of(group[name])) for name in _NUMBERS if name in group}
+    numbers: dict[str, Any] = {
+        name: float(number_of(group[name])) for name in _NUMBERS if name in group
+    }
     if "betas" in group:
         numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
     return numbers
@@ -431,9 +516,13 @@ def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _check_tensor(name: str, parameter: torch.Tensor) -> None:
     if parameter.dtype not in _DTYPES:
         why = "; in fp16 updates overflow: use bf16" if parameter.dtype == torch.float16 else ""
-        raise UserError(f"{name} is of {parameter.dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}")
+        raise UserError(
+            f"{name} is of {parameter.dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}"
+        )
     if parameter.layout != torch.strided:
-        raise UserError(f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters")
+        raise UserError(
+            f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters"
+        )
 
 
 def _known_name(parameter: torch.Tensor) -> str:

@@ -29,7 +29,8 @@ class MuonState(torch.optim.Optimizer):
     _settings: dict[str, Any]  # that it was made with
     _run: OffloadRun | None  # what keeps momentum elsewhere; None once it is closed
     _warned: set[str]
-    _state_groups: list[Any]  # of the ranks that agree on what has failed, in one order on all of them
+    # of the ranks that agree on what has failed, in one order on all of them
+    _state_groups: list[Any]
 
     def _take_up_exchanged(self) -> None:
         """Take up parameters that a framework has put into `param_groups`: for `Muon`, which can be made anew."""
@@ -50,7 +51,8 @@ class MuonState(torch.optim.Optimizer):
             self.state.update(part.shown)
             part.show_settings(self.param_groups)
         for group in self.param_groups:
-            if group[OPTIMIZER] == MUON:  # torch's checkpoints load what the run has alone, whatever dtype comes later
+            # torch's checkpoints load what the run has alone, whatever dtype comes later
+            if group[OPTIMIZER] == MUON:
                 group.setdefault(STEPS, 0)
                 continue
             for p in group["params"]:
@@ -69,9 +71,12 @@ class MuonState(torch.optim.Optimizer):
     def refuse_lost_state(self, group: Any = None) -> None:
         """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
 
-        Collective over `group`, or all ranks that have matrices together, where momentum is in files.
+        Collective over `group`, or all ranks that have matrices together, where momentum is in
+        files.
         """
-        failures = [worst_failure(self.stores, each) for each in ([group] if group else self._state_groups)]
+        failures = [
+            worst_failure(self.stores, each) for each in ([group] if group else self._state_groups)
+        ]
         if (failure := min(filter(None, failures), default=None)) is None:
             return
         nothing_is_lost, text = failure
@@ -84,8 +89,13 @@ class MuonState(torch.optim.Optimizer):
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """As of `ShardedMuon`, for each parameter. Collective where momentum is in files and matrices are sharded."""
         self._require_open()
-        state = {p: momentum for part in self.parts for p, momentum in part.momentum_state(empty=empty).items()}
-        is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)  # one rank alone may save it
+        state = {
+            p: momentum
+            for part in self.parts
+            for p, momentum in part.momentum_state(empty=empty).items()
+        }
+        # one rank alone may save it
+        is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)
         self.refuse_lost_state(Alone() if is_whole else None)
         return state
 
@@ -113,31 +123,44 @@ class MuonState(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
 
-        A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero. A
-        UserError, with nothing loaded, where state of a matrix is missing, or of another shape.
+        A parameter that was frozen after construction keeps its state; AdamW's state that is
+        missing starts at zero. A UserError, with nothing loaded, where state of a matrix is
+        missing, or of another shape.
         """
         self._require_open()
         self._take_up_exchanged()
         state_dict = check_loaded(state_dict, self._settings)
-        # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
+        # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the
+        # order of the groups.
         pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
-        keys = {p: key for ours, theirs in pairs for p, key in zip(ours["params"], theirs["params"], strict=False)}
+        keys = {
+            p: key
+            for ours, theirs in pairs
+            for p, key in zip(ours["params"], theirs["params"], strict=False)
+        }
         saved = {p: dict(state_dict["state"].get(keys.get(p), {})) for p in self.selection.views}
         for part in self.parts:
             for p in part.shown:
                 part.show_own(p, self.state)
-        own = {MOMENTUM, *(slot for part in self.parts for rule in part.rules for slot in rule.slots)}
+        own = {
+            MOMENTUM,
+            *(slot for part in self.parts for rule in part.rules for slot in rule.slots),
+        }
         for p in self.selection.views:
             for slot in sorted(own):
                 shape = tuple((p if slot == MOMENTUM else self.state[p][slot]).shape)
                 found = saved[p].get(slot)
-                if (found is None and p.requires_grad) or (found is not None and found.shape != shape):
+                if (found is None and p.requires_grad) or (
+                    found is not None and found.shape != shape
+                ):
                     raise UserError(
-                        f"the state to load has {'no' if found is None else tuple(found.shape)} {slot} of "
-                        f"{self.selection.names[p]}, which here is {shape}; was it saved by Muon with these settings?"
+                        f"the state to load has {'no' if found is None else tuple(found.shape)}"
+                        f" {slot} of {self.selection.names[p]}, which here is {shape}; was it saved"
+                        " by Muon with these settings?"
                     )
-        # torch casts all that it is given to the parameters' dtype and device, at once: neither is where ours belongs.
-        # It would share them with what it is given, which may be another optimizer's.
+        # torch casts all that it is given to the parameters' dtype and device, at once: neither is
+        # where ours belongs. It would share them with what it is given, which may be another
+        # optimizer's.
         others = {
             key: {slot: _copied(value) for slot, value in slots.items() if slot not in own}
             for key, slots in state_dict["state"].items()

@@ -27,7 +27,10 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a parameter group as floats, by torch's names; a UserError for what is not one finite number."""
-    numbers = {name: as_float(f"{name} of a parameter group", group[name]) for name in ("lr", "weight_decay", "eps")}
+    numbers = {
+        name: as_float(f"{name} of a parameter group", group[name])
+        for name in ("lr", "weight_decay", "eps")
+    }
     beta1, beta2 = (as_float("betas of a parameter group", beta) for beta in group["betas"])
     return {**numbers, "beta1": beta1, "beta2": beta2}
 
@@ -56,7 +59,10 @@ def step_adamw(
         states = [state[p] for p in some]
         adamw(
             local_parts(some),
-            [gradient.to(p.dtype) for gradient, p in zip(local_parts([p.grad for p in some]), some, strict=True)],
+            [
+                gradient.to(p.dtype)
+                for gradient, p in zip(local_parts([p.grad for p in some]), some, strict=True)
+            ],
             local_parts([slots["exp_avg"] for slots in states]),
             local_parts([slots["exp_avg_sq"] for slots in states]),
             [],
@@ -97,14 +103,18 @@ def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> Non
 class CapturedStep:
     """Runs a step of these parameters twice as it is, then captures it as a CUDA graph, and from then on replays it.
 
-    It has run on one GPU, with FSDP2 and NCCL on one rank (docs/gpu.md). Tests replay recorded operations on a
-    processor.
+    It has run on one GPU, with FSDP2 and NCCL on one rank (docs/gpu.md). Tests replay recorded
+    operations on a processor.
 
-    A graph works on the memory that the captured step worked on; `put_on_device` makes numbers of groups part of it.
+    A graph works on the memory that the captured step worked on; `put_on_device` makes numbers of
+    groups part of it.
     """
 
     def __init__(
-        self, enqueue: Callable[[], None], parameters: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]
+        self,
+        enqueue: Callable[[], None],
+        parameters: Sequence[torch.Tensor],
+        groups: Sequence[dict[str, Any]],
     ) -> None:
         self._enqueue, self._groups = enqueue, groups
         self._held = [parameter for parameter in parameters if local_rows(parameter).numel()]
@@ -116,7 +126,8 @@ class CapturedStep:
         """One step.
 
         Raises:
-            UserError: a gradient, a learning rate or a decay is missing, or is not where the captured step has it.
+            UserError: a gradient, a learning rate or a decay is missing, or is not where the
+                captured step has it.
         """
         self._steps += 1
         if self._steps <= _BEFORE:
@@ -125,9 +136,9 @@ class CapturedStep:
         fixed = self._fixed()
         if None in fixed or (self._graph is not None and fixed != self._captured):
             raise UserError(
-                "cuda_graph=True needs gradients, lr and weight_decay in the same tensors in every step, and the same "
-                "momentum; call optimizer.zero_grad(set_to_none=False) and group['lr'].fill_(value), or leave "
-                "cuda_graph out"
+                "cuda_graph=True needs gradients, lr and weight_decay in the same tensors in every"
+                " step, and the same momentum; call optimizer.zero_grad(set_to_none=False) and"
+                " group['lr'].fill_(value), or leave cuda_graph out"
             )
         if self._graph is None:
             graph: Any = torch.cuda.CUDAGraph()
@@ -138,7 +149,9 @@ class CapturedStep:
 
     def _fixed(self) -> list[Any]:
         """The addresses of what the step reads; None of a gradient that is missing; a number as it is captured."""
-        fixed: list[Any] = [None if p.grad is None else local_rows(p.grad).data_ptr() for p in self._held]
+        fixed: list[Any] = [
+            None if p.grad is None else local_rows(p.grad).data_ptr() for p in self._held
+        ]
         for group in self._groups:
             for name in _NUMBERS:
                 value = group.get(name)

@@ -44,19 +44,25 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
     total = max(sum(map(sum, sizes.values())), 1)
     lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
     for optimizer, counts in sizes.items():
-        lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
+        lines.append(
+            f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}"
+        )
     if frozen:
         lines.append(f"{FROZEN:<12}{frozen:>9,}")
     lines.append("")
     for (optimizer, shape, kind, note), names in kinds.items():
         shown = names[0] if len(names) == 1 else kind
-        lines.append(f"{optimizer:<12}{len(names):>9,}{shape:>16}  {shown}{f' ({note})' if note else ''}")
+        lines.append(
+            f"{optimizer:<12}{len(names):>9,}{shape:>16}  {shown}{f' ({note})' if note else ''}"
+        )
     return "\n".join(lines)
 
 
 def blocks(split: RowSplit) -> str:
     """The rows of each block, as a note; of several alike in a row, how many there are. Empty for one block."""
-    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
+    runs = [
+        (split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)
+    ]
     shown = ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
     if len(split.parts) == 1:
         return ""

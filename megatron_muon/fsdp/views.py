@@ -6,7 +6,8 @@
     by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)` of a convolution
     `transposed=`       weights that are stored as (inputs, outputs): the rows of a matrix are their columns
 
-Gradients, weights and state stay as they are; what the core gets are views of the part that this rank holds.
+Gradients, weights and state stay as they are; what the core gets are views of the part that this
+rank holds.
 """
 
 from __future__ import annotations
@@ -78,11 +79,16 @@ class View:
 
         Args:
             offsets: the first element held in each dimension of the parameter.
-            sizes: the number of elements held. A flat parameter is whole in all dimensions but the first.
+            sizes: the number of elements held. A flat parameter is whole in all dimensions but the
+                first.
         """
         leading = len(self.stacked)
         row = offsets[leading], sizes[leading]
-        col = (0, math.prod(self.shape[1:])) if self.flat else (offsets[leading + 1], sizes[leading + 1])
+        col = (
+            (0, math.prod(self.shape[1:]))
+            if self.flat
+            else (offsets[leading + 1], sizes[leading + 1])
+        )
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
         held[tuple(map(_range, offsets[:leading], sizes))] = True

@@ -53,11 +53,16 @@ def tells() -> bool:
     """Whether this rank reports, and a launcher reads it: the last of its machine, as the last of all has the loss."""
     place, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     is_last = place.isdigit() and size.isdigit() and int(place) == int(size) - 1
-    return is_last and STATUS_FOLDER in os.environ and Path(os.environ[STATUS_FOLDER], TOLD).exists()
+    return (
+        is_last and STATUS_FOLDER in os.environ and Path(os.environ[STATUS_FOLDER], TOLD).exists()
+    )
 
 
 def tell(event: str, **facts: Any) -> None:
     """Report an event, on the rank that reports. A file that cannot be written is ignored: the training goes on."""
     if tells():
-        with contextlib.suppress(OSError), Path(os.environ[STATUS_FOLDER], TOLD).open("a", encoding="utf-8") as file:
+        with (
+            contextlib.suppress(OSError),
+            Path(os.environ[STATUS_FOLDER], TOLD).open("a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps({"event": event, **facts}) + "\n")

@@ -1,7 +1,8 @@
 """Builds the Muon of some parameter groups: which class, on which ranks, with which exchange and store.
 
-`factory` selects the groups and reports; this module constructs. Where every rank holds whole matrices (`no_shard`)
-the work is repeated, or shared with `--muon-share-replicated`; otherwise matrices are sharded and exchanged.
+`factory` selects the groups and reports; this module constructs. Where every rank holds whole
+matrices (`no_shard`) the work is repeated, or shared with `--muon-share-replicated`; otherwise
+matrices are sharded and exchanged.
 """
 
 from __future__ import annotations
@@ -48,16 +49,19 @@ def build_muon(
 
     `offload`, `weights` and `scratch` are as for `make_muon`.
 
-    Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19 ends its first
-    step in an AttributeError with emerging-optimizers 0.3, which has moved the scale behind the second moment. So is
-    MuonHyperball, which megatron-core does not have.
+    Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19
+    ends its first step in an AttributeError with emerging-optimizers 0.3, which has moved the scale
+    behind the second moment. So is MuonHyperball, which megatron-core does not have.
     """
     parameters = [parameter for member in groups for parameter in member["params"]]
-    # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks too.
+    # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks
+    # too.
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
     matrices = {p: mp.matrix_of(names[p], p, config, over_tp=over_tp) for p in parameters}
-    own = config.muon_share_replicated or config.optimizer == "adaptive_muon" or config.muon_hyperball
+    own = (
+        config.muon_share_replicated or config.optimizer == "adaptive_muon" or config.muon_hyperball
+    )
     if is_replicated and not own:
         return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
@@ -70,7 +74,9 @@ def build_muon(
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
         layout, mine = layout_of(
-            {p: [one] for p, one in matrices.items()}, group, remedy="start all ranks with the same flags and software"
+            {p: [one] for p, one in matrices.items()},
+            group,
+            remedy="start all ranks with the same flags and software",
         )
     device = parameters[0].device
     held = Held(
@@ -85,7 +91,9 @@ def build_muon(
     elsewhere: dict[str, Any] = {}
     if device.type != "cpu" and config.muon_ns_device == "cpu":
         elsewhere = {"device": torch.device("cpu"), "group": mp.over_gloo(group)}
-    muon = make_muon(groups, held, config, names, offload=offload, weights=weights, scratch=scratch, **elsewhere)
+    muon = make_muon(
+        groups, held, config, names, offload=offload, weights=weights, scratch=scratch, **elsewhere
+    )
     return muon, matrices
 
 
@@ -104,9 +112,9 @@ def make_muon(
 ) -> ShardedMuon:
     """The Muon of parameters whose layout is known. Collective.
 
-    `groups` are in the order of the layout. `weights` has the main weights, which `offload` keeps too. `device` and
-    `group`, of the same ranks, say where momentum and iteration compute, if elsewhere than the weights; all else is as
-    for `make_parts`.
+    `groups` are in the order of the layout. `weights` has the main weights, which `offload` keeps
+    too. `device` and `group`, of the same ranks, say where momentum and iteration compute, if
+    elsewhere than the weights; all else is as for `make_parts`.
     """
     adaptive = config.optimizer == "adaptive_muon"
     orthogonalizer = Orthogonalizer(
@@ -132,8 +140,14 @@ def make_muon(
     if weights is not None and offload is not None and store is not None:
         parameters = [parameter for member in groups for parameter in member["params"]]
         outside = weights.keep_beside(store, offload, parameters)
-    defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
-    return ShardedMuon(groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside)
+    defaults = {
+        "lr": config.lr,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.weight_decay,
+    }
+    return ShardedMuon(
+        groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside
+    )
 
 
 class ReplicatedMuon(TensorParallelMuon):
@@ -151,7 +165,8 @@ class ReplicatedMuon(TensorParallelMuon):
         matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
         for parameter, matrix in matrices.items():
-            # TensorParallelMuon splits rows into repetitions of these, as many as there are; that is a RowSplit.
+            # TensorParallelMuon splits rows into repetitions of these, as many as there are; that
+            # is a RowSplit.
             parameter.qkv_split_shapes = list(matrix.split.parts)  # type: ignore[attr-defined]
         super().__init__(
             groups,
@@ -183,7 +198,9 @@ class ReplicatedMuon(TensorParallelMuon):
         self._skipped.clear()
         return {name: count for name, count in counts.items() if count}
 
-    def _apply_weight_decay_inplace(self, p: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float) -> None:
+    def _apply_weight_decay_inplace(
+        self, p: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float
+    ) -> None:
         """Leave decoupled decay to `pre_weight_update_fn_inplace`, where the update is known."""
         if self.weight_decay_method == "decoupled":
             self._decay = -weight_decay * lr
@@ -194,7 +211,9 @@ class ReplicatedMuon(TensorParallelMuon):
         """Decay the weights where the update is finite, and count where it is not."""
         rows = local_rows(p)
         if self._decay:
-            decays = self._finite & aligned(rows, local_rows(update)) if self._cautious else self._finite
+            decays = (
+                self._finite & aligned(rows, local_rows(update)) if self._cautious else self._finite
+            )
             rows.add_(torch.where(decays, rows, 0.0), alpha=self._decay)
         skipped = (~self._finite).int()
         self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
@@ -212,11 +231,17 @@ class ReplicatedMuon(TensorParallelMuon):
         self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self.replicas)
         return sharded_like(grad, update)
 
-    def _orthogonalize_rows(self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any) -> torch.Tensor:
+    def _orthogonalize_rows(
+        self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any
+    ) -> torch.Tensor:
         """The scaled update, zero where it is not finite."""
         largest = largest_magnitude(rows)
         if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
-            tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
+            tp_group = (
+                self.pg_collection.expt_tp
+                if getattr(p, "expert_tp", False)
+                else self.pg_collection.tp
+            )
             if tp_group.size() > 1:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
         update = super().orthogonalize(p, rows * unit_factor(largest), **kwargs)
@@ -225,6 +250,10 @@ class ReplicatedMuon(TensorParallelMuon):
 
     def replicas(self, index: int) -> int:
         """How many ranks hold these matrices alike."""
-        experts = any(getattr(p, "expert_tp", False) for group in self.param_groups for p in group["params"])
-        group: dist.ProcessGroup = self.pg_collection.expt_dp if experts else self.pg_collection.dp_cp
+        experts = any(
+            getattr(p, "expert_tp", False) for group in self.param_groups for p in group["params"]
+        )
+        group: dist.ProcessGroup = (
+            self.pg_collection.expt_dp if experts else self.pg_collection.dp_cp
+        )
         return group.size()

@@ -27,11 +27,13 @@ from megatron_muon.offload.store import RecordStore, worst_failure
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
-    A step finishes the gradient reduction unless that is done, computes the norm over all parameters, clips, skips
-    where a gradient is not finite, steps every optimizer, clips queries and keys, and installs the weights once.
+    A step finishes the gradient reduction unless that is done, computes the norm over all
+    parameters, clips, skips where a gradient is not finite, steps every optimizer, clips queries
+    and keys, and installs the weights once.
 
-    Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures
-    no step. `weights` and `scalar_state` have main weights and scalar state that are out of Megatron-FSDP's buffers.
+    Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; 0 as
+    `metrics_interval` measures no step. `weights` and `scalar_state` have main weights and scalar
+    state that are out of Megatron-FSDP's buffers.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
         inner = {member: member.optimizer for member in self._members}
-        self._muons = {m: one for m, one in inner.items() if isinstance(one, (ShardedMuon, ReplicatedMuon))}
+        self._muons = {
+            m: one for m, one in inner.items() if isinstance(one, (ShardedMuon, ReplicatedMuon))
+        }
         self._sharded = {m: one for m, one in inner.items() if isinstance(one, ShardedMuon)}
         self._stored = {m: one for m, one in self._sharded.items() if one.store is not None}
         self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
@@ -54,27 +58,31 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
         self._has_stepped = False
-        self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
+        # noted once the step in which it happened is finished
+        self.offload_failure: OffloadError | None = None
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
-        `updated` is False where a gradient was not finite: weights and momentum are as before. Raises an OffloadError
-        on every rank where one cannot read its state, before the model gets new weights. What could not be written is
-        raised in the next step: this one is finished on every rank, so that a checkpoint can be saved.
+        `updated` is False where a gradient was not finite: weights and momentum are as before.
+        Raises an OffloadError on every rank where one cannot read its state, before the model gets
+        new weights. What could not be written is raised in the next step: this one is finished on
+        every rank, so that a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
         for store in self.stores:
             store.verify()
         self._look_for_failures()
-        for muon in self._sharded.values() if not self._has_stepped else ():  # by now a checkpoint is loaded
+        # by now a checkpoint is loaded
+        for muon in self._sharded.values() if not self._has_stepped else ():
             muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
-            # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
-            # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.
+            # Megatron's training loop has finished the reduction (finalize_model_grads); a script
+            # of one's own may not have. Under `optim` without overlap Megatron-FSDP reduces in
+            # place, so a second time would be wrong.
             if not chunk.module.is_param_fsdp_distributed:
                 with span("finish_grad_sync"):
                     chunk.finish_grad_sync()
@@ -113,7 +121,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
                 with span("qk-clip"):
                     self.qk_clip.clip()
         with span("optimizer-copy-main-to-model-params"):
-            for chunk in self.model_chunks if self._weights is None else ():  # else they are copied as they go back
+            # else they are copied as they go back
+            for chunk in self.model_chunks if self._weights is None else ():
                 chunk.module.install_optimized_model_weights()
         with span("params-all-gather"):
             for chunk in self.model_chunks:
@@ -133,14 +142,23 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @property
     def stores(self) -> list[RecordStore]:
         """Whatever keeps state out of the optimizers."""
-        of_muons = [store for muon in self._stored.values() if isinstance(store := muon.store, RecordStore)]
+        of_muons = [
+            store for muon in self._stored.values() if isinstance(store := muon.store, RecordStore)
+        ]
         return [*of_muons, *(self._weights.stores if self._weights is not None else ())]
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
-        mine = {name: count for muon in self._muons.values() for name, count in muon.skipped_updates().items()}
+        mine = {
+            name: count
+            for muon in self._muons.values()
+            for name, count in muon.skipped_updates().items()
+        }
         everyone = of_all_ranks_if_any(mine)
-        return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
+        return {
+            name: max(counts.get(name, 0) for counts in everyone)
+            for name in sorted(set().union(*everyone))
+        }
 
     def _look_for_failures(self) -> None:
         """Raise an OffloadError on every rank where one has lost state; note one that lost nothing, to end the run.
@@ -156,15 +174,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def state_dict(self) -> Any:
         """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""
         raise UserError(
-            "state_dict() has no momentum under Megatron-FSDP; save sharded_state_dict(model.state_dict(), "
-            'metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}), which load_state_dict takes'
+            "state_dict() has no momentum under Megatron-FSDP; save"
+            ' sharded_state_dict(model.state_dict(), metadata={"distrib_optim_sharding_type":'
+            ' "fsdp_dtensor"}), which load_state_dict takes'
         )
 
     def __getstate__(self) -> Any:
         refuse_copy()
 
     def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One state dict for all optimizers, keyed by parameter name, for megatron-core's fsdp_dtensor format."""
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
@@ -185,16 +207,31 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `sharded_state_dict` returned; an OffloadError where a rank could not write momentum."""
         for member in self._members:
-            parameters = {member._param_name(parameter): parameter for parameter in member.get_parameters()}
-            settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
+            parameters = {
+                member._param_name(parameter): parameter for parameter in member.get_parameters()
+            }
+            settings = {
+                n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters
+            }
             self._tell_of_other_momentum(member, settings)
-            state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
+            state = {
+                name: dict(slots)
+                for name, slots in state_dict["state"].items()
+                if name in parameters
+            }
             muon, scalars = self._stored.get(member), self._scalar_state.get(member)
-            apart = (MOMENTUM,) if muon is not None else scalars.slots if scalars is not None else ()
-            kept = {parameters[name]: {slot: slots.pop(slot) for slot in apart} for name, slots in state.items()}
+            apart = (
+                (MOMENTUM,) if muon is not None else scalars.slots if scalars is not None else ()
+            )
+            kept = {
+                parameters[name]: {slot: slots.pop(slot) for slot in apart}
+                for name, slots in state.items()
+            }
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
-                muon.load_momentum({parameter: slots[MOMENTUM] for parameter, slots in kept.items()})
+                muon.load_momentum(
+                    {parameter: slots[MOMENTUM] for parameter, slots in kept.items()}
+                )
             if scalars is not None:
                 scalars.load(kept)
         self._look_for_failures()
@@ -207,5 +244,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         group = next(group for group in optimizer.optimizer.param_groups if group["params"])
         stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
         if stored is not None and stored != group["momentum"]:
-            going_on = f"the checkpoint's momentum {stored:g} goes on, not --muon-momentum {group['momentum']:g}"
+            going_on = (
+                f"the checkpoint's momentum {stored:g} goes on, not --muon-momentum"
+                f" {group['momentum']:g}"
+            )
             say(f"megatron-muon: warning: {going_on}; --no-load-optim starts afresh with it")

@@ -16,16 +16,18 @@ _enabled: dict[str, Any] | None = None
 def enable(**settings: Any) -> None:
     """Let Megatron train with Muon under Megatron-FSDP where flags or an optimizer's config say so; twice is once.
 
-    Call it before megatron.training parses flags, or in a loop of one's own before `get_megatron_optimizer`. This
-    package's flags, validation, optimizer, checkpoints and corrections of Megatron-FSDP are then those of
-    pretrain_gpt.py; the log names the patches. Without `--optimizer muon --use-megatron-fsdp`, or a config that says
-    the same, Megatron is as before. With these flags the CPU stands in for a GPU where there is none.
+    Call it before megatron.training parses flags, or in a loop of one's own before
+    `get_megatron_optimizer`. This package's flags, validation, optimizer, checkpoints and
+    corrections of Megatron-FSDP are then those of pretrain_gpt.py; the log names the patches.
+    Without `--optimizer muon --use-megatron-fsdp`, or a config that says the same, Megatron is as
+    before. With these flags the CPU stands in for a GPU where there is none.
 
     Args:
         settings: of `MuonSettings`, where no flag and no attribute of the config says otherwise.
 
     Raises:
-        UserError: too late, an unknown setting, settings that differ from an earlier call's, or another megatron-core.
+        UserError: too late, an unknown setting, settings that differ from an earlier call's, or
+            another megatron-core.
     """
     global _enabled
     for name in settings.keys() - set(FIELDS):
@@ -33,7 +35,10 @@ def enable(**settings: Any) -> None:
         raise UserError(f"megatron_muon.enable has no setting {name}{near}")
     if _enabled is not None:
         if settings not in ({}, _enabled):
-            raise UserError(f"megatron_muon.enable was called before, with {_enabled or 'no settings'}; call it once")
+            raise UserError(
+                f"megatron_muon.enable was called before, with {_enabled or 'no settings'}; call it"
+                " once"
+            )
         return
     check_versions()
     with quiet_imports():
@@ -46,7 +51,10 @@ def enable(**settings: Any) -> None:
     theirs = getattr(emerging_optimizers, "TensorParallelMuon", ())  # there only if its package is
     muons = [each for each in gc.get_objects() if issubclass(type(each), theirs)]
     shards = [
-        hasattr(p, "megatron_fsdp_dist_index") for one in muons for group in one.param_groups for p in group["params"]
+        hasattr(p, "megatron_fsdp_dist_index")
+        for one in muons
+        for group in one.param_groups
+        for p in group["params"]
     ]
     if global_vars._GLOBAL_ARGS is not None or any(shards):
         raise UserError(f"megatron_muon.enable comes too late; {install.TOO_LATE}")

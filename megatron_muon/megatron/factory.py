@@ -20,7 +20,12 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
+from megatron.core.optimizer.optimizer_config import (
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
@@ -52,13 +57,16 @@ def get_megatron_muon_optimizer(
     """The optimizer for model chunks wrapped in Megatron-FSDP, which is mended (`mend_megatron_fsdp`).
 
     Args:
-        config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this package's settings.
+        config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this
+            package's settings.
         model_chunks: the model, each chunk a megatron-core FullyShardedDataParallel.
-        config_overrides: settings for subsets of parameters, as megatron-core's `get_megatron_optimizer` takes them.
+        config_overrides: settings for subsets of parameters, as megatron-core's
+            `get_megatron_optimizer` takes them.
         pg_collection: by default the process groups of megatron-core's parallel state.
 
     Raises:
-        UserError: a setting that Muon under Megatron-FSDP does not support, or that differs between ranks.
+        UserError: a setting that Muon under Megatron-FSDP does not support, or that differs between
+            ranks.
     """
     settings = _checked(config, model_chunks)
     pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -72,13 +80,24 @@ def get_megatron_muon_optimizer(
     ddp_config = model_chunks[0].ddp_config
     scratch: torch.Tensor | None = None
     for is_expert in (False, True):
-        ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
+        ours = [
+            group
+            for group in groups
+            if group["is_expert_parallel"] is is_expert and group["params"]
+        ]
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             muon, matrices = build_muon(
-                muon_groups, settings, ddp_config, pg_collection, names,
-                is_expert=is_expert, offload=offload, weights=weights, scratch=scratch,
-            )  # fmt: skip
+                muon_groups,
+                settings,
+                ddp_config,
+                pg_collection,
+                names,
+                is_expert=is_expert,
+                offload=offload,
+                weights=weights,
+                scratch=scratch,
+            )
             if isinstance(muon, ShardedMuon):
                 scratch = muon.exchange.arena.memory
                 muons["experts" if is_expert else "dense"] = muon
@@ -86,7 +105,9 @@ def get_megatron_muon_optimizer(
             optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:
-            optimizers.append(_scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group))
+            optimizers.append(
+                _scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group)
+            )
             if weights is None or offload is None:
                 initialize_scalar_state(optimizers[-1])
             else:
@@ -97,7 +118,10 @@ def get_megatron_muon_optimizer(
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
-        optimizers, metrics_interval=settings.muon_metrics_interval, weights=weights, scalar_state=scalar_state
+        optimizers,
+        metrics_interval=settings.muon_metrics_interval,
+        weights=weights,
+        scalar_state=scalar_state,
     )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
@@ -119,7 +143,9 @@ def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimi
 
 
 def _groups(
-    config: MuonOptimizerConfig, model_chunks: Sequence[Any], config_overrides: dict[ParamKey, Any] | None
+    config: MuonOptimizerConfig,
+    model_chunks: Sequence[Any],
+    config_overrides: dict[ParamKey, Any] | None,
 ) -> tuple[list[dict[str, Any]], dict[Any, str]]:
     """megatron-core's parameter groups, those of Muon without `optimizer`, and a name for each parameter."""
     mp.restore_attributes(model_chunks)
@@ -138,9 +164,13 @@ def _report(
 ) -> dict[str, Any]:
     """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
     exchanges = {kind: muon.exchange for kind, muon in muons.items()}
-    plans = {kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None}
+    plans = {
+        kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None
+    }
     digest = "-".join(plan.digest() for plan in plans.values())
-    unmet = {kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER}
+    unmet = {
+        kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER
+    }
     for note in refuse_unmet(unmet):
         say(f"megatron-muon: note: {note}")
     if digest:
@@ -154,33 +184,51 @@ def _report(
     }
 
 
-def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:
+def _by_width(
+    config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float
+) -> dict[ParamKey, Any]:
     """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
 
-    megatron-core 0.19 goes by dimensions: it takes a stack of experts for Adam's and a matrix of --muon-exclude for
-    Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
+    megatron-core 0.19 goes by dimensions: it takes a stack of experts for Adam's and a matrix of
+    --muon-exclude for Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
 
     def by_mup(key: ParamKey) -> bool:
         return getattr(key.with_name_predicate, "name", "").startswith("mup_")
 
     others = {key: value for key, value in given.items() if not by_mup(key)}
-    mup = get_mup_config_overrides(config, width, config.muon_scalar_optimizer) if len(others) < len(given) else {}
+    mup = (
+        get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
+        if len(others) < len(given)
+        else {}
+    )
     for key, value in mup.items():
         predicate = key.with_name_predicate
-        name, fn = predicate.name, lambda p, name, fn=predicate.fn: not mp.is_muon_matrix(p) and fn(p, name)
+        name, fn = (
+            predicate.name,
+            lambda p, name, fn=predicate.fn: not mp.is_muon_matrix(p) and fn(p, name),
+        )
         others[ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))] = value
     return others
 
 
-def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float) -> dict[ParamKey, Any]:
+def _overrides(
+    config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float
+) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
-    overrides = get_standard_config_overrides(config) if given is None else _by_width(config, given, width)
+    overrides = (
+        get_standard_config_overrides(config) if given is None else _by_width(config, given, width)
+    )
     scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not mp.is_muon_matrix(p))
-    overrides = {**overrides, ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer}}
+    overrides = {
+        **overrides,
+        ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer},
+    }
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
     if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
-        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = chosen
+        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = (
+            chosen
+        )
     return overrides
 
 
@@ -229,16 +277,23 @@ def _scalar(
     return wrapped
 
 
-def _grad_stats_group(ddp_config: Any, pg_collection: ProcessGroupCollection, *, is_expert: bool) -> dist.ProcessGroup:
+def _grad_stats_group(
+    ddp_config: Any, pg_collection: ProcessGroupCollection, *, is_expert: bool
+) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
-    Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
-    no_shard only model-parallel ranks add: for experts that includes the ranks with other experts.
+    Shards add up over all ranks of the optimizer instance, and over all instances where these share
+    them too. Under no_shard only model-parallel ranks add: for experts that includes the ranks with
+    other experts.
     """
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
-    elif ddp_config.num_distributed_optimizer_instances > 1 and ddp_config.outer_dp_sharding_strategy != "no_shard":
+    elif (
+        ddp_config.num_distributed_optimizer_instances > 1
+        and ddp_config.outer_dp_sharding_strategy != "no_shard"
+    ):
         assert dist.group.WORLD is not None
-        group = dist.group.WORLD  # 0.19's norm stays within the instance; pipeline stages there are none
+        # 0.19's norm stays within the instance; pipeline stages there are none
+        group = dist.group.WORLD
     return group

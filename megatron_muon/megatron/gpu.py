@@ -36,14 +36,21 @@ def bf16_tflops(name: str) -> float | None:
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
-        raise UserError(f"--device auto: torch cannot use this machine's GPU: {why}; mend that, or use --device cpu")
+        raise UserError(
+            f"--device auto: torch cannot use this machine's GPU: {why}; mend that, or use"
+            " --device cpu"
+        )
 
 
 def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
     """Why torch cannot use the NVIDIA GPU of this machine; None where it can, or there is none, or it is hidden."""
     import torch
 
-    if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):
+    if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in (
+        "",
+        "-1",
+        "NoDevFiles",
+    ):
         return None
     if not any(_DEVICES.glob("nvidia[0-9]*")) and torch.cuda._device_count_nvml() < 1:
         return None
@@ -71,8 +78,9 @@ def no_transformer_engine() -> str:
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     """Turn "auto" into "cuda" or "cpu", and install the CPU backend for the latter.
 
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked. A UserError
-    for "cuda" without CUDA, fewer GPUs than ranks, or a GPU that cannot be used for "auto".
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are
+    checked. A UserError for "cuda" without CUDA, fewer GPUs than ranks, or a GPU that cannot be
+    used for "auto".
     """
     import torch
 
@@ -83,11 +91,14 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
         rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if rank >= count and not on_paper:
             raise UserError(
-                f"each rank needs a GPU of its own, and this machine has {count}; use --nproc-per-node {count}"
+                f"each rank needs a GPU of its own, and this machine has {count}; use"
+                f" --nproc-per-node {count}"
             )
         return "cuda"
     if wanted == "cuda" and not on_paper:
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+        raise UserError(
+            "--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi"
+        )
     if not has_cuda:
         refuse_unusable_gpu(wanted)
     cpu.install(force=wanted == "cpu")

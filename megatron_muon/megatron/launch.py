@@ -54,7 +54,8 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a GPT as the command line says; the exit status, of `ExitStatus`.
 
-    A user's mistake, or a checkpoint that cannot be written, is one line on the first rank of each node.
+    A user's mistake, or a checkpoint that cannot be written, is one line on the first rank of each
+    node.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -81,8 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     finally:
         if folder := os.environ.get(STATUS_FOLDER):
-            found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at, "trace": trace}
-            Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
+            found = {
+                "status": status,
+                "error": error and error.splitlines()[0],
+                "time": failed_at,
+                "trace": trace,
+            }
+            Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(
+                json.dumps(found), "utf-8"
+            )
     return status
 
 
@@ -110,17 +118,27 @@ def _install(launch: Launch) -> None:
     from megatron_muon.patching import Patches
 
     install.follow(Patches(), every_run=True)
-    sys.argv = [sys.argv[0], *launch.argv, *(["--config", str(launch.config.path)] if launch.config else [])]
+    sys.argv = [
+        sys.argv[0],
+        *launch.argv,
+        *(["--config", str(launch.config.path)] if launch.config else []),
+    ]
 
 
 def _end_with(parent: int) -> None:
     """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
 
-    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
+    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at
+    that time.
     """
-    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # it may be half imported
+    # it may be half imported
+    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
         if os.getppid() != parent:
-            print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
+            print(
+                "pretrain_gpt.py: error: torchrun has ended; so does this rank",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(ExitStatus.FAILURE)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
@@ -133,11 +151,18 @@ def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
     """
     if {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun's and mpirun's process counts
+    # srun's and mpirun's process counts
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (count := environ.get(name, "1")) != "1":
-            raise UserError(f"{name}={count}: each process would train alone; start one torchrun on each machine")
-    # The address is this machine, whatever a batch script has exported; the store takes a free port for 0.
-    environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+            raise UserError(
+                f"{name}={count}: each process would train alone; start one torchrun on each"
+                " machine"
+            )
+    # The address is this machine, whatever a batch script has exported; the store takes a free port
+    # for 0.
+    environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     return "one process; for more: torchrun --nproc-per-node N"
 
 
@@ -168,7 +193,11 @@ def _has_trained() -> bool:
 
     args = get_args()
     is_done = getattr(args, "iteration", 0) >= (args.train_iters or args.train_samples or 0)
-    return args.skip_train or is_done or bool(getattr(args, "do_train", False) and hasattr(args, "curr_iteration"))
+    return (
+        args.skip_train
+        or is_done
+        or bool(getattr(args, "do_train", False) and hasattr(args, "curr_iteration"))
+    )
 
 
 def _ended_by_signal() -> bool:
@@ -182,8 +211,8 @@ def _ended_by_signal() -> bool:
 def _tell(error: str) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
-    All ranks find most mistakes, and torchrun ends the others as soon as one has ended; one that is not ended in time
-    found a mistake that the first did not.
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended; one that is
+    not ended in time found a mistake that the first did not.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
@@ -202,14 +231,17 @@ def _train() -> None:
 
     tell("stage", stage="initializing Megatron")
     with explained():
-        args = parse_and_validate_args(extra_args_provider=arguments.add_run_arguments, args_defaults=DEFAULTS)
+        args = parse_and_validate_args(
+            extra_args_provider=arguments.add_run_arguments, args_defaults=DEFAULTS
+        )
         config = pretrain_cfg_container_from_args(args, gpt_config(args))
     together = False
     try:
         pretrain(config, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
         together = True
         tell("stage", stage="ending the ranks")
-    except SystemExit as end:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
+    # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
+    except SystemExit as end:
         together = True
         if end.code or _ended_by_signal() or _has_trained():
             raise
@@ -218,7 +250,10 @@ def _train() -> None:
             raise
         raise refusal from failure  # before the first step it is the settings that Megatron refuses
     finally:
-        if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
+        # else it would wait for the others: see `end_alone`
+        if together and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     if not _has_trained():
-        raise RunFailedError("nothing was trained: Megatron ended before the first step; what it printed says why")
+        raise RunFailedError(
+            "nothing was trained: Megatron ended before the first step; what it printed says why"
+        )

@@ -1,14 +1,16 @@
 """What leaves the device with `--muon-offload-state all`, beside momentum: main weights, the scalar optimizer's state.
 
-Megatron-FSDP keeps the weights twice: those that the model computes with, and beside them this rank's shard of the fp32
-main weights that optimizers change. Here the main weights live as records in stores (`offload.store`), and its buffers
-hold none: what reads them there gets an error of torch about tensors without data. A step borrows some of them at a
-time, and each is copied to the model's weights as it goes back. For checkpoints all of them lie in memory for a while.
+Megatron-FSDP keeps the weights twice: those that the model computes with, and beside them this
+rank's shard of the fp32 main weights that optimizers change. Here the main weights live as records
+in stores (`offload.store`), and its buffers hold none: what reads them there gets an error of torch
+about tensors without data. A step borrows some of them at a time, and each is copied to the model's
+weights as it goes back. For checkpoints all of them lie in memory for a while.
 
-Each shard of the scalar optimizer is cut into pieces, of which a slot of staging memory holds at least one. A piece is
-one record with a row for its main weights and one for each slot: exp_avg, exp_avg_sq. A step takes as many pieces as a
-slot holds, has megatron-core's optimizer itself step them as parameters of their own, and gives them back. The
-arithmetic is elementwise, so it is the same to the last bit.
+Each shard of the scalar optimizer is cut into pieces, of which a slot of staging memory holds at
+least one. A piece is one record with a row for its main weights and one for each slot: exp_avg,
+exp_avg_sq. A step takes as many pieces as a slot holds, has megatron-core's optimizer itself step
+them as parameters of their own, and gives them back. The arithmetic is elementwise, so it is the
+same to the last bit.
 """
 
 from __future__ import annotations
@@ -77,8 +79,12 @@ class MainWeights:
                 main, model = group.main_weight_buffer, group.model_weight_buffer
                 if main is not None:
                     shown_by = (parameter, buffer.dist_main_weight[name])
-                    self._places[parameter] = _Place(main, model, main.param_idx[parameter.orig_param], shown_by)
-        self._buffers = list({id(place.main): place.main for place in self._places.values()}.values())
+                    self._places[parameter] = _Place(
+                        main, model, main.param_idx[parameter.orig_param], shown_by
+                    )
+        self._buffers = list(
+            {id(place.main): place.main for place in self._places.values()}.values()
+        )
         self._kept: list[tuple[RecordStore, Sequence[Piece]]] = []
         self._parameters: set[torch.Tensor] = set()  # that are kept
         self._at_hand = True
@@ -94,7 +100,9 @@ class MainWeights:
         shard: torch.Tensor = place.main.get_item(place.item, only_shard=True)
         return shard
 
-    def keep(self, store: RecordStore, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+    def keep(
+        self, store: RecordStore, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]
+    ) -> None:
         """Put the main weights of `parameters` into the records of a store, of which `pieces` says what they hold.
 
         From then on each borrowed record is copied to the model's weights as it goes back.
@@ -108,14 +116,20 @@ class MainWeights:
         self, momentum: RecordStore, offload: OffloadRun, parameters: Sequence[torch.Tensor]
     ) -> RecordStore:
         """Keep matrices' weights in records of their own beside those of the same shards' momentum. Collective."""
-        store = offload.make_records(momentum.names, momentum.shards, parameters[0].device, what="main weights")
-        pieces = [Piece(p, 0, shard.numel) for p, shard in zip(parameters, momentum.shards, strict=True)]
+        store = offload.make_records(
+            momentum.names, momentum.shards, parameters[0].device, what="main weights"
+        )
+        pieces = [
+            Piece(p, 0, shard.numel) for p, shard in zip(parameters, momentum.shards, strict=True)
+        ]
         self.keep(store, parameters, pieces)
         return store
 
     def move_out(self) -> None:
         """Give up the memory of Megatron-FSDP's buffers: from now on the stores alone have the main weights."""
-        assert self._parameters == self._places.keys(), "a parameter that trains is not kept, or another one is"
+        assert self._parameters == self._places.keys(), (
+            "a parameter that trains is not kept, or another one is"
+        )
         self._show([torch.empty(buffer.data_size, device="meta") for buffer in self._buffers])
         self._at_hand = False
 
@@ -123,21 +137,24 @@ class MainWeights:
     def at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
         """Have the main weights in Megatron-FSDP's buffers, in the stores' scratch memory; not within a step.
 
-        Without `values` the memory has any, as they will be loaded; with `write` the stores take the values at the end,
-        unless an error ends it.
+        Without `values` the memory has any, as they will be loaded; with `write` the stores take
+        the values at the end, unless an error ends it.
         """
         if self._at_hand:
             yield
             return
         sizes = [buffer.data_size for buffer in self._buffers]
-        stores = sorted(self.stores, key=lambda store: store.disk.file is None)  # scratch is where a store's file is
+        # scratch is where a store's file is
+        stores = sorted(self.stores, key=lambda store: store.disk.file is None)
         self._show(stores[0].scratch(sizes) if stores else [])
         self._at_hand = True
         try:
             for store, pieces in self._kept if values else ():
                 for number, piece in enumerate(pieces):
                     if piece.stop > piece.start:
-                        piece.of_shard(self.shard(piece.parameter)).copy_(piece.of_record(store.read(number)))
+                        piece.of_shard(self.shard(piece.parameter)).copy_(
+                            piece.of_record(store.read(number))
+                        )
             yield
             for store, pieces in self._kept if write else ():
                 self._write(store, pieces)
@@ -169,7 +186,8 @@ class MainWeights:
                 for note in _NOTES:
                     if hasattr(before, note):
                         setattr(tensor._local_tensor, note, getattr(before, note))
-                # For state dicts: a view of a DTensor must lie on the device on which the DTensor was made.
+                # For state dicts: a view of a DTensor must lie on the device on which the DTensor
+                # was made.
                 detach = partial(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
                 tensor.detach = detach  # type: ignore[method-assign]
 
@@ -184,16 +202,22 @@ State = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 class ScalarState:
     """Keeps the state of a scalar optimizer and the main weights of its parameters, and takes its steps.
 
-    `wrapped` is megatron-core's optimizer, still without state; `slots` are the names of the state's tensors.
-    Collective where `offload` stores on disk.
+    `wrapped` is megatron-core's optimizer, still without state; `slots` are the names of the
+    state's tensors. Collective where `offload` stores on disk.
     """
 
     def __init__(
-        self, wrapped: MegatronOptimizer, weights: MainWeights, offload: OffloadRun, names: Mapping[torch.Tensor, str]
+        self,
+        wrapped: MegatronOptimizer,
+        weights: MainWeights,
+        offload: OffloadRun,
+        names: Mapping[torch.Tensor, str],
     ) -> None:
         self._inner = wrapped.optimizer
         groups = enumerate(self._inner.param_groups)
-        self._group_of = {parameter: number for number, group in groups for parameter in group["params"]}
+        self._group_of = {
+            parameter: number for number, group in groups for parameter in group["params"]
+        }
         self.slots = self._make_state(wrapped)
         first = next(iter(self._group_of))
         self._counters = {name: _copied(value) for name, value in self._inner.state[first].items()}
@@ -231,12 +255,19 @@ class ScalarState:
 
     def state(self, *, empty: bool = False) -> State:
         """Copies of each parameter's slots; `empty` leaves out the values."""
-        memory = iter(self.store.scratch([size for size in self._sizes.values() for _ in self.slots]))
-        shards = {parameter: {slot: next(memory) for slot in self.slots} for parameter in self._sizes}
+        memory = iter(
+            self.store.scratch([size for size in self._sizes.values() for _ in self.slots])
+        )
+        shards = {
+            parameter: {slot: next(memory) for slot in self.slots} for parameter in self._sizes
+        }
         for number, piece in enumerate(self._pieces) if not empty else ():
             for slot, values in zip(self.slots, self.store.read(number)[1:], strict=True):
                 piece.of_shard(shards[piece.parameter][slot]).copy_(values)
-        return {p: {slot: sharded_like(p, shard) for slot, shard in slots.items()} for p, slots in shards.items()}
+        return {
+            p: {slot: sharded_like(p, shard) for slot, shard in slots.items()}
+            for p, slots in shards.items()
+        }
 
     def load(self, state: State) -> None:
         """Take the slots of a checkpoint, as `state` gives them; a parameter that it lacks keeps what it has."""
@@ -256,7 +287,9 @@ class ScalarState:
         alone = SimpleNamespace(param_groups=[{"params": [smallest]}], state=defaultdict(dict))
         wrapped.init_state_fn(alone, wrapped.config)
         keep_counters_alike(self._inner)
-        return tuple(name for name, value in alone.state[smallest].items() if isinstance(value, torch.Tensor))
+        return tuple(
+            name for name, value in alone.state[smallest].items() if isinstance(value, torch.Tensor)
+        )
 
     def _step_pieces(
         self,
@@ -275,7 +308,9 @@ class ScalarState:
             if parameter.grad is not None:
                 alone.grad = _shown(piece.of_shard(local_rows(parameter.grad)), parameter.grad)
             states[alone] = {name: _copied(value) for name, value in state[parameter].items()}
-            states[alone] |= {slot: _shown(row, parameter) for slot, row in zip(self.slots, slots, strict=True)}
+            states[alone] |= {
+                slot: _shown(row, parameter) for slot, row in zip(self.slots, slots, strict=True)
+            }
             params[self._group_of[parameter]].append(alone)
         stepped = {number: {**groups[number], "params": params[number]} for number in params}
         for group in stepped.values():  # Transformer Engine's FusedAdam counts the steps of groups
@@ -296,7 +331,11 @@ class ScalarState:
 
 def _shown(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Some of a shard's elements, 1D, as what their parameter is: optimizers choose their arithmetic by that."""
-    return DTensor(elements, like._spec, requires_grad=False) if isinstance(like, DTensor) else elements
+    return (
+        DTensor(elements, like._spec, requires_grad=False)
+        if isinstance(like, DTensor)
+        else elements
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Where the files of a run go, and whether a run lies there already. Plain files, no torch.
 
-A start that does not continue a run never writes into a folder that holds one. Where an experiment file names the
-folder, it takes the next free one beside it; a folder that was typed is refused.
+A start that does not continue a run never writes into a folder that holds one. Where an experiment
+file names the folder, it takes the next free one beside it; a folder that was typed is refused.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def locate(
 ) -> tuple[RunFolder, dict[str, str]]:
     """Where a run's files go.
 
-    With `out` everything goes there that the command line (`chosen`) does not place. Without, the flags decide: the
-    folder is the parent of a --tensorboard-dir named tensorboard, or of a --save named checkpoints, or else `default`.
-    Events and records follow a --save that was typed, not a --tensorboard-dir of the experiment file (`values`).
+    With `out` everything goes there that the command line (`chosen`) does not place. Without, the
+    flags decide: the folder is the parent of a --tensorboard-dir named tensorboard, or of a --save
+    named checkpoints, or else `default`. Events and records follow a --save that was typed, not a
+    --tensorboard-dir of the experiment file (`values`).
 
     Returns:
         The folder, and the flags that have to be added.
@@ -105,15 +106,18 @@ def locate(
 def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict[str, str], str]:
     """A folder that holds no run: the one that an experiment file names, or the next free one beside it.
 
-    A run that loads what it saves, by its `given` flags, starts from nothing there; --finetune takes the weights of the
-    run that lies here. Every rank finds the same, as none writes before all of them have met.
+    A run that loads what it saves, by its `given` flags, starts from nothing there; --finetune
+    takes the weights of the run that lies here. Every rank finds the same, as none writes before
+    all of them have met.
 
     Returns:
         The folder, the flags that name its places, and a note; both empty for the folder itself.
     """
     if not (what := held_by(folder)) or not folder.root.name:
         return folder, {}, ""
-    free = next(each for number in itertools.count(2) if not held_by(each := folder.numbered(number)))
+    free = next(
+        each for number in itertools.count(2) if not held_by(each := folder.numbered(number))
+    )
     flags = {"--tensorboard-dir": str(free.tensorboard)}
     if free.checkpoints is not None:
         flags["--save"] = str(free.checkpoints)
@@ -122,15 +126,18 @@ def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict
     return free, flags, f"{what}; this one goes to {free.root}"
 
 
-def settle_places(values: Mapping[str, str], chosen: Mapping[str, str]) -> tuple[dict[str, str], str]:
+def settle_places(
+    values: Mapping[str, str], chosen: Mapping[str, str]
+) -> tuple[dict[str, str], str]:
     """For ranks that nobody gave a folder: flags that keep their start off another run, and a note.
 
-    `values` are flags of the experiment file, `chosen` those that were typed. A UserError where a place that was typed
-    holds a run that the start does not continue.
+    `values` are flags of the experiment file, `chosen` those that were typed. A UserError where a
+    place that was typed holds a run that the start does not continue.
     """
     given = {**values, **chosen}
     folder, flags = locate(values, chosen, out=None, default="")
-    flags = {flag: path for flag, path in flags.items() if flag in values}  # nobody asked for events otherwise
+    # nobody asked for events otherwise
+    flags = {flag: path for flag, path in flags.items() if flag in values}
     load, save = given.get("--load"), given.get("--save")
     continues = load is not None and "--finetune" not in given
     is_own = load is not None and (save is None or Path(save).resolve() == Path(load).resolve())
@@ -139,7 +146,8 @@ def settle_places(values: Mapping[str, str], chosen: Mapping[str, str]) -> tuple
     if not {"--save", "--tensorboard-dir"} & chosen.keys() and folder.root.name:
         _, moves, note = beside(folder, given)
         return {flag: path for flag, path in moves.items() if flag in given}, note
-    # A run that goes on from another's checkpoint may log where that one did; what it saves has a folder of its own.
+    # A run that goes on from another's checkpoint may log where that one did; what it saves has a
+    # folder of its own.
     if (folder.checkpoint or not continues) and (what := held_by(folder)):
         add = f"; to go on with it, add --load {save}" if save and folder.checkpoint else ""
         raise UserError(f"{what}; give another --save DIR and --tensorboard-dir DIR{add}")
@@ -153,7 +161,10 @@ def held_by(folder: RunFolder) -> str:
         return ""
     if summary:
         done, asked = summary.get("iterations") or 0, summary.get("train_iters")
-        return f"{folder.root} holds a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
+        return (
+            f"{folder.root} holds a run that {summary.get('outcome', 'ended')} after {done} of"
+            f" {asked} iterations"
+        )
     cut_off = " that was cut off" if (folder.root / RUN).exists() else ""
     return f"{folder.tensorboard if folder.has_steps else folder.checkpoints} holds a run{cut_off}"
 
@@ -162,7 +173,9 @@ def foreign_file(root: Path) -> Path | None:
     """A file under one of the names that `megatron-muon train` writes, and that it has not written."""
     if "config_hash" in read_json(root / RUN):
         return None
-    return next((file for name in (CONFIG, RUN, LOG, SUMMARY) if (file := root / name).exists()), None)
+    return next(
+        (file for name in (CONFIG, RUN, LOG, SUMMARY) if (file := root / name).exists()), None
+    )
 
 
 def read_json(file: Path) -> dict[str, Any]:

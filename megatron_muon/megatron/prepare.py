@@ -1,11 +1,13 @@
 """Resolves and checks a command line: config, environment, device, flags; everything before torch.distributed.
 
-In the order in which later parts need it: the environment before torch, the device before megatron-core.
+In the order in which later parts need it: the environment before torch, the device before
+megatron-core.
 
-`check` asks our own rules. megatron-core refuses settings by assertions on the way from flags to a training: in the
-validation of all flags, the batch-size calculator, the configurations of model and optimizer. `validate` goes that way
-on a copy of the arguments, for `train`, `sweep` and `submit`, and shows a refusal in Megatron's words. The rest is
-refused by the ranks, whose errors before the first step are shown in the same way.
+`check` asks our own rules. megatron-core refuses settings by assertions on the way from flags to a
+training: in the validation of all flags, the batch-size calculator, the configurations of model and
+optimizer. `validate` goes that way on a copy of the arguments, for `train`, `sweep` and `submit`,
+and shows a refusal in Megatron's words. The rest is refused by the ranks, whose errors before the
+first step are shown in the same way.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Opened:
 class Launch:
     """A command line with every setting resolved."""
 
-    argv: tuple[str, ...]  # all flags: `defaults` that were filled in, then the config's, then the user's
+    # all flags: `defaults` that were filled in, then the config's, then the user's
+    argv: tuple[str, ...]
     args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
     config: config_file.ExperimentConfig | None
     notes: tuple[str, ...]  # for the user, one line each
@@ -80,10 +83,15 @@ def prepare(argv: Sequence[str]) -> Launch:
     unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
     if unnamed:
         argv = ["--config", str(QUICKSTART), *argv]
-        places = {"--save": str(UNNAMED / "checkpoints"), "--tensorboard-dir": str(UNNAMED / "tensorboard")}
+        places = {
+            "--save": str(UNNAMED / "checkpoints"),
+            "--tensorboard-dir": str(UNNAMED / "tensorboard"),
+        }
     opened = open_line(argv, writes=True)
     if unnamed:
-        opened.notes.insert(0, f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}")
+        opened.notes.insert(
+            0, f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
+        )
     rest, config = opened.rest, opened.config
     if OWNS_PLACES not in os.environ:
         rest += _places(opened, places)
@@ -93,8 +101,8 @@ def prepare(argv: Sequence[str]) -> Launch:
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
     """Read a command line's config, set its environment, choose the device and make the parser.
 
-    A run that `writes` is to start on this machine. Values of the config do not matter for flags of the command line,
-    and for those that are `overridden`.
+    A run that `writes` is to start on this machine. Values of the config do not matter for flags of
+    the command line, and for those that are `overridden`.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
@@ -104,7 +112,9 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
     notes: list[str] = []
     config, device = None, given.device
     if given.config is not None:
-        config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
+        config = config_file.load_config(
+            given.config, overridden={*config_file.given_flags(rest), *overridden}
+        )
         notes = _apply(config)
         device = device or (dict(config.flags).get("--device") or (None,))[0]
     with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
@@ -125,12 +135,16 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = 
     notes = [*opened.notes, *(["defaults filled in: " + " ".join(defaults)] if defaults else [])]
     full = (*defaults, *flags, "--device", opened.device)
     if opened.elsewhere:
-        notes.append("checked for a machine with CUDA: its data, tokenizers and packages are not looked at")
+        notes.append(
+            "checked for a machine with CUDA: its data, tokenizers and packages are not looked at"
+        )
     args = arguments.parse(opened.parser, full)
     if checks:
         is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
         if is_quickstart and writes:
-            corpus.prepare([], QUICKSTART_DATA, corpus.Settings(stdlib=corpus.STDLIB), overwrite=True)
+            corpus.prepare(
+                [], QUICKSTART_DATA, corpus.Settings(stdlib=corpus.STDLIB), overwrite=True
+            )
         arguments.check_settings(
             args,
             device=opened.device,
@@ -156,24 +170,31 @@ def _places(opened: Opened, defaults: Mapping[str, str]) -> list[str]:
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
     """Set a config's environment; what to tell of it."""
-    notes = [f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}"] if config.ignored else []
+    notes = (
+        [f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}"]
+        if config.ignored
+        else []
+    )
     for name, value in config.env.items():
         if name not in os.environ:
             os.environ[name] = value
             notes.append(f"environment from {config.path}: {name}={value}")
         elif os.environ[name] != value:
-            notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
+            notes.append(
+                f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}"
+            )
     return notes
 
 
 def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False) -> list[str]:
     """Take a command line through what megatron-core validates without data; no process group, nothing written.
 
-    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `args` stay as they are.
+    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `args`
+    stay as they are.
 
     Raises:
-        UserError: the first refusal. For a run that starts `elsewhere`, what packages of this machine refuse is a note,
-            which is returned.
+        UserError: the first refusal. For a run that starts `elsewhere`, what packages of this
+            machine refuse is a note, which is returned.
     """
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -209,8 +230,9 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
 def complete(args: argparse.Namespace) -> None:
     """Validate in place what a model depends on, and nothing else: for a plan; a UserError where that is refused.
 
-    The size of the vocabulary is that of `--vocab-size`, else the tokenizer's where there is one at hand. Where neither
-    is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
+    The size of the vocabulary is that of `--vocab-size`, else the tokenizer's where there is one at
+    hand. Where neither is known it is 1, unless buckets that are cut by size depend on it. `args`
+    have `rank` and `world_size`.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -226,7 +248,9 @@ def complete(args: argparse.Namespace) -> None:
                     raise
                 args.vocab_size = 1
         if args.pad_vocab_size and args.padded_vocab_size is None:
-            args.padded_vocab_size = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
+            args.padded_vocab_size = vocab_size_with_padding(
+                args.vocab_size, args, logging_enabled=False
+            )
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -244,13 +268,19 @@ def _validate(args: argparse.Namespace) -> None:
 def _as_in_training() -> Iterator[None]:
     """What a training changes of the validation, for a while; prints are kept back.
 
-    `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
+    `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a
+    training does.
     """
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
     from megatron_muon.patching import Patches
 
-    with explained(), Patches() as changes, contextlib.redirect_stdout(io.StringIO()), quiet_imports():
+    with (
+        explained(),
+        Patches() as changes,
+        contextlib.redirect_stdout(io.StringIO()),
+        quiet_imports(),
+    ):
         loading.run_no_pickles(changes)
         patches.accept_muon(changes)
         yield
@@ -266,14 +296,18 @@ def explained() -> Iterator[None]:
     except UserError:
         raise
     except (Exception, CheckpointException) as error:
-        raise refused(error) or UserError(f"Megatron's validation failed: {unforeseen(error)}") from error
+        raise refused(error) or UserError(
+            f"Megatron's validation failed: {unforeseen(error)}"
+        ) from error
 
 
 def refused(error: BaseException) -> UserError | None:
     """A UserError of one line, with the condition that did not hold, where a statement of Megatron has raised this."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
-    above = [part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]]
+    above = [
+        part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]
+    ]
     is_own = frame.f_globals.get("__name__", "").startswith("megatron.") and above
     if not is_own or not re.search(r"\b(assert|raise)\b", above[-1]):
         return None

@@ -1,7 +1,7 @@
 """Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them.
 
-Here too: what of it is private, and the guard of the supported megatron-core, which answers before anything heavy is
-imported.
+Here too: what of it is private, and the guard of the supported megatron-core, which answers before
+anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ MEGATRON_CORE = "0.19"
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-_PACKAGES = ("megatron-core", "torch", "triton", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
+_PACKAGES = (
+    "megatron-core",
+    "torch",
+    "triton",
+    "emerging-optimizers",
+    "transformer-engine",
+    "deepspeed",
+    "muon-fsdp2",
+)
 
 
 def check_versions(megatron_core: str | None = None) -> None:
@@ -38,7 +46,9 @@ def check_versions(megatron_core: str | None = None) -> None:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         raise UserError(f"megatron-core is not installed; {install('megatron')}") from None
-    if not (megatron_core + ".").startswith((f"{MEGATRON_CORE}.", f"{MEGATRON_CORE}a", f"{MEGATRON_CORE}rc")):
+    if not (megatron_core + ".").startswith(
+        (f"{MEGATRON_CORE}.", f"{MEGATRON_CORE}a", f"{MEGATRON_CORE}rc")
+    ):
         # For Python 3.11 pip installs 0.16.
         remedy = f"with Python 3.12 or 3.13 type: pip install 'megatron-core=={MEGATRON_CORE}.*'"
         raise UserError(f"megatron-core {megatron_core} is not supported; {remedy}")
@@ -53,7 +63,8 @@ def provenance(program: str) -> dict[str, Any]:
 def origin() -> dict[str, Any]:
     """`machine`, `versions`, `commit`, and `dirty`: whether tracked files differ from it.
 
-    The commit is that of the checkout that the package runs from, else of the working folder's, or None.
+    The commit is that of the checkout that the package runs from, else of the working folder's, or
+    None.
     """
     machine = {
         "processor": _processor(),
@@ -62,10 +73,25 @@ def origin() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
     }
     folder = _ROOT if (_ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
-    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"]
+    describe = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=10",
+        "--exclude",
+        "*",
+    ]
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+        commit = (
+            subprocess.run(
+                describe, capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            or None
+        )
     return {
         "machine": machine,
         "versions": versions(),
@@ -120,7 +146,11 @@ def cores() -> int:
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8", "replace"), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$",
+            Path("/proc/cpuinfo").read_text("utf-8", "replace"),
+            re.MULTILINE,
+        )
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()

@@ -33,17 +33,25 @@ def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
     fused = fused_rows("linear_qkv.weight", config)
     assert fused is not None
     query, *gate, key, value = fused.parts
-    return {"linear_qkv": [(QUERY, query), *((OTHER, rows) for rows in gate), (KEY, key), (OTHER, value)]}
+    return {
+        "linear_qkv": [
+            (QUERY, query),
+            *((OTHER, rows) for rows in gate),
+            (KEY, key),
+            (OTHER, value),
+        ]
+    }
 
 
 class QKClip:
     """Measures the attention logits of a model's steps and, where its config asks for that, clips.
 
-    Every rank has all layers; `tensor_parallel` ranks share the heads of one. `largest` is the largest logit of the
-    last step, a scalar on the device.
+    Every rank has all layers; `tensor_parallel` ranks share the heads of one. `largest` is the
+    largest logit of the last step, a scalar on the device.
 
     Raises:
-        UserError: attention that shows no logits, layers of different heads, or frozen weights that would be scaled.
+        UserError: attention that shows no logits, layers of different heads, or frozen weights that
+            would be scaled.
     """
 
     def __init__(self, model_chunks: Sequence[Any], tensor_parallel: dist.ProcessGroup) -> None:
@@ -69,7 +77,9 @@ class QKClip:
             for parameter, rows in _shards(chunk, f"{path}.{name}.", rank)
         ]
         alpha, threshold = config.qk_clip_alpha, config.qk_clip_threshold
-        self._scale = Scaling(scaled, every * of_layer // heads, groups=groups, alpha=alpha, threshold=threshold)
+        self._scale = Scaling(
+            scaled, every * of_layer // heads, groups=groups, alpha=alpha, threshold=threshold
+        )
 
     def forget(self) -> None:
         """Drop the logits of forward passes that no step follows, such as those of an evaluation."""
@@ -82,8 +92,9 @@ class QKClip:
         self.forget()
         if any(logits is None for logits in found):
             raise RuntimeError(
-                f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's step, as in a CUDA "
-                "graph, in FP8 and with --attention-backend flash; leave one of the two out"
+                f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's"
+                " step, as in a CUDA graph, in FP8 and with --attention-backend flash; leave one"
+                " of the two out"
             )
         self._of_heads.fill_(-math.inf)
         self._of_heads[self._mine] = torch.cat(found).float()
@@ -103,31 +114,42 @@ def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
         if isinstance(core, DotProductAttention):
             record_max_logits(core)
         name = path.replace("module.", "")
-        if not isinstance(module, (SelfAttention, MLASelfAttention)) or not hasattr(core, "current_max_attn_logits"):
+        if not isinstance(module, (SelfAttention, MLASelfAttention)) or not hasattr(
+            core, "current_max_attn_logits"
+        ):
             raise UserError(
-                f"{flag}: {name} is a {type(module).__name__} with {type(core).__name__}, which keeps no logits; use "
-                f"megatron-core's self-attention, local or Transformer Engine's, or leave {flag} out"
+                f"{flag}: {name} is a {type(module).__name__} with {type(core).__name__}, which"
+                " keeps no logits; use megatron-core's self-attention, local or Transformer"
+                f" Engine's, or leave {flag} out"
             )
         for number in ("num_attention_heads", "num_query_groups"):
-            if (here := getattr(module.config, number)) != (of_model := getattr(chunk.config, number)):
+            if (here := getattr(module.config, number)) != (
+                of_model := getattr(chunk.config, number)
+            ):
                 raise UserError(
-                    f"{flag}: {name} has {number} {here}, where the model has {of_model}; use layers of one kind, or "
-                    f"leave {flag} out"
+                    f"{flag}: {name} has {number} {here}, where the model has {of_model}; use"
+                    f" layers of one kind, or leave {flag} out"
                 )
         yield chunk, name, module
 
 
-def _shards(chunk: Any, prefix: str, tensor_parallel_rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
+def _shards(
+    chunk: Any, prefix: str, tensor_parallel_rank: int
+) -> Iterator[tuple[torch.Tensor, slice]]:
     """The weight and bias of a projection where this rank holds rows of them, and which rows of the whole these are."""
     buffer = chunk.param_and_grad_buffer
     for name, parameter in buffer.optimizer_named_parameters:
         if name.replace("module.", "") not in (f"{prefix}weight", f"{prefix}bias"):
             continue
         if not parameter.requires_grad:
-            raise UserError(f"--qk-clip would scale rows of {prefix}weight, which is frozen; train it, or leave it out")
+            raise UserError(
+                f"--qk-clip would scale rows of {prefix}weight, which is frozen; train it, or leave"
+                " it out"
+            )
         if rows := len(parameter._local_tensor):
             start = noted_part(buffer, name)[0][0]
-            if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":  # all of a tensor-parallel rank's part
+            # all of a tensor-parallel rank's part
+            if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":
                 start = tensor_parallel_rank * rows
             yield parameter, slice(start, start + rows)
 
@@ -135,8 +157,9 @@ def _shards(chunk: Any, prefix: str, tensor_parallel_rank: int) -> Iterator[tupl
 def record_max_logits(attention: DotProductAttention) -> None:
     """Have local attention keep each head's largest logit, as Transformer Engine's does; twice is once.
 
-    `current_max_attn_logits` has the largest scaled and masked logit of each head of this tensor-parallel rank, over
-    the forward passes since it was None, without evaluation. Raises a UserError where a fused kernel hides the scores.
+    `current_max_attn_logits` has the largest scaled and masked logit of each head of this
+    tensor-parallel rank, over the forward passes since it was None, without evaluation. Raises a
+    UserError where a fused kernel hides the scores.
     """
     if hasattr(attention, "current_max_attn_logits"):
         return
@@ -144,8 +167,9 @@ def record_max_logits(attention: DotProductAttention) -> None:
     mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = softmax.mask_func
     if softmax.scaled_masked_softmax_fusion and softmax.input_in_float16:
         raise UserError(
-            "the fused softmax of local attention does not show its logits; use --no-masked-softmax-fusion, or "
-            "--transformer-impl transformer_engine, or leave --qk-clip and --log-max-attention-logit out"
+            "the fused softmax of local attention does not show its logits; use"
+            " --no-masked-softmax-fusion, or --transformer-impl transformer_engine, or leave"
+            " --qk-clip and --log-max-attention-logit out"
         )
     attention.current_max_attn_logits = None
 
@@ -153,7 +177,9 @@ def record_max_logits(attention: DotProductAttention) -> None:
         masked = mask(scores, where)  # (batch, heads, queries, keys)
         if softmax.training:
             found, before = masked.detach().amax(dim=(0, 2, 3)), attention.current_max_attn_logits
-            attention.current_max_attn_logits = found if before is None else torch.maximum(before, found)
+            attention.current_max_attn_logits = (
+                found if before is None else torch.maximum(before, found)
+            )
         return masked
 
     softmax.mask_func = note

@@ -21,7 +21,9 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
     muon_tp_mode: str = TP_MODE  # a plain OptimizerConfig keeps megatron-core's default
 
 
-def with_settings(config: OptimizerConfig, settings: Mapping[str, Any] | None = None) -> MuonOptimizerConfig:
+def with_settings(
+    config: OptimizerConfig, settings: Mapping[str, Any] | None = None
+) -> MuonOptimizerConfig:
     """A config of megatron-core or of a subclass with this package's settings: its own attributes, else `settings`.
 
     Of some settings megatron-core has the name too; its default there says nothing.
@@ -29,8 +31,15 @@ def with_settings(config: OptimizerConfig, settings: Mapping[str, Any] | None = 
     if isinstance(config, MuonOptimizerConfig):
         return config
     names = {field.name for field in fields(MuonOptimizerConfig)}
-    unsaid = [name for name in settings or {} if getattr(OptimizerConfig, name, names) == vars(config).get(name)]
-    given = {**(settings or {}), **{name: value for name, value in vars(config).items() if name not in unsaid}}
+    unsaid = [
+        name
+        for name in settings or {}
+        if getattr(OptimizerConfig, name, names) == vars(config).get(name)
+    ]
+    given = {
+        **(settings or {}),
+        **{name: value for name, value in vars(config).items() if name not in unsaid},
+    }
     return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 
@@ -40,4 +49,6 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     chunk = model_chunks[0]
     on_cpu = next(chunk.parameters()).device.type == "cpu"
     values = SimpleNamespace(**{**vars(chunk.ddp_config), **vars(chunk.config), **vars(config)})
-    refusals.refuse(refusals.muon_rules(refusals.MuonRun(values=values, on_cpu=on_cpu, has_model=True)))
+    refusals.refuse(
+        refusals.muon_rules(refusals.MuonRun(values=values, on_cpu=on_cpu, has_model=True))
+    )

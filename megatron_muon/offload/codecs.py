@@ -1,10 +1,12 @@
 """Storage formats of momentum: a rectangle of an fp32 matrix to a record of bytes and back.
 
-bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum 0.95 the change of one
-step can be smaller than half the spacing of the stored values, and rounding to the nearest loses it step after step.
-The random bits are a function of step, matrix, row and column alone. So a matrix rounds to the same values however its
-rows are cut over ranks (and its columns; for int8 at multiples of 128), on any device and wherever its records live.
-torchao 0.18.0 draws from the device's global generator; its 8-bit state and bitsandbytes 0.50.2 round to the nearest.
+bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum
+0.95 the change of one step can be smaller than half the spacing of the stored values, and rounding
+to the nearest loses it step after step. The random bits are a function of step, matrix, row and
+column alone. So a matrix rounds to the same values however its rows are cut over ranks (and its
+columns; for int8 at multiples of 128), on any device and wherever its records live. torchao 0.18.0
+draws from the device's global generator; its 8-bit state and bitsandbytes 0.50.2 round to the
+nearest.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ BLOCK_COLS = 128
 """Columns of a row that share one scale in int8, counted from the rectangle's first column."""
 
 _INT8_MAX = 127
-# A scale below this would make its reciprocal overflow; such a block (all below 1.9e-34) is stored as zeros.
+# A scale below this would make its reciprocal overflow; such a block (all below 1.9e-34) is stored
+# as zeros.
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-# Elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache, elsewhere launches stay few.
+# Elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache, elsewhere
+# launches stay few.
 _CHUNK_CPU = 1 << 17
 _CHUNK_DEVICE = 1 << 22
 
@@ -41,8 +45,8 @@ class Place:
 class Codec(ABC):
     """A storage format. A record of zero bytes decodes to zeros in every format.
 
-    Records are 1D contiguous uint8 tensors, aligned to at least 4 bytes, of at least `record_bytes` bytes; bytes
-    beyond are left alone.
+    Records are 1D contiguous uint8 tensors, aligned to at least 4 bytes, of at least `record_bytes`
+    bytes; bytes beyond are left alone.
     """
 
     name: str
@@ -78,8 +82,9 @@ class Fp32(Codec):
 class Bf16(Codec):
     """The upper half of fp32's bits, 2 bytes per element, rounded stochastically.
 
-    The error stays under one spacing of bf16 and averages to zero. Infinities stay, NaN stays NaN; a finite value
-    within one spacing of overflow may become infinite, as in rounding to the nearest.
+    The error stays under one spacing of bf16 and averages to zero. Infinities stay, NaN stays NaN;
+    a finite value within one spacing of overflow may become infinite, as in rounding to the
+    nearest.
     """
 
     name = "bf16"
@@ -91,8 +96,11 @@ class Bf16(Codec):
         stored = record[: self.record_bytes(*values.shape)].view(torch.int16).view(values.shape)
         inf = float("inf")
         for rows, noise in _noise(values, place, step=step):
-            # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over into -0.
-            bits = torch.nan_to_num(values[rows], nan=float("nan"), posinf=inf, neginf=-inf).view(torch.int32)
+            # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over
+            # into -0.
+            bits = torch.nan_to_num(values[rows], nan=float("nan"), posinf=inf, neginf=-inf).view(
+                torch.int32
+            )
             noise.bitwise_and_(0xFFFF).add_(bits).bitwise_right_shift_(16)
             stored[rows].copy_(noise)
 
@@ -100,11 +108,12 @@ class Bf16(Codec):
 class Int8(Codec):
     """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
 
-    A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and then the codes
-    (rows, cols). A scale is its block's largest magnitude over 127^2. Evenly spaced values would drown small columns
-    beside large ones, whose directions orthogonalisation makes as large as any. The error stays under one spacing, at
-    most 253 scales, and averages to zero. A block that holds a value which is not finite comes back with none that is;
-    one whose values all lie below 1.9e-34 comes back as zeros.
+    A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and
+    then the codes (rows, cols). A scale is its block's largest magnitude over 127^2. Evenly spaced
+    values would drown small columns beside large ones, whose directions orthogonalisation makes as
+    large as any. The error stays under one spacing, at most 253 scales, and averages to zero. A
+    block that holds a value which is not finite comes back with none that is; one whose values all
+    lie below 1.9e-34 comes back as zeros.
     """
 
     name = "int8"
@@ -130,30 +139,40 @@ class Int8(Codec):
         scales, codes = self._parts(record, rows, cols)
         for chunk, noise in _noise(values, place, step=step):
             scaled = values[chunk].abs()
-            blocks = torch.nn.functional.pad(scaled, (0, -cols % BLOCK_COLS)).unflatten(1, (-1, BLOCK_COLS))
-            # Of what the largest code will decode to, because that gives the same scale when it is encoded again,
-            # as after loading a checkpoint. Zero where all values are nearly so, not finite where one is not. Divided
-            # by a tensor: CUDA would multiply by the reciprocal of a constant.
+            blocks = torch.nn.functional.pad(scaled, (0, -cols % BLOCK_COLS)).unflatten(
+                1, (-1, BLOCK_COLS)
+            )
+            # Of what the largest code will decode to, because that gives the same scale when it is
+            # encoded again, as after loading a checkpoint. Zero where all values are nearly so, not
+            # finite where one is not. Divided by a tensor: CUDA would multiply by the reciprocal of
+            # a constant.
             largest = scaled.new_full((), _INT8_MAX**2)
             scale = blocks.amax(dim=-1) / largest * _INT8_MAX**2 / largest
             scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
             scales[chunk] = scale
             scaled.mul_(_by_column(torch.where(scale > 0, scale.reciprocal(), 0.0), cols))
-            # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of the way between the
-            # two squares, (scaled - c^2) / (2 c + 1).
+            # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of
+            # the way between the two squares, (scaled - c^2) / (2 c + 1).
             root = scaled.sqrt().floor_()
             scaled.addcmul_(root, root, value=-1.0)
             scaled.div_(root.add_(0.5))
             root.add_(scaled, alpha=0.5)
-            # (k + 1/2) / 2^14 for k in [-2^13, 2^13) has a mean of zero. It is exact in fp32 when added to c + 1/2, and
-            # at most 1/2 - 2^-15, so that a square stays what it is: c + p of a decoded value is wrong by up to 2.3e-5.
-            root.add_(noise.bitwise_right_shift_(2), alpha=2.0**-14).add_(2.0**-15).floor_().clamp_(max=_INT8_MAX)
+            # (k + 1/2) / 2^14 for k in [-2^13, 2^13) has a mean of zero. It is exact in fp32 when
+            # added to c + 1/2, and at most 1/2 - 2^-15, so that a square stays what it is: c + p of
+            # a decoded value is wrong by up to 2.3e-5.
+            root.add_(noise.bitwise_right_shift_(2), alpha=2.0**-14).add_(2.0**-15).floor_().clamp_(
+                max=_INT8_MAX
+            )
             codes[chunk].copy_(root.copysign_(values[chunk]))
 
     def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
-        scales, codes = record[: self.record_bytes(rows, cols)].split((4 * rows * _blocks(cols), rows * cols))
-        return scales.view(torch.float32).view(rows, _blocks(cols)), codes.view(torch.int8).view(rows, cols)
+        scales, codes = record[: self.record_bytes(rows, cols)].split(
+            (4 * rows * _blocks(cols), rows * cols)
+        )
+        return scales.view(torch.float32).view(rows, _blocks(cols)), codes.view(torch.int8).view(
+            rows, cols
+        )
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
@@ -176,22 +195,24 @@ def _by_column(scales: Tensor, cols: int) -> Tensor:
 def _chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
     """Ranges of rows that are worked on at once; none for an empty rectangle."""
     if rows and cols:
-        size = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // max(cols, BLOCK_COLS))
+        size = max(
+            1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // max(cols, BLOCK_COLS)
+        )
         for start in range(0, rows, size):
             yield slice(start, min(start + size, rows))
 
 
-# lowbias32 of Chris Wellons' hash-prospector: https://github.com/skeeto/hash-prospector (public domain); the second
-# multiplier as a signed int32.
+# lowbias32 of Chris Wellons' hash-prospector: https://github.com/skeeto/hash-prospector (public
+# domain); the second multiplier as a signed int32.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of rows, each with its random numbers: int32 in [-2^15, 2^15), uniform, (rows of the range, cols).
 
-    The caller may overwrite them; they are valid until the next. A hash of the row and a hash of the column are joined
-    by xor and mixed again: otherwise the numbers would form a matrix of low rank, and orthogonalisation would amplify
-    it.
+    The caller may overwrite them; they are valid until the next. A hash of the row and a hash of
+    the column are joined by xor and mixed again: otherwise the numbers would form a matrix of low
+    rank, and orthogonalisation would amplify it.
     """
     rows, cols = values.shape
     of_row, of_col = _hashes(place, rows, cols, values.device, step=step)
@@ -200,15 +221,20 @@ def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, 
     for chunk in _chunks(rows, cols, values.device):
         shape = (chunk.stop - chunk.start, cols)
         if numbers.shape != shape:
-            numbers, shifted = torch.empty(2, *shape, dtype=torch.int32, device=values.device).unbind()
-        # The input is a hash already and only the upper bits are used: lowbias32's first and last shifts are left out.
+            numbers, shifted = torch.empty(
+                2, *shape, dtype=torch.int32, device=values.device
+            ).unbind()
+        # The input is a hash already and only the upper bits are used: lowbias32's first and last
+        # shifts are left out.
         torch.bitwise_xor(of_row[chunk, None], of_col, out=numbers)
         numbers.mul_(first)
         _xor_shift(numbers, 15, shifted)
         yield chunk, numbers.mul_(second).bitwise_right_shift_(16)
 
 
-def _hashes(place: Place, rows: int, cols: int, device: torch.device, *, step: int) -> tuple[Tensor, Tensor]:
+def _hashes(
+    place: Place, rows: int, cols: int, device: torch.device, *, step: int
+) -> tuple[Tensor, Tensor]:
     """lowbias32 of each row's and of each column's number xor a seed: (rows,) and (cols,) int32."""
     seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
     of_row = torch.arange(place.row, place.row + rows, dtype=torch.int32, device=device)

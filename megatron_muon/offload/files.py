@@ -1,8 +1,8 @@
 """Files of momentum, and the memory that records pass through on their way: in whole pages, locked beside a GPU.
 
-There is one file for each rank and kind of state, without a name, so that it is gone when the process is. It holds one
-record for each shard, at offsets of whole pages, and its space is taken before the first step. It is scratch: no run
-reads what another one left. No collectives here.
+There is one file for each rank and kind of state, without a name, so that it is gone when the
+process is. It holds one record for each shard, at offsets of whole pages, and its space is taken
+before the first step. It is scratch: no run reads what another one left. No collectives here.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def in_pages(size: int) -> int:
 def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> torch.Tensor:
     """`size` zero bytes of host memory, at an address of whole pages, for direct I/O and for transfers to a GPU.
 
-    With `locked` it is locked and added there, so that transfers go on beside computation: see `unlock`.
+    With `locked` it is locked and added there, so that transfers go on beside computation: see
+    `unlock`.
 
-    Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may give this process new
-    pages while the transfer goes on with the old ones (see "NOTES" in open(2)). torch's own pinned allocator rounds up
-    to powers of two, which can double what a large store takes.
+    Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may
+    give this process new pages while the transfer goes on with the old ones (see "NOTES" in
+    open(2)). torch's own pinned allocator rounds up to powers of two, which can double what a large
+    store takes.
     """
     if not size:
         return torch.empty(0, dtype=torch.uint8)
@@ -45,7 +47,9 @@ def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> t
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
     if locked is not None:
         if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
-            raise RuntimeError(f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {status}")
+            raise RuntimeError(
+                f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {status}"
+            )
         locked.append(memory)
     return memory
 
@@ -63,7 +67,8 @@ def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: i
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError where that has no room for it.
 
-    `direct` says whether reads and writes go past the page cache, so that errors show at once and where they happen.
+    `direct` says whether reads and writes go past the page cache, so that errors show at once and
+    where they happen.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -77,7 +82,9 @@ class MomentumFile:
             self.close()
             raise
         try:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+            fcntl.fcntl(
+                descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT
+            )
             self.direct = True
         except OSError:  # a file system without direct I/O
             self.direct = False
@@ -104,14 +111,15 @@ def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.
         done += count
 
 
-_LOST = 0xFF  # each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
+# each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
+_LOST = 0xFF
 
 
 class DiskRecords:
     """Records in a file, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
-    When a write fails, the record stays in memory. When a read fails twice, the record is lost for good: it reads as
-    NaN in every storage format, so that no matrix is updated by it.
+    When a write fails, the record stays in memory. When a read fails twice, the record is lost for
+    good: it reads as NaN in every storage format, so that no matrix is updated by it.
 
     Args:
         file: of all records; None where there are none.
@@ -123,11 +131,15 @@ class DiskRecords:
         failure: what happened first, a loss before all else; None as long as all is well.
     """
 
-    def __init__(self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str) -> None:
+    def __init__(
+        self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str
+    ) -> None:
         self.file, self._file = file, cast(MomentumFile, file)  # without one there are no records
         self.failure: str | None = None
         self.lost: set[int] = set()
-        self._offsets = dict(zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False))
+        self._offsets = dict(
+            zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False)
+        )
         self._names, self._what = names, what
         self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
         self._guard = threading.Lock()
@@ -147,7 +159,10 @@ class DiskRecords:
                     self._file.read(self._offsets[index], buffer)
                     self._fail("read", index, first, "nothing is lost, a second try worked")
                 except OSError:
-                    lost = f"{self._what} of {self._names[index]} is lost on this rank; start again from a checkpoint"
+                    lost = (
+                        f"{self._what} of {self._names[index]} is lost on this rank; start again"
+                        " from a checkpoint"
+                    )
                     self._fail("read", index, first, lost, is_lost=True)
         if index in self.lost:
             buffer.fill_(_LOST)
@@ -161,9 +176,13 @@ class DiskRecords:
             self._kept.pop(index, None)
         except OSError as error:
             self._kept[index] = buffer.clone()
-            self._fail("write", index, error, "nothing is lost, what was to be written is kept in memory")
+            self._fail(
+                "write", index, error, "nothing is lost, what was to be written is kept in memory"
+            )
 
-    def _fail(self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False) -> None:
+    def _fail(
+        self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False
+    ) -> None:
         with self._guard:
             if self.failure is None or (is_lost and not self.lost):
                 place = f"a file of {self._file.directory} at offset {self._offsets[index]:,}"
@@ -176,7 +195,8 @@ class DiskRecords:
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Memory for fp32 tensors of so many elements, in a file without a name that goes when they go.
 
-    Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
+    Where the directory has no room for them they are in memory, with a warning: a checkpoint comes
+    first.
     """
     size = 4 * sum(sizes)
     try:
@@ -184,7 +204,9 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
             os.posix_fallocate(file.fileno(), 0, max(size, 1))
             memory = torch.frombuffer(mmap.mmap(file.fileno(), max(size, 1)), dtype=torch.uint8)
     except OSError as error:
-        why = f"{directory} has no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
+        why = (
+            f"{directory} has no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
+        )
         print(f"megatron-muon: warning: {why}; they are taken from main memory", flush=True)
         memory = torch.empty(size, dtype=torch.uint8)
     return list(memory[:size].view(torch.float32).split(list(sizes)))

@@ -41,23 +41,40 @@ class OffloadRun:
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
         """A store for the momentum that `rank` holds of a layout, as `make_records`."""
-        return self.make_records([matrix.name for matrix in layout.matrices], layout.held(rank), device)
+        return self.make_records(
+            [matrix.name for matrix in layout.matrices], layout.held(rank), device
+        )
 
     def make_records(
-        self, names: Sequence[str], shards: Sequence[Shard], device: torch.device, *, what: str = "momentum"
+        self,
+        names: Sequence[str],
+        shards: Sequence[Shard],
+        device: torch.device,
+        *,
+        what: str = "momentum",
     ) -> RecordStore:
         """A store of records, one for each shard, for arithmetic on `device`; what is not momentum is stored in fp32.
 
-        Collective where they are on disk: a UserError on every rank where the directory of one has too little room.
+        Collective where they are on disk: a UserError on every rank where the directory of one has
+        too little room.
         """
         codec = CODECS[self.dtype if what == "momentum" else "fp32"]
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         file = None
         if self.offload == "nvme":
-            file = self._take_room(sum(in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK), what)
+            file = self._take_room(
+                sum(in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK), what
+            )
         store = RecordStore(
-            names, shards, places, codec, device=device, staging_bytes=int(self.buffer_mb * 2**20), file=file, what=what
+            names,
+            shards,
+            places,
+            codec,
+            device=device,
+            staging_bytes=int(self.buffer_mb * 2**20),
+            file=file,
+            what=what,
         )
         self.stores.append(store)
         return store
@@ -74,7 +91,9 @@ class OffloadRun:
             file = MomentumFile(Path(self.directory or "").absolute(), size)
         except OSError as error:
             reason = error.strerror or str(error)
-            refusal = f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
+            refusal = (
+                f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
+            )
         failed = next(filter(None, of_all_ranks(refusal, self.group)), None)
         if file is not None:
             if failed is None:
@@ -82,8 +101,8 @@ class OffloadRun:
             file.close()
         self.close()
         raise UserError(
-            f"--muon-offload-dir {self.directory} {failed}; choose a directory with room for it, --muon-momentum-dtype "
-            "bf16 or int8, or a smaller --muon-offload-fraction"
+            f"--muon-offload-dir {self.directory} {failed}; choose a directory with room for it,"
+            " --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
         )
 
 

@@ -1,12 +1,14 @@
 """Where momentum, or other state, lives between steps, and how it gets to the arithmetic and back.
 
-A `RecordStore` keeps each shard's momentum as a record in a storage format (`codecs`): on the device, in host memory,
-or in a file. Records that lie elsewhere than the arithmetic pass through three slots of memory: one is read, one is
-worked on, one is written back. A slot holds a batch, the records of one `borrow` that fit. A step asks for the same
-batches as the step before it, so as soon as a slot is left, the batch that will be asked for next is read into it.
+A `RecordStore` keeps each shard's momentum as a record in a storage format (`codecs`): on the
+device, in host memory, or in a file. Records that lie elsewhere than the arithmetic pass through
+three slots of memory: one is read, one is worked on, one is written back. A slot holds a batch, the
+records of one `borrow` that fit. A step asks for the same batches as the step before it, so as soon
+as a slot is left, the batch that will be asked for next is read into it.
 
-A record that a disk does not take or give ends no step, because other ranks wait in it: see `files.DiskRecords`. The
-caller asks `verify` before a step and `failure` after it, on all ranks together (`worst_failure`).
+A record that a disk does not take or give ends no step, because other ranks wait in it: see
+`files.DiskRecords`. The caller asks `verify` before a step and `failure` after it, on all ranks
+together (`worst_failure`).
 """
 
 from __future__ import annotations
@@ -29,10 +31,20 @@ from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import PAGE, DiskRecords, MomentumFile, in_pages, scratch, transfer_memory, unlock
+from megatron_muon.offload.files import (
+    PAGE,
+    DiskRecords,
+    MomentumFile,
+    in_pages,
+    scratch,
+    transfer_memory,
+    unlock,
+)
 
 PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
-_THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
+# for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind
+# it
+_THREADS = 2
 SLOTS = 3
 """Slots of staging memory: one is read, one is worked on, one is written back."""
 
@@ -61,9 +73,10 @@ class PrepareStream:
         prepare     momentum, look-ahead of a wave's rows: waits for "in", and for the readers of the buffer it fills
         products    the caller's: packs rows, starts collectives, orthogonalises, applies updates: waits for its rows
 
-    The exchange asks for rows of the next waves when the products of a wave are enqueued. The host then waits for disk
-    and copies while the GPU has these products to do; as no copy lies behind them, the staging memory does not fill.
-    Rows have two buffers, in turn: when a third wave is asked for, `prepare` waits for the products before the last.
+    The exchange asks for rows of the next waves when the products of a wave are enqueued. The host
+    then waits for disk and copies while the GPU has these products to do; as no copy lies behind
+    them, the staging memory does not fill. Rows have two buffers, in turn: when a third wave is
+    asked for, `prepare` waits for the products before the last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,7 +88,8 @@ class PrepareStream:
         """Around the exchange of a step, which is given what this yields in the place of `rows`."""
         self._rows, self.apply = rows, rows.apply
         self._products = torch.cuda.current_stream(self._device)
-        self._read: dict[int, Any] = {}  # by buffer: the event behind which its rows have been packed
+        # by buffer: the event behind which its rows have been packed
+        self._read: dict[int, Any] = {}
         self._stream.wait_stream(self._products)  # gradients, and the weights of the step before
         yield self
         self._products.wait_stream(self._stream)  # whoever reads momentum and weights next
@@ -102,12 +116,14 @@ class RecordStore(MomentumStore):
         places: DEVICE, HOST or DISK for each.
         codec: the storage format.
         device: where the arithmetic is.
-        staging_bytes: of host and of device memory for records on their way; three times the largest in any case.
+        staging_bytes: of host and of device memory for records on their way; three times the
+            largest in any case.
         file: of the records on disk, closed with the store; where there is one, every rank has one.
         what: is in the records, for messages.
 
     Attributes:
-        on_return: called with a shard's number and its values as they go back, unless they are lost.
+        on_return: called with a shard's number and its values as they go back, unless they are
+            lost.
         prepare_stream: runs the steps where rows are prepared beside the products of a GPU.
         bytes: of momentum by place, staging included.
     """
@@ -130,20 +146,28 @@ class RecordStore(MomentumStore):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         self._keys = [matrix_key(name) for name in names]
-        of_place = {place: [i for i, p in enumerate(places) if p == place and self._sizes[i]] for place in PLACES}
+        of_place = {
+            place: [i for i, p in enumerate(places) if p == place and self._sizes[i]]
+            for place in PLACES
+        }
         self.disk = DiskRecords(file, {i: self._sizes[i] for i in of_place[DISK]}, names, what)
-        self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2) if self._on_gpu]  # to it, and back
+        # to it, and back
+        self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2) if self._on_gpu]
         self._locked: list[torch.Tensor] | None = [] if self._on_gpu else None
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         beside = of_place[HOST] if self._on_gpu else []
         # Of records that lie elsewhere than the arithmetic.
         self._pages = {i: in_pages(self._sizes[i]) for i in (*beside, *of_place[DISK])}
         pages = [self._pages[i] for i in beside]
-        self._home = dict(zip(beside, transfer_memory(sum(pages), locked=self._locked).split(pages), strict=True))
+        self._home = dict(
+            zip(beside, transfer_memory(sum(pages), locked=self._locked).split(pages), strict=True)
+        )
         for i in {*of_place[DEVICE], *of_place[HOST]} - self._pages.keys():
             self._home[i] = torch.zeros(self._sizes[i], dtype=torch.uint8, device=device)
         self._slots = self._make_slots(staging_bytes)
-        self.bytes = {place: sum(self._sizes[i] for i in of_place[place]) for place in (DEVICE, HOST)}
+        self.bytes = {
+            place: sum(self._sizes[i] for i in of_place[place]) for place in (DEVICE, HOST)
+        }
         self.bytes[DEVICE] += sum(slot.device.numel() for slot in self._slots)
         self.bytes[HOST] += sum(slot.host.numel() for slot in self._slots)
         self.bytes[DISK] = sum(self._pages[i] for i in of_place[DISK])
@@ -174,7 +198,9 @@ class RecordStore(MomentumStore):
         for part in self._parts(indices):
             shards = [indices[place] for place in part]
             slot = self._slot_with(tuple(i for i in shards if i in self._pages))
-            records = [slot.records[i][1] if slot and i in self._pages else self._home[i] for i in shards]
+            records = [
+                slot.records[i][1] if slot and i in self._pages else self._home[i] for i in shards
+            ]
             values = [self._decode(i, record) for i, record in zip(shards, records, strict=True)]
             yield part, values
             for index, record, value in zip(shards, records, values, strict=True):
@@ -230,12 +256,19 @@ class RecordStore(MomentumStore):
         largest, every = max(self._pages.values(), default=0), sum(self._pages.values())
         share = min(staging_bytes // SLOTS, every // SLOTS + largest)  # that all fits, if it may
         size = max(share // PAGE * PAGE, largest)
-        host = transfer_memory(SLOTS * size if self.disk.file is not None else 0, locked=self._locked)
-        on_device = torch.zeros(SLOTS * size if self._on_gpu else 0, dtype=torch.uint8, device=self._device)
+        host = transfer_memory(
+            SLOTS * size if self.disk.file is not None else 0, locked=self._locked
+        )
+        on_device = torch.zeros(
+            SLOTS * size if self._on_gpu else 0, dtype=torch.uint8, device=self._device
+        )
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(self._device))  # which fills the slots with zeros
+            # which fills the slots with zeros
+            stream.wait_stream(torch.cuda.current_stream(self._device))
         self._slot_bytes = size
-        return [_Slot(*parts) for parts in zip(host.chunk(SLOTS), on_device.chunk(SLOTS), strict=True)]
+        return [
+            _Slot(*parts) for parts in zip(host.chunk(SLOTS), on_device.chunk(SLOTS), strict=True)
+        ]
 
     def _decode(self, index: int, record: torch.Tensor) -> torch.Tensor:
         return self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
@@ -304,7 +337,9 @@ class RecordStore(MomentumStore):
         self._ahead.clear()
         self._next = 0
 
-    def _bring(self, records: dict[int, tuple[torch.Tensor, torch.Tensor]], before: Future[Any] | None) -> Any:
+    def _bring(
+        self, records: dict[int, tuple[torch.Tensor, torch.Tensor]], before: Future[Any] | None
+    ) -> Any:
         """In a thread: read a batch, and copy it to the device, once the slot's batch `before` is written."""
         if before is not None:
             before.result()
@@ -332,7 +367,8 @@ class RecordStore(MomentumStore):
 def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[bool, str] | None:
     """The worst failure of all ranks: whether nothing is lost, and a message that names the rank; None without one.
 
-    Collective where state is on disk, over `group` or all ranks: one number from each, as long as nothing has failed.
+    Collective where state is on disk, over `group` or all ranks: one number from each, as long as
+    nothing has failed.
     """
     on_disk = [store.disk for store in stores if store.disk.file is not None]
     if not on_disk:

@@ -37,32 +37,74 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prepare_parser.description, prepare_parser.epilog = DESCRIPTION, EXAMPLES
     add = prepare_parser.add_argument
     what = prepare_parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories")
-    what.add_argument("--stdlib", action="store_true", help="the running Python's standard library, about 30 MB")
+    what.add_argument(
+        "--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories"
+    )
+    what.add_argument(
+        "--stdlib", action="store_true", help="the running Python's standard library, about 30 MB"
+    )
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    add("--overwrite", action="store_true", help="replace existing output that holds something else")
-    add("--suffix", nargs="+", default=[], metavar="S", help="file name endings to take from directories (all)")
-    add("--json-key", default="text", metavar="KEY", help="the field of a JSONL line that holds the text (text)")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
-        help=f"{', '.join(TOKENIZER_TYPES)} (the first)")  # fmt: skip
-    add("--tokenizer-model", metavar="MODEL", help="file, directory or name, as Megatron's flag of this name")
+    add(
+        "--overwrite", action="store_true", help="replace existing output that holds something else"
+    )
+    add(
+        "--suffix",
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="file name endings to take from directories (all)",
+    )
+    add(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="the field of a JSONL line that holds the text (text)",
+    )
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        default=BYTE_LEVEL,
+        metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)} (the first)",
+    )
+    add(
+        "--tokenizer-model",
+        metavar="MODEL",
+        help="file, directory or name, as Megatron's flag of this name",
+    )
     add("--vocab-size", type=int, metavar="N", help="as Megatron's flag of this name")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
-    # Beside data there may be a folder of that name: Megatron-LM caches its indices in PREFIX/cache.
+    # Beside data there may be a folder of that name: Megatron-LM caches its indices in
+    # PREFIX/cache.
     is_folder = Path(args.output).is_dir() and not Path(f"{args.output}.bin").exists()
     if is_folder or args.output.endswith("/"):  # which a Path would not show
-        raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
+        raise UserError(
+            f"--output {args.output} is a directory; give a prefix in it, such as data/corpus"
+        )
     settings = Settings(
         tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
-        stdlib=STDLIB if args.stdlib else "", suffixes=tuple(args.suffix), json_key=args.json_key,
-    )  # fmt: skip
+        stdlib=STDLIB if args.stdlib else "",
+        suffixes=tuple(args.suffix),
+        json_key=args.json_key,
+    )
     made = prepare(
-        args.input, Path(args.output), settings, overwrite=args.overwrite,
-        watch=lambda files: track(files, "tokenizing", console=Console(stderr=True), transient=True),
-    )  # fmt: skip
-    print(f"{args.output}: {made.documents:,} documents, {made.tokens:,} tokens; skipped: {made.skipped or 'nothing'}")
-    print(f"train with: --data-path {args.output} {' '.join(made.settings.tokenizer.in_training().flags())}")
+        args.input,
+        Path(args.output),
+        settings,
+        overwrite=args.overwrite,
+        watch=lambda files: track(
+            files, "tokenizing", console=Console(stderr=True), transient=True
+        ),
+    )
+    print(
+        f"{args.output}: {made.documents:,} documents, {made.tokens:,} tokens; skipped:"
+        f" {made.skipped or 'nothing'}"
+    )
+    print(
+        f"train with: --data-path {args.output}"
+        f" {' '.join(made.settings.tokenizer.in_training().flags())}"
+    )
     return 0

@@ -41,11 +41,13 @@ def write_json(file: Path | None, content: Any) -> None:
 class CommandParser(argparse.ArgumentParser):
     """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
-    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of `--seeds`.
+    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of
+    `--seeds`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        plain = argparse.RawDescriptionHelpFormatter  # leaves lines of descriptions and examples as they are
+        # leaves lines of descriptions and examples as they are
+        plain = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": plain, **kwargs})
         self._passes_on = False
 

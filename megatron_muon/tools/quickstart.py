@@ -48,7 +48,8 @@ def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
     train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
     return [
-        # --overwrite: the text of another Python's library is replaced; text that is up to date is kept.
+        # --overwrite: the text of another Python's library is replaced; text that is up to date is
+        # kept.
         ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
         [*train, *(("--", *flags) if flags else ())],
         ["summary", str(out)],
@@ -62,7 +63,9 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.take_megatron_flags("any flag of pretrain_gpt.py, here or after --; they win over the file's")
+    parser.take_megatron_flags(
+        "any flag of pretrain_gpt.py, here or after --; they win over the file's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
     for arguments in commands(free_folder(), args.nproc, args.flags):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
-            print(f"transformers is not installed, so no text is shown; to see some, {install('hf')}")
+            print(
+                f"transformers is not installed, so no text is shown; to see some, {install('hf')}"
+            )
             break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
         sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command
@@ -83,4 +88,8 @@ def run(args: argparse.Namespace) -> int:
 def free_folder() -> Path:
     """The first of runs/quickstart, runs/quickstart-2, ... that holds no run; what a failed start left may stay."""
     folders = (_OUT.with_name(f"{_OUT.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([_OUT], folders) if not (folder / "tensorboard").exists())
+    return next(
+        folder
+        for folder in itertools.chain([_OUT], folders)
+        if not (folder / "tensorboard").exists()
+    )

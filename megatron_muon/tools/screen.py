@@ -38,7 +38,9 @@ _FIGURES: dict[str, Callable[[Any], str]] = {
     "lr": lambda rate: f"lr {rate:.1e}",
     "muon_lr": lambda rate: f"Muon's lr {rate:.1e}",
     "skipped": lambda steps: f"{steps} skipped",
-    "tokens_per_s": lambda speed: f"{speed:,.0f} tokens/s" if speed < 999_500 else f"{speed / 1e6:,.2f} M tokens/s",
+    "tokens_per_s": lambda speed: (
+        f"{speed:,.0f} tokens/s" if speed < 999_500 else f"{speed / 1e6:,.2f} M tokens/s"
+    ),
     "mfu": lambda mfu: f"MFU {mfu:.0%}",
     "optimizer_share": lambda share: f"optimizer {share:.0%}",
     "peak_bytes": lambda peak: f"{peak / 1e9:,.1f} GB",
@@ -69,7 +71,8 @@ class Screen:
         return min(WIDTH, self.progress.console.width) if self.progress is not None else WIDTH
 
     def __enter__(self) -> Screen:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a character that cannot be shown must not end a training
+        # a character that cannot be shown must not end a training
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         if self.live:
             from rich.console import Console
@@ -79,7 +82,9 @@ class Screen:
             one_line = Column(no_wrap=True, overflow="ellipsis")
             text = TextColumn("{task.description}", markup=False, table_column=one_line)
             console = Console(highlight=False, force_terminal=True)
-            self.progress = Progress(BarColumn(12), text, TimeElapsedColumn(), console=console, transient=True)
+            self.progress = Progress(
+                BarColumn(12), text, TimeElapsedColumn(), console=console, transient=True
+            )
             self.progress.start()
         return self
 
@@ -125,7 +130,11 @@ class Status:
         if (progress := self._screen.progress) is None:
             return
         figures, width = self.figures, self._screen.width - _LIVE_EXTRA - len(self._name)
-        words = step_line(figures, max(width, 0)) if figures and self.stage is None else self.stage or ""
+        words = (
+            step_line(figures, max(width, 0))
+            if figures and self.stage is None
+            else self.stage or ""
+        )
         description = "  ".join(filter(None, (self._name, words)))
         step, steps = figures.get("step", 0), figures.get("steps")
         with _UNREAD:
@@ -166,7 +175,9 @@ def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """A log interval: the event `step` of `megatron.TOLD`."""
     step, steps = event["step"], event.get("steps")
     shown = {"step": f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"}
-    shown |= {name: write(event[name]) for name, write in _FIGURES.items() if event.get(name) is not None}
+    shown |= {
+        name: write(event[name]) for name, write in _FIGURES.items() if event.get(name) is not None
+    }
     for spare in _SPARE:
         if len("  ".join(shown.values())) > width:
             shown.pop(spare, None)
@@ -186,13 +197,20 @@ def _loss(value: float) -> str:
 
 def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> str:
     """A note in lines; words, paths and flags stay whole."""
-    return textwrap.fill(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()
+) -> str:
     """A table in Markdown; `numbers` are the columns set to the right."""
     rule = ["---:" if column in numbers else "---" for column in range(len(head))]
-    return "\n".join(f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |" for cells in (head, rule, *rows))
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |"
+        for cells in (head, rule, *rows)
+    )
 
 
 def printable(text: str) -> str:

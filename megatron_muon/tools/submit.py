@@ -1,7 +1,7 @@
 """`megatron-muon submit`: puts a training into SLURM's queue, after its flags have been checked.
 
-It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the run is finished. What
-takes hours to find out in a queue is found here.
+It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the
+run is finished. What takes hours to find out in a queue is found here.
 """
 
 from __future__ import annotations
@@ -42,47 +42,95 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="experiment file, as pretrain_gpt.py takes it",
+    )
     add("--nodes", type=positive, required=True, metavar="N", help="nodes of the job")
     ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--gpus-per-node", type=positive, metavar="G",
-        help="GPUs to ask for on each node, with a rank on each")  # fmt: skip
-    ranks.add_argument("--nproc-per-node", type=positive, metavar="P",
-        help="ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
-        "(what the job finds: a rank for each GPU, or one)")  # fmt: skip
+    ranks.add_argument(
+        "--gpus-per-node",
+        type=positive,
+        metavar="G",
+        help="GPUs to ask for on each node, with a rank on each",
+    )
+    ranks.add_argument(
+        "--nproc-per-node",
+        type=positive,
+        metavar="P",
+        help=(
+            "ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
+            "(what the job finds: a rank for each GPU, or one)"
+        ),
+    )
     add("--time", metavar="D-HH:MM:SS", help="time limit of one start (the partition's)")
     add("--partition", metavar="NAME", help="partition (the cluster's default)")
     add("--account", metavar="NAME", help="account to charge (the user's default)")
-    add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
-    add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
-    add("--at-once", type=positive, metavar="M", help="with --array: tasks that may run at once (no limit)")
-    add("--sbatch", action="append", default=[], metavar="OPTION",
-        help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
+    add(
+        "--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)"
+    )
+    add(
+        "--array",
+        type=Path,
+        metavar="FILE",
+        help="an array job: a task for each line of FILE, which holds its flags",
+    )
+    add(
+        "--at-once",
+        type=positive,
+        metavar="M",
+        help="with --array: tasks that may run at once (no limit)",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated",
+    )
     add("--dry-run", action="store_true", help="check everything, show the command, submit nothing")
-    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --; they win over the file's")
+    parser.take_megatron_flags(
+        "any flag of pretrain_gpt.py, among these or after --; they win over the file's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks, shows and submits; 0 when the job is queued, or would be."""
     if args.at_once is not None and args.array is None:
-        raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
-    args.ranks = args.gpus_per_node or args.nproc_per_node  # on each node; None leaves them to what the job finds
+        raise UserError(
+            f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out"
+        )
+    # on each node; None leaves them to what the job finds
+    args.ranks = args.gpus_per_node or args.nproc_per_node
     args.job_name = args.job_name or args.config.stem
     tasks = [()] if args.array is None else read_tasks(args.array)
     for line in check(args, tasks):
         print(line)
-    print(f"logs: {LOGS}/{args.job_name}-JOB.log, and for each node {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log")
+    print(
+        f"logs: {LOGS}/{args.job_name}-JOB.log, and for each node"
+        f" {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log"
+    )
     command, env = sbatch(args, len(tasks))
-    print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command), flush=True)
+    print(
+        *(f"{name}={shlex.quote(value)}" for name, value in env.items()),
+        shlex.join(command),
+        flush=True,
+    )
     if args.dry_run:
         return 0
-    LOGS.mkdir(exist_ok=True)  # SLURM does not, and a job that cannot open its log ends without a word
+    # SLURM does not, and a job that cannot open its log ends without a word
+    LOGS.mkdir(exist_ok=True)
     try:
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env={**os.environ, **env}, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise UserError(
-            "sbatch is not installed here: type this on a login node of a SLURM cluster; a checkout's "
-            "scripts/slurm/local_cluster.sh starts a cluster of your own to try it on"
+            "sbatch is not installed here: type this on a login node of a SLURM cluster; a"
+            " checkout's scripts/slurm/local_cluster.sh starts a cluster of your own to try it on"
         ) from None
     if done.returncode:
         raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
@@ -95,7 +143,11 @@ def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, s
     names = ("nodes", "job_name", "gpus_per_node", "time", "partition", "account")
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
     options["--array"] = args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else "")
-    command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    command = [
+        "sbatch",
+        "--export=ALL",
+        *(f"{key}={value}" for key, value in options.items() if value is not None),
+    ]
     command += [*args.sbatch, str(SCRIPT), str(args.config), *args.flags]
     has_python = os.environ.get("VENV") or os.environ.get("CONTAINER_IMAGE")
     env = {
@@ -114,10 +166,14 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
     except (OSError, ValueError) as error:
         raise UserError(f"--array {file}: {error}") from None
     if not tasks:
-        raise UserError(f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save a")
+        raise UserError(
+            f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3"
+            " --save a"
+        )
     if () in tasks:
         raise UserError(
-            f"--array {file}:{tasks.index(()) + 1}: a line holds the flags of a task, and this one is blank"
+            f"--array {file}:{tasks.index(()) + 1}: a line holds the flags of a task, and this one"
+            " is blank"
         )
     return tasks
 
@@ -125,8 +181,8 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
 def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]:
     """Checks every task's run as its ranks would, for their number and, with GPUs, for CUDA; a UserError says all.
 
-    Where the number of ranks is left to what the job finds, its first start says what does not fit. Returns a line for
-    each task: where it begins.
+    Where the number of ranks is left to what the job finds, its first start says what does not fit.
+    Returns a line for each task: where it begins.
     """
     from megatron_muon.checkpoint import files
     from megatron_muon.megatron.flags.config_file import pairs
@@ -134,18 +190,30 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
-    every = Request(str(args.config), device, ranks=args.ranks, nodes=args.nodes, writes=False, resume=True)
-    requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]
+    every = Request(
+        str(args.config), device, ranks=args.ranks, nodes=args.nodes, writes=False, resume=True
+    )
+    requests = [
+        replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks
+    ]
     begins: dict[str, str] = {}
     wrong: list[str] = []
-    for number, (request, answer) in enumerate(zip(requests, resolve_here(requests), strict=True), 1):
+    for number, (request, answer) in enumerate(
+        zip(requests, resolve_here(requests), strict=True), 1
+    ):
         task = "" if args.array is None else f"{args.array}:{number}: "
         if isinstance(answer, UserError):
             wrong += [f"{task}{line}" for line in str(answer).splitlines()]
         elif (save := answer.settings["save"]) is None or answer.settings["save_interval"] is None:
-            wrong.append(f"{task}without --save DIR and --save-interval N the run could not be resumed; add them")
+            wrong.append(
+                f"{task}without --save DIR and --save-interval N the run could not be resumed; add"
+                " them"
+            )
         elif save in begins:
-            wrong.append(f"{task}--save {save} is that of an earlier line too; give each line a --save of its own")
+            wrong.append(
+                f"{task}--save {save} is that of an earlier line too; give each line a --save of"
+                " its own"
+            )
         else:
             found, load = files.latest(Path(save)), dict(answer.flag_values).get("--load", (save,))
             if found is not None and load == (save,) and pairs(request.flags, ("--ckpt-step",)):

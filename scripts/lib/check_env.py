@@ -39,8 +39,14 @@ def is_whole(metadata: Path) -> bool:
 def main(arguments: list[str]) -> None:
     """Print the broken names on one line, an empty line where all is well."""
     repair = "--repair" in arguments
-    lines = (line.split("#")[0].strip() for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines())
-    pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+    lines = (
+        line.split("#")[0].strip()
+        for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines()
+    )
+    pins = {
+        normalized(name): version
+        for name, _, version in (line.partition("==") for line in lines if line)
+    }
     site_packages = Path(sysconfig.get_path("purelib"))
     whole = set()
     for metadata in site_packages.glob("*.dist-info"):

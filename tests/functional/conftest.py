@@ -37,7 +37,9 @@ def _again(*ways: str) -> Any:
 
     @pytest.fixture(params=["gloo", *(pytest.param(way, marks=pytest.mark.wide) for way in ways)])
     def way_of(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
-        with contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)():
+        with (
+            contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)()
+        ):
             yield request.param
 
     return way_of

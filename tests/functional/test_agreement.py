@@ -1,4 +1,6 @@
-"""Ranks work out the same layout, each by itself: what happens where they do not, or a framework cuts otherwise."""
+"""Ranks work out the same layout, each by itself: what happens where they do not, or a framework
+cuts otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
 ALIKE = (
-    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, flatten=, stacks=, "
-    "transposed=, split= and ns_steps_for="
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
+    " flatten=, stacks=, transposed=, split= and ns_steps_for="
 )
 SETTINGS = "give every rank the same settings"
 OTHERS: dict[str, tuple[Any, Any]] = {
@@ -41,15 +43,22 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 """Defaults of settings, and other values."""
 
 DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    f"rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2); {ALIKE}": (reversed, {}),
+    f"rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2); {ALIKE}": (
+        reversed,
+        {},
+    ),
     f"rank 0 gives 6 matrices and rank 2 gives 5; {ALIKE}": (
-        lambda named: [pair for pair in named if pair[0] != "narrow.weight"], {}
+        lambda named: [pair for pair in named if pair[0] != "narrow.weight"],
+        {},
     ),
     **{
-        f"{name} is {default!r} on rank 0 and {other!r} on rank 2; {SETTINGS}": (list, {name: other})
+        f"{name} is {default!r} on rank 0 and {other!r} on rank 2; {SETTINGS}": (
+            list,
+            {name: other},
+        )
         for name, (default, other) in OTHERS.items()
     },
-}  # fmt: skip
+}
 """What Muon says, by what the last rank gives instead: parameters, settings."""
 
 
@@ -70,12 +79,16 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_ranks_that_give_other_matrices_or_settings_are_named(ranks: Pool) -> None:
-    """By every rank alike. Story: some passed silently, one aborted in gloo, the others waited for ever."""
+    """By every rank alike. Story: some passed silently, one aborted in gloo, the others waited for
+    ever.
+    """
     assert ranks(3, refusals) == [list(DIFFERENT)] * 3
 
 
 def refused(rank: int, world_size: int, *, cases: list[tuple[Case, Case]]) -> list[str]:
-    """In a worker: what Muon under Megatron-FSDP says to the cases; the last rank has the second of each."""
+    """In a worker: what Muon under Megatron-FSDP says to the cases; the last rank has the second of
+    each.
+    """
     from megatron_muon.errors import UserError
 
     said = []
@@ -87,7 +100,9 @@ def refused(rank: int, world_size: int, *, cases: list[tuple[Case, Case]]) -> li
 
 
 def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
-    """As where nodes read different files: ranks then took other rates without a word, or waited for ever."""
+    """As where nodes read different files: ranks then took other rates without a word, or waited
+    for ever.
+    """
     settings: dict[str, tuple[Any, Any]] = {
         "lr": (0.02, 0.01),
         "muon_num_ns_steps": (5, 4),
@@ -95,24 +110,44 @@ def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: 
         "muon_offload": ("none", "cpu"),
         "muon_metrics_interval": (0, 2),
     }
-    cases = [(Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()]
+    cases = [
+        (Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()
+    ]
     first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
-    assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {SETTINGS}" for name, (a, b) in settings.items()]
+    assert first == [
+        f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {SETTINGS}"
+        for name, (a, b) in settings.items()
+    ]
 
 
 REFUSED = [
-    (TP.but(query_groups=1, strategy="no_shard"), "--num-query-groups 1 is less than --tensor-model-parallel-size"),
-    (TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}), "no rank's part of the QKV matrix"),
+    (
+        TP.but(query_groups=1, strategy="no_shard"),
+        "--num-query-groups 1 is less than --tensor-model-parallel-size",
+    ),
+    (
+        TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}),
+        "no rank's part of the QKV matrix",
+    ),
     (
         HSDP.but(strategy="no_shard"),
-        "--num-distributed-optimizer-instances does not work with --data-parallel-sharding-strategy no_shard",
+        (
+            "--num-distributed-optimizer-instances does not work with"
+            " --data-parallel-sharding-strategy no_shard"
+        ),
     ),
     (
         Case(layers=1, attention=CLIP, frozen=("linear_qkv",)),
-        "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which is frozen",
+        (
+            "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which"
+            " is frozen"
+        ),
     ),
-    *((Case(strategy=s, layers=1, trainable=()), "no trainable parameter") for s in ("no_shard", "optim_grads_params")),
+    *(
+        (Case(strategy=s, layers=1, trainable=()), "no trainable parameter")
+        for s in ("no_shard", "optim_grads_params")
+    ),
 ]
 
 
@@ -123,7 +158,9 @@ def test_what_a_layout_cannot_do_is_refused(ranks: Pool) -> None:
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:
-    """In a worker: what the optimizer says to a Megatron-FSDP whose pieces, on rank 1, are not what they seem."""
+    """In a worker: what the optimizer says to a Megatron-FSDP whose pieces, on rank 1, are not what
+    they seem.
+    """
     from megatron_muon.errors import UserError
 
     make = model._optimizer
@@ -144,17 +181,25 @@ def cut_otherwise(rank: int, world_size: int) -> str:
 def test_a_framework_that_cuts_otherwise_is_refused(ranks: Pool) -> None:
     """Rows that are taken for others would train to a worse loss, silently."""
     first, second = ranks(2, cut_otherwise)
-    assert first == "rank 1 of the group holds other rows than the layout gives it; see that rank's message"
+    assert (
+        first
+        == "rank 1 of the group holds other rows than the layout gives it; see that rank's message"
+    )
     place = r"(rows \d+ to \d+, columns \d+ to \d+|no rows)"
-    message = rf"decoder\S+: rank 1 of the group holds {place}, where the framework's cut as .* gives {place}; cuts are"
+    message = (
+        rf"decoder\S+: rank 1 of the group holds {place}, where the framework's cut as .* gives"
+        rf" {place}; cuts are"
+    )
     (found,) = re.findall(message, second)
     assert found[0] != found[1]
 
 
 def refuse_objects() -> None:
-    """Make every collective of Python objects that this package calls an error, until the process ends.
+    """Make every collective of Python objects that this package calls an error, until the process
+    ends.
 
-    Megatron-FSDP's own construction has one for each parameter, and megatron-core's one for each parameter group.
+    Megatron-FSDP's own construction has one for each parameter, and megatron-core's one for each
+    parameter group.
     """
 
     def refusing(collective: Any) -> Any:
@@ -165,12 +210,19 @@ def refuse_objects() -> None:
 
         return called
 
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+    for name in (
+        "all_gather_object",
+        "gather_object",
+        "broadcast_object_list",
+        "scatter_object_list",
+    ):
         setattr(dist, name, refusing(getattr(dist, name)))
 
 
 def built_without_objects(rank: int, world_size: int, *, name: str) -> bool:
-    """In a worker: build a layout's optimizer without collectives of Python objects, which are refused."""
+    """In a worker: build a layout's optimizer without collectives of Python objects, which are
+    refused.
+    """
     from megatron_muon.core.ranks import of_all_ranks
 
     refuse_objects()
@@ -186,8 +238,11 @@ def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
     assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
 
 
-def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, shared: bool) -> set[int]:
-    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may share their state.
+def holders_on_two_axes(
+    rank: int, world_size: int, *, experimental: bool, shared: bool
+) -> set[int]:
+    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may
+    share their state.
 
     Muon itself checks that each rank holds what the layout says.
     """
@@ -196,9 +251,17 @@ def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, share
     if experimental:
         library = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental")
         placement = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental.placement")
-        flat, whole, partial = placement.Flat(), placement.Replicate(), placement.Partial(dist.ReduceOp.AVG)
-        placements = [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
-        library.fully_shard(net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements))
+        flat, whole, partial = (
+            placement.Flat(),
+            placement.Replicate(),
+            placement.Partial(dist.ReduceOp.AVG),
+        )
+        placements = (
+            [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
+        )
+        library.fully_shard(
+            net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements)
+        )
     else:
         net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
             net,
@@ -217,15 +280,23 @@ def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, share
 
 
 @pytest.mark.parametrize(
-    ("experimental", "shared"), wide_but([(False, True)], [(False, False), (False, True), (True, False), (True, True)])
+    ("experimental", "shared"),
+    wide_but([(False, True)], [(False, False), (False, True), (True, False), (True, True)]),
 )
 def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, shared: bool) -> None:
-    assert ranks(4, holders_on_two_axes, experimental=experimental, shared=shared) == [{1 if shared else 2}] * 4
+    assert (
+        ranks(4, holders_on_two_axes, experimental=experimental, shared=shared)
+        == [{1 if shared else 2}] * 4
+    )
 
 
 def on_its_half(rank: int, world_size: int) -> list[int]:
-    """In a worker: FSDP2 on a mesh of two dimensions that has half of the ranks; those of the optimizer's group."""
-    mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("half", "replicate", "shard"))
+    """In a worker: FSDP2 on a mesh of two dimensions that has half of the ranks; those of the
+    optimizer's group.
+    """
+    mesh = init_device_mesh(
+        "cpu", (2, 1, world_size // 2), mesh_dim_names=("half", "replicate", "shard")
+    )
     net = frameworks.Net()
     fully_shard(net, mesh=mesh["replicate", "shard"])
     refuse_objects()

@@ -1,7 +1,9 @@
-"""`megatron_muon.Muon` on a model that is not Megatron's: every framework gives the weights of one process.
+"""`megatron_muon.Muon` on a model that is not Megatron's: every framework gives the weights of one
+process.
 
-Every rank has the same batch, so averaged gradients are those of one process up to the rounding of their average:
-weights agree to 1e-6. In one framework nothing depends on timing: two runs agree to the last bit.
+Every rank has the same batch, so averaged gradients are those of one process up to the rounding of
+their average: weights agree to 1e-6. In one framework nothing depends on timing: two runs agree to
+the last bit.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def weights(rank: int, world_size: int, *, kind: str, options: dict[str, Any], steps: int = STEPS) -> Any:
+def weights(
+    rank: int, world_size: int, *, kind: str, options: dict[str, Any], steps: int = STEPS
+) -> Any:
     """In a worker: the weights after training from the same start."""
     torch.manual_seed(0)
     training = getattr(frameworks, kind)(**options)
@@ -72,10 +76,14 @@ def weights(rank: int, world_size: int, *, kind: str, options: dict[str, Any], s
     return (start, after) if rank == 0 else None
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = ATOL) -> None:
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = ATOL
+) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0.0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0.0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,9 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         itertools.product(FRAMEWORKS, (2, 3, 4)),
     ),
 )
-def test_every_framework_trains_as_one_process(ranks: Pool, framework: str, world_size: int) -> None:
+def test_every_framework_trains_as_one_process(
+    ranks: Pool, framework: str, world_size: int
+) -> None:
     """The wrapper of Megatron-FSDP takes a step of its own before training, which moves nothing."""
     kind, options = FRAMEWORKS[framework]
     start, expected = ranks(1, weights, kind="plain", options={})[0]
@@ -105,10 +115,14 @@ def test_tensor_parallelism_beside_fsdp2(ranks: Pool, layout: str) -> None:
 
 
 @pytest.mark.parametrize("settings", wide_but(["normuon", "int8 momentum", "disk"], SETTINGS))
-def test_every_setting_means_the_same_under_fsdp2(ranks: Pool, settings: str, tmp_path: Path) -> None:
-    """Rounding of momentum depends on the element's place in the whole matrix, never on who holds it.
+def test_every_setting_means_the_same_under_fsdp2(
+    ranks: Pool, settings: str, tmp_path: Path
+) -> None:
+    """Rounding of momentum depends on the element's place in the whole matrix, never on who holds
+    it.
 
-    Averages over four ranks round nothing; those over three would now and then round momentum to another value.
+    Averages over four ranks round nothing; those over three would now and then round momentum to
+    another value.
     """
     options = {
         name: value.format(folder=tmp_path) if isinstance(value, str) else value
@@ -119,8 +133,13 @@ def test_every_setting_means_the_same_under_fsdp2(ranks: Pool, settings: str, tm
 
 
 def test_bf16_parameters_and_policies(ranks: Pool) -> None:
-    """Under a bf16 policy of FSDP2 losses are those of fp32 to bf16's rounding; the weights stay fp32."""
-    losses = {policy: ranks(2, losses_under, policy=policy)[0] for policy in ("none", "bf16 policy", "bf16 parameters")}
+    """Under a bf16 policy of FSDP2 losses are those of fp32 to bf16's rounding; the weights stay
+    fp32.
+    """
+    losses = {
+        policy: ranks(2, losses_under, policy=policy)[0]
+        for policy in ("none", "bf16 policy", "bf16 parameters")
+    }
     for policy in ("bf16 policy", "bf16 parameters"):
         assert losses[policy] == pytest.approx(losses["none"], rel=0.02)
         assert losses[policy] != losses["none"]
@@ -137,7 +156,11 @@ def losses_under(rank: int, world_size: int, *, policy: str) -> list[float]:
         dtype=torch.bfloat16 if policy == "bf16 parameters" else torch.float32,
     )
     losses = [training.step(batch) for batch in frameworks.tokens(8)]
-    momentum = [state["momentum_buffer"] for state in training.optimizer.state.values() if "momentum_buffer" in state]
+    momentum = [
+        state["momentum_buffer"]
+        for state in training.optimizer.state.values()
+        if "momentum_buffer" in state
+    ]
     assert {each.dtype for each in momentum} == {torch.float32}
     return losses
 
@@ -151,9 +174,16 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 def resumed(
-    rank: int, world_size: int, *, kind: str, options: dict[str, Any], folder: str, steps: tuple[int, int]
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    options: dict[str, Any],
+    folder: str,
+    steps: tuple[int, int],
 ) -> Any:
-    """In a worker: load what is in `folder`, if anything, train from one step to another, save; the weights.
+    """In a worker: load what is in `folder`, if anything, train from one step to another, save; the
+    weights.
 
     Hooks of Megatron-FSDP as a library make its state dicts, functions of torch the others.
     """
@@ -162,11 +192,18 @@ def resumed(
 
     torch.manual_seed(steps[0])  # what is not loaded would differ
     training = getattr(frameworks, kind)(**options)
-    model, optimizer = training.model.module if kind == "ddp" else training.model, training.optimizer
+    model, optimizer = (
+        (training.model.module if kind == "ddp" else training.model),
+        training.optimizer,
+    )
 
     def state() -> dict[str, Any]:
         is_library = kind == "megatron_fsdp"
-        found = (model.state_dict(), optimizer.state_dict()) if is_library else get_state_dict(model, optimizer)
+        found = (
+            (model.state_dict(), optimizer.state_dict())
+            if is_library
+            else get_state_dict(model, optimizer)
+        )
         return dict(zip(("model", "optimizer"), found, strict=True))
 
     if steps[0]:
@@ -193,26 +230,40 @@ def resumed(
         ],
         [
             ("plain", ("ddp", "fsdp2", "ddp")),
-            *((settings, ("library, 3", "library, 2")) for settings in ("plain", "host", "normuon")),
+            *(
+                (settings, ("library, 3", "library, 2"))
+                for settings in ("plain", "host", "normuon")
+            ),
         ],
     ),
 )
-def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tuple[str, ...], tmp_path: Path) -> None:
-    """Two steps in each layout of the chain are the steps of one process, uninterrupted; those of DTensors are in
-    test_every_matrix.py.
+def test_checkpoints_go_on_in_any_layout(
+    ranks: Pool, settings: str, chain: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Two steps in each layout of the chain are the steps of one process, uninterrupted; those of
+    DTensors are in test_every_matrix.py.
     """
     given = SETTINGS[settings]
     _, expected = ranks(1, weights, kind="plain", options=given, steps=2 * len(chain))[0]
     for number, layout in enumerate(chain):
         size, kind, options = LAYOUTS[layout]
         steps = (2 * number, 2 * number + 2)
-        found = ranks(size, resumed, kind=kind, options={**options, **given}, folder=str(tmp_path), steps=steps)[0]
+        found = ranks(
+            size,
+            resumed,
+            kind=kind,
+            options={**options, **given},
+            folder=str(tmp_path),
+            steps=steps,
+        )[0]
         assert found.keys() == expected.keys()
     assert_close(found, expected, atol=2e-6)
 
 
 def partial_gradients(rank: int, world_size: int) -> Any:
-    """In a worker: a step of tensor parallelism alone, whose replicated weights get gradients that are partial sums."""
+    """In a worker: a step of tensor parallelism alone, whose replicated weights get gradients that
+    are partial sums.
+    """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -220,13 +271,24 @@ def partial_gradients(rank: int, world_size: int) -> Any:
     mesh = init_device_mesh("cpu", (world_size,))
     start = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
     alone = [nn.Parameter(part.clone()) for part in (start, start[0])]
-    sharded = [nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Replicate()])) for p in alone]
+    sharded = [
+        nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Replicate()])) for p in alone
+    ]
     for p, other in zip(sharded, alone, strict=True):
-        parts = [torch.randn(p.shape, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
-        p.grad, other.grad = DTensor.from_local(parts[rank], mesh, [Partial()]), torch.stack(parts).sum(dim=0)
+        parts = [
+            torch.randn(p.shape, generator=torch.Generator().manual_seed(each))
+            for each in range(world_size)
+        ]
+        p.grad, other.grad = (
+            DTensor.from_local(parts[rank], mesh, [Partial()]),
+            torch.stack(parts).sum(dim=0),
+        )
     for parameters in (sharded, alone):
         megatron_muon.Muon(zip("wv", parameters, strict=True), **frameworks.SETTINGS).step()
-    return [float((p.to_local() - other).abs().max().detach()) for p, other in zip(sharded, alone, strict=True)]
+    return [
+        float((p.to_local() - other).abs().max().detach())
+        for p, other in zip(sharded, alone, strict=True)
+    ]
 
 
 def test_gradients_that_are_partial_sums_are_added_up(ranks: Pool) -> None:
@@ -234,12 +296,19 @@ def test_gradients_that_are_partial_sums_are_added_up(ranks: Pool) -> None:
 
 
 def refilled(rank: int, world_size: int, *, folder: str) -> tuple[str, int]:
-    """In a worker: what `fully_shard(model, optimizer)` keeps of an optimizer with a hook, and refuses of groups."""
+    """In a worker: what `fully_shard(model, optimizer)` keeps of an optimizer with a hook, and
+    refuses of groups.
+    """
     from megatron.core.distributed.fsdp.src import megatron_fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
-    options = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp", "fsdp_unit_modules": [torch.nn.Sequential]}
+    options = {
+        "device_mesh": mesh,
+        "dp_shard_dim": "dp",
+        "tp_dim": "tp",
+        "fsdp_unit_modules": [torch.nn.Sequential],
+    }
     called = []
     model = frameworks.Net()
     optimizer = megatron_muon.Muon(model.named_parameters(), offload="nvme", offload_dir=folder)
@@ -264,8 +333,9 @@ def test_what_fully_shard_of_model_and_optimizer_keeps(ranks: Pool, tmp_path: Pa
 
 
 def made_before(rank: int, world_size: int, *, steps: int) -> Any:
-    """In a worker: weights of training by an optimizer made before `fully_shard`, whose parameters are exchanged as
-    accelerate does it (accelerate.utils.fsdp_utils); and what a step says where they are not.
+    """In a worker: weights of training by an optimizer made before `fully_shard`, whose parameters
+    are exchanged as accelerate does it (accelerate.utils.fsdp_utils); and what a step says where
+    they are not.
     """
     made = frameworks.Net()
     optimizer = megatron_muon.Muon(made.named_parameters(), **frameworks.SETTINGS)
@@ -287,11 +357,17 @@ def made_before(rank: int, world_size: int, *, steps: int) -> Any:
     return refusal, training.weights()
 
 
-def test_an_optimizer_made_before_fully_shard_trains_if_its_parameters_are_exchanged(ranks: Pool) -> None:
-    """The step ended in KeyError: 'exp_avg'; without an exchange nothing moved and nothing was said."""
+def test_an_optimizer_made_before_fully_shard_trains_if_its_parameters_are_exchanged(
+    ranks: Pool,
+) -> None:
+    """The step ended in KeyError: 'exp_avg'; without an exchange nothing moved and nothing was
+    said.
+    """
     _, expected = ranks(1, weights, kind="plain", options={})[0]
     refusal, found = ranks(2, made_before, steps=STEPS)[0]
-    assert refusal.startswith("layers.0.0.weight has no gradient at the first step, and no other parameter has one; if")
+    assert refusal.startswith(
+        "layers.0.0.weight has no gradient at the first step, and no other parameter has one; if"
+    )
     assert_close(found, expected)
 
 
@@ -324,7 +400,12 @@ def test_fsdp2_needs_no_megatron(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(script)], cwd=root, capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, str(script)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     assert "pip install '.[megatron]' in the checkout" in run.stdout

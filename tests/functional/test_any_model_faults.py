@@ -1,4 +1,6 @@
-"""`megatron_muon.Muon` where ranks differ: gradients, settings, or a disk that fails on one of them."""
+"""`megatron_muon.Muon` where ranks differ: gradients, settings, or a disk that fails on one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def one_rank_without(rank: int, world_size: int, *, kind: str, options: dict[str, Any], fault: str) -> Any:
-    """In a worker: which weights and momenta a step leaves alone whose gradient one rank lacks, or has as NaN."""
+def one_rank_without(
+    rank: int, world_size: int, *, kind: str, options: dict[str, Any], fault: str
+) -> Any:
+    """In a worker: which weights and momenta a step leaves alone whose gradient one rank lacks, or
+    has as NaN.
+    """
     torch.manual_seed(0)
     training = getattr(frameworks, kind)(**options)
     for number, batch in enumerate(frameworks.tokens(3)):
@@ -47,7 +53,9 @@ def one_rank_without(rank: int, world_size: int, *, kind: str, options: dict[str
         training.model(batch).backward()
         before, momenta = training.weights(), training.optimizer.momentum_state()
         momenta = {p: local(momentum).clone() for p, momentum in momenta.items()}
-        names = {p: name.replace("module.", "") for p, name in training.optimizer.selection.names.items()}
+        names = {
+            p: name.replace("module.", "") for p, name in training.optimizer.selection.names.items()
+        }
         if number == 1 and rank == world_size - 1:
             p = next(p for p, name in names.items() if name == VICTIM)
             if fault == "none":
@@ -58,9 +66,18 @@ def one_rank_without(rank: int, world_size: int, *, kind: str, options: dict[str
         if number == 1:
             after, now = training.weights(), training.optimizer.momentum_state()
             still = [name for name in before if torch.equal(before[name], after[name])]
-            resting = [names[p] for p in momenta if momenta[p].numel() and torch.equal(momenta[p], local(now[p]))]
+            resting = [
+                names[p]
+                for p in momenta
+                if momenta[p].numel() and torch.equal(momenta[p], local(now[p]))
+            ]
             skipped = {name.replace("module.", "") for name in training.optimizer.skipped_updates()}
-    return still, resting, skipped, all(value.isfinite().all() for value in training.weights().values())
+    return (
+        still,
+        resting,
+        skipped,
+        all(value.isfinite().all() for value in training.weights().values()),
+    )
 
 
 @pytest.mark.parametrize("fault", ["none", "nan"])
@@ -68,9 +85,13 @@ def one_rank_without(rank: int, world_size: int, *, kind: str, options: dict[str
 def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks(
     ranks: Pool, case: str, fault: str
 ) -> None:
-    """Story: the update was skipped, but the other ranks' momentum advanced; with shared work so did their weights."""
+    """Story: the update was skipped, but the other ranks' momentum advanced; with shared work so
+    did their weights.
+    """
     kind, options = CASES[case]
-    for still, resting, skipped, finite in ranks(2, one_rank_without, kind=kind, options=options, fault=fault):
+    for still, resting, skipped, finite in ranks(
+        2, one_rank_without, kind=kind, options=options, fault=fault
+    ):
         assert still == [VICTIM]
         assert resting == [VICTIM]
         assert skipped == {VICTIM}
@@ -78,7 +99,9 @@ def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks
 
 
 def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) -> tuple[str, bool]:
-    """In a worker: what a step, or a checkpoint, says on every rank once the last rank lost what it reads ahead."""
+    """In a worker: what a step, or a checkpoint, says on every rank once the last rank lost what it
+    reads ahead.
+    """
     from megatron_muon.errors import OffloadError
 
     torch.manual_seed(0)
@@ -101,7 +124,9 @@ def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) ->
 
 
 @pytest.mark.parametrize("reader", ["step", "state_dict"])
-def test_momentum_lost_on_one_rank_is_an_error_on_all(ranks: Pool, reader: str, tmp_path: Path) -> None:
+def test_momentum_lost_on_one_rank_is_an_error_on_all(
+    ranks: Pool, reader: str, tmp_path: Path
+) -> None:
     answers = ranks(2, lost_on_one_rank, folder=str(tmp_path), reader=reader)
     assert answers[0] == answers[1]
     said, unmoved = answers[0]
@@ -133,13 +158,20 @@ def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool)
     """Story: they waited for ever."""
     first, second, last = ranks(3, made_by_some)
     assert last is None
-    rest = "has waited 1 s for ranks [2] to make this Muon; make it on each of the ranks [0, 1, 2], with the same "
+    rest = (
+        "has waited 1 s for ranks [2] to make this Muon; make it on each of the ranks [0, 1, 2],"
+        " with the same "
+    )
     rest += "share_replicated, process_group and offload"
     assert (first, second) == (f"rank 0 {rest}", f"rank 1 {rest}")
 
 
-def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]) -> tuple[bool, int]:
-    """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps counted after one more."""
+def changed_dtype(
+    rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]
+) -> tuple[bool, int]:
+    """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps
+    counted after one more.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -152,24 +184,39 @@ def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str,
     weights, state = get_state_dict(after.model, after.optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(after.model, after.optimizer, model_state_dict=weights, optim_state_dict=state)
-    pairs = zip(before.optimizer.momentum_state().values(), after.optimizer.momentum_state().values(), strict=True)
-    close = all(torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs)
+    pairs = zip(
+        before.optimizer.momentum_state().values(),
+        after.optimizer.momentum_state().values(),
+        strict=True,
+    )
+    close = all(
+        torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs
+    )
     after.step(third)
     return close, after.optimizer.param_groups[0]["rounding_steps"]
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")])
+    ("saved", "loaded"),
+    wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")]),
 )
-def test_a_checkpoint_loads_into_another_momentum_dtype(ranks: Pool, saved: str, loaded: str, tmp_path: Path) -> None:
-    """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding depends on."""
+def test_a_checkpoint_loads_into_another_momentum_dtype(
+    ranks: Pool, saved: str, loaded: str, tmp_path: Path
+) -> None:
+    """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding
+    depends on.
+    """
     assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2
 
 
 def without_a_tower(rank: int, world_size: int) -> Any:
-    """In a worker: whether `up` and `tower`, which FSDP2 leaves whole, moved; rank 0 has no use for the tower."""
+    """In a worker: whether `up` and `tower`, which FSDP2 leaves whole, moved; rank 0 has no use for
+    the tower.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(OrderedDict(tower=nn.Linear(8, 8, bias=False), up=nn.Linear(8, 6, bias=False)))
+    model = nn.Sequential(
+        OrderedDict(tower=nn.Linear(8, 8, bias=False), up=nn.Linear(8, 6, bias=False))
+    )
     tower = model.tower.weight
     fully_shard(model, ignored_params={tower})
     up = model.up.weight
@@ -184,14 +231,23 @@ def without_a_tower(rank: int, world_size: int) -> Any:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             optimizer.step()
-        said = [str(one.message) for one in warned if "has no gradient at the first step" in str(one.message)]
+        said = [
+            str(one.message)
+            for one in warned
+            if "has no gradient at the first step" in str(one.message)
+        ]
         now = tower.detach(), local(up.detach())
-        moved.append((*(not torch.equal(one, two) for one, two in zip(before, now, strict=True)), len(said)))
+        moved.append(
+            (*(not torch.equal(one, two) for one, two in zip(before, now, strict=True)), len(said))
+        )
     return moved
 
 
 def test_a_first_step_in_which_one_rank_lacks_a_gradient_does_not_hang(ranks: Pool) -> None:
-    """Story: rank 0 refused the step, and rank 1 waited for it until the group's time limit. The tower is no DTensor,
-    so each rank steps it by itself.
+    """Story: rank 0 refused the step, and rank 1 waited for it until the group's time limit. The
+    tower is no DTensor, so each rank steps it by itself.
     """
-    assert ranks(2, without_a_tower) == [[(False, True, 1), (True, True, 0)], [(True, True, 0), (True, True, 0)]]
+    assert ranks(2, without_a_tower) == [
+        [(False, True, 1), (True, True, 0)],
+        [(True, True, 0), (True, True, 0)],
+    ]

@@ -1,4 +1,6 @@
-"""The real command line with the flags that say what a block is, which matrices are Muon's, and with adaptive Muon."""
+"""The real command line with the flags that say what a block is, which matrices are Muon's, and
+with adaptive Muon.
+"""
 
 import math
 
@@ -7,7 +9,13 @@ import pytest
 from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 
-ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp", "--muon-extra-scale-factor", "0.02")
+ADAPTIVE = (
+    "--optimizer",
+    "adaptive_muon",
+    "--use-megatron-fsdp",
+    "--muon-extra-scale-factor",
+    "0.02",
+)
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
 SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
@@ -15,7 +23,9 @@ SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
 
 def assert_trains(run: cli.Run, steps: int) -> None:
     assert [iteration.number for iteration in run.iterations] == list(range(1, steps + 1))
-    assert all(math.isfinite(iteration.loss) and iteration.skipped == 0 for iteration in run.iterations)
+    assert all(
+        math.isfinite(iteration.loss) and iteration.skipped == 0 for iteration in run.iterations
+    )
     assert run.losses[-1] < run.losses[0] - 0.2
 
 
@@ -26,26 +36,61 @@ def listed(run: cli.Run) -> dict[str, str]:
 
 
 def test_every_flag_that_says_what_a_block_is(tmp_path, corpus):
-    flags = ("--muon-split-gated-mlp", "--muon-split-heads", "--muon-exclude", "router", "layers.1.*linear_proj")
+    flags = (
+        "--muon-split-gated-mlp",
+        "--muon-split-heads",
+        "--muon-exclude",
+        "router",
+        "layers.1.*linear_proj",
+    )
     experts = ("--num-experts", "2", "--moe-router-topk", "2")
     run = cli.torchrun(
-        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, *SHARDED, *SWIGLU, *experts, *flags, "--muon-log-params"
+        tmp_path,
+        *cli.TINY,
+        *corpus,
+        *SIX_STEPS,
+        *cli.MUON,
+        *SHARDED,
+        *SWIGLU,
+        *experts,
+        *flags,
+        "--muon-log-params",
     ).checked()
     assert_trains(run, 6)
     optimizers = listed(run)
     for layer in range(3):
         prefix = f"decoder.layers.{layer}"
         assert optimizers[f"{prefix}.mlp.router.weight"] == "adam"
-        assert optimizers[f"{prefix}.self_attention.linear_proj.weight"] == ("adam" if layer == 1 else "muon")
+        assert optimizers[f"{prefix}.self_attention.linear_proj.weight"] == (
+            "adam" if layer == 1 else "muon"
+        )
         assert optimizers[f"{prefix}.mlp.experts.local_experts.1.linear_fc1.weight"] == "muon"
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("method", ["adamuon", "normuon"])
 def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, corpus, method):
-    """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks may be others."""
-    args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, *SWIGLU, "--adaptive-muon-moment2-method", method)
-    args = (*args, "--global-batch-size", "4", "--train-iters", "6", "--tensorboard-log-interval", "1")
+    """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks
+    may be others.
+    """
+    args = (
+        *cli.TINY,
+        *corpus,
+        *ADAPTIVE,
+        *SHARDED,
+        *SWIGLU,
+        "--adaptive-muon-moment2-method",
+        method,
+    )
+    args = (
+        *args,
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "6",
+        "--tensorboard-log-interval",
+        "1",
+    )
     there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
     assert_trains(cli.torchrun(tmp_path, *args, *there).checked(), 6)
     again = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "continued")
@@ -68,5 +113,7 @@ def test_adaptive_muon_on_tensor_parallel_ranks(tmp_path, corpus):
     sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
     tp = ("--tensor-model-parallel-size", "2", "--adaptive-muon-moment2-method", "normuon")
     tp = (*tp, "--save", "checkpoints", "--save-interval", "6")
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *ADAPTIVE, *SHARDED, *sizes, *tp, ranks=4).checked()
+    run = cli.torchrun(
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *ADAPTIVE, *SHARDED, *sizes, *tp, ranks=4
+    ).checked()
     assert_trains(run, 6)

@@ -1,4 +1,6 @@
-"""What happens to checkpoints when a rank is killed, the disk is full, a file is cut short, a folder vanishes."""
+"""What happens to checkpoints when a rank is killed, the disk is full, a file is cut short, a
+folder vanishes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from tests.support.training import Trainings, train
 from tests.support.wide import wide_but
 
 FLAGS = (
-    *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
+    *(
+        *cli.MUON,
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--muon-fp32-matmul-prec",
+        "highest",
+    ),
     *("--global-batch-size", "4", "--train-iters", "6", "--save", "ck", "--save-interval", "2"),
 )
 LARGE = ("--ffn-hidden-size", "8192")
@@ -41,7 +49,9 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
 
 @contextlib.contextmanager
 def watching(act: Callable[[Callable[[Callable[[], Any]], Any]], None]) -> Iterator[None]:
-    """Do something beside the body, in a thread: `act(until)`, where `until(f)` waits for f() to be true."""
+    """Do something beside the body, in a thread: `act(until)`, where `until(f)` waits for f() to be
+    true.
+    """
     over = threading.Event()
 
     def until(condition: Callable[[], Any]) -> Any:
@@ -106,35 +116,50 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
 
 
 def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
-    """Two with one --save used to replace each other's checkpoints; the first rank's lock tells the second start."""
+    """Two with one --save used to replace each other's checkpoints; the first rank's lock tells the
+    second start.
+    """
     here = training.folder
     with files.lock_of(here / "ck").held():
         refused = training(ranks=1)
     assert refused.returncode == 2, refused.tail
-    taken = f"pretrain_gpt.py: error: a training saves its checkpoints to ck (process {os.getpid()} on "
+    taken = (
+        f"pretrain_gpt.py: error: a training saves its checkpoints to ck (process {os.getpid()} on "
+    )
     assert taken in refused.output
     assert "give another --save DIR" in refused.output
     assert list((here / "ck").iterdir()) == []
 
 
-def train_on_small_disk(rank: int, world_size: int, *, file_bytes: int, **run: Any) -> tuple[int, str]:
+def train_on_small_disk(
+    rank: int, world_size: int, *, file_bytes: int, **run: Any
+) -> tuple[int, str]:
     """In a worker: a training run whose files may be so large and no larger."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     return train(rank, world_size, **run)
 
 
 def test_a_full_disk(training: Trainings) -> None:
-    """A limit on the size of files stands in for it: the write fails in the same place, in the same way."""
+    """A limit on the size of files stands in for it: the write fails in the same place, in the same
+    way.
+    """
     here = training.folder
     training(*LARGE, "--train-iters", "2").checked()
     argv = training.line(*LARGE, "--load", "ck", "--override-opt-param-scheduler")
-    for status, output in training.ranks(2, train_on_small_disk, argv=argv, folder=str(here), file_bytes=2000 * 1024):
+    for status, output in training.ranks(
+        2, train_on_small_disk, argv=argv, folder=str(here), file_bytes=2000 * 1024
+    ):
         assert status == 1
-        (error,) = [line for line in output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+        (error,) = [
+            line for line in output.splitlines() if line.startswith("pretrain_gpt.py: error: ")
+        ]
         assert "the checkpoint of iteration 4 could not be written to ck (rank " in error
         assert "a file could not be written in full" in error
         assert "GiB free there" in error
-        assert "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2" in error
+        assert (
+            "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2"
+            in error
+        )
     assert latest(here) == 2
     assert files.iterations(here / "ck") == [2]
 
@@ -150,9 +175,18 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
     run = training("--load", "ck")
     assert run.returncode == 2
     assert "__1_0.distcp is damaged: its CRC-32 is " in run.output
-    assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
-    assert training("--load", "ck", "--no-verify-checkpoint", "--save", "ck2").checked().iterations == []
-    assert training("--load", "ck", "--ckpt-step", "4", "--save", "ck3").checked().iterations[0].number == 5
+    assert (
+        "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4"
+        in run.output
+    )
+    assert (
+        training("--load", "ck", "--no-verify-checkpoint", "--save", "ck2").checked().iterations
+        == []
+    )
+    assert (
+        training("--load", "ck", "--ckpt-step", "4", "--save", "ck3").checked().iterations[0].number
+        == 5
+    )
     shard.write_bytes(damaged[:-1])
     (here / "ck" / files.TRACKER).write_text("")
     run = training("--load", "ck")
@@ -173,12 +207,16 @@ def test_a_disk_that_vanishes(training: Trainings) -> None:
     with watching(unmount):
         run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000")
     assert run.returncode == 1
-    (error,) = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+    (error,) = [
+        line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")
+    ]
     assert "could not be written" in error
     assert "away holds no complete checkpoint to resume from" in error
     saved = files.iterations(here / "unmounted")
     assert saved[0] == 2
-    assert files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
+    assert (
+        files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
+    )
 
 
 @pytest.mark.wide
@@ -191,7 +229,9 @@ def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Train
             process.send_signal(signal.SIGTERM)
 
     with watching(terminate):
-        run = cli.torchrun(here, *training.flags, "--exit-signal-handler", "--train-iters", "100000", cold=True)
+        run = cli.torchrun(
+            here, *training.flags, "--exit-signal-handler", "--train-iters", "100000", cold=True
+        )
     assert run.returncode != 0
     assert "exiting program after receiving SIGTERM" in run.output
     assert run.output.count("exitcode  : 75") >= 1
@@ -202,7 +242,9 @@ def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Train
 
 
 def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
-    """In a worker: rank 1 dies in the middle of the second step's exchange; how long the others take to notice."""
+    """In a worker: rank 1 dies in the middle of the second step's exchange; how long the others
+    take to notice.
+    """
     trainer = Trainer(Case(optimizer={"muon_exchange": exchange}))
     tokens = iter(batches(2))
     trainer.train(next(tokens))
@@ -213,13 +255,17 @@ def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
     try:
         trainer.train(next(tokens))
     except Exception as error:
-        raise RuntimeError(f"stopped after {time.monotonic() - started:.0f} s: {type(error).__name__}") from error
+        raise RuntimeError(
+            f"stopped after {time.monotonic() - started:.0f} s: {type(error).__name__}"
+        ) from error
     return time.monotonic() - started
 
 
 @pytest.mark.parametrize("exchange", wide_but(["owner"], ["owner", "allgather"]))
 def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> None:
-    """The others stop with an error and do not wait for it: the answers below come within the pool's grace."""
+    """The others stop with an error and do not wait for it: the answers below come within the
+    pool's grace.
+    """
     with pytest.raises(RankError) as failure:
         ranks(3, step_with_a_death, exchange=exchange)
     said = str(failure.value)
@@ -229,7 +275,9 @@ def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> Non
     assert said.count("stopped after") >= 2
 
 
-def require_unchanged(rank: int, world_size: int, *, folder: str, sums: dict[str, int] | None) -> str | None:
+def require_unchanged(
+    rank: int, world_size: int, *, folder: str, sums: dict[str, int] | None
+) -> str | None:
     """What a rank is told of a checkpoint whose checksums the other rank does not see."""
     files.read_checksums = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
     files.problems = lambda *_, **how: []
@@ -244,7 +292,9 @@ def require_unchanged(rank: int, world_size: int, *, folder: str, sums: dict[str
 def test_ranks_that_see_other_checksums_do_not_wait_for_each_other(
     ranks: Pool, tmp_path: Path, sums: dict[str, int] | None
 ) -> None:
-    """A file that a file server shows to one rank alone kept the other one in a collective for ever."""
+    """A file that a file server shows to one rank alone kept the other one in a collective for
+    ever.
+    """
     (tmp_path / "__0_0.distcp").write_bytes(b"x")
     first, second = ranks(2, require_unchanged, folder=str(tmp_path), sums=sums, timeout_s=60)
     assert first == second

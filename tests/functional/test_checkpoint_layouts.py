@@ -1,5 +1,5 @@
-"""Checkpoints of every parallel layout: what one rank saved is loaded, a resumed run is the uninterrupted one, and one
-rank loads what the layout saved, to the last bit.
+"""Checkpoints of every parallel layout: what one rank saved is loaded, a resumed run is the
+uninterrupted one, and one rank loads what the layout saved, to the last bit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, differences, saved, strategy, warnings
+from tests.functional.test_checkpoints import (
+    DIVISIBLE,
+    EXACT,
+    FULL,
+    SWIGLU,
+    differences,
+    saved,
+    strategy,
+    warnings,
+)
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings
@@ -22,7 +31,15 @@ HSDP = ("--num-distributed-optimizer-instances", "2")
 OUTER = ("--outer-dp-sharding-strategy", "optim")
 ETP1 = ("--expert-tensor-parallel-size", "1")
 EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
-EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
+EXPERTS = (
+    *SWIGLU,
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--moe-router-load-balancing-type",
+    "none",
+)
 ALL_STATE = ("--muon-offload", "cpu", "--muon-offload-state", "all")
 MODELS = {
     "dense": SWIGLU,
@@ -54,13 +71,22 @@ LAYOUTS = [
     ("experts", "EP 4", "optim", EP4),
     ("experts", "EP 2 x HSDP 2", "optim_grads_params", (*EP2, *HSDP)),
     ("experts", "EP 2 x TP 2, sequence parallel", "optim", (*EP2, *SEQUENCE, *ETP1)),
-    ("experts", "expert TP 2, dense TP 2", "optim_grads", (*SEQUENCE, "--expert-tensor-parallel-size", "2")),
+    (
+        "experts",
+        "expert TP 2, dense TP 2",
+        "optim_grads",
+        (*SEQUENCE, "--expert-tensor-parallel-size", "2"),
+    ),
 ]
 
 
 @pytest.fixture(scope="module")
-def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, Callable[[str], cli.Run]]:
-    """Runs of four steps, and a model's on one rank, which saved the second and the fourth: in `one-MODEL`."""
+def trainings(
+    ranks: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Trainings, Callable[[str], cli.Run]]:
+    """Runs of four steps, and a model's on one rank, which saved the second and the fourth: in
+    `one-MODEL`.
+    """
     folder = tmp_path_factory.mktemp("layouts")
     corpus = cli.make_corpus(tmp_path_factory.mktemp("corpus"))
     steps = ("--train-iters", "4")
@@ -86,15 +112,29 @@ def test_layouts_save_resume_and_reshard(
     training, one_rank = trainings
     one = one_rank(model)
     args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
-    whole, resumed, back = (f"{name}, {model}, {layout}, {sharding}" for name in ("whole", "resumed", "back"))
+    whole, resumed, back = (
+        f"{name}, {model}, {layout}, {sharding}" for name in ("whole", "resumed", "back")
+    )
     first = ("--load", f"one-{model}", "--ckpt-step", "2", "--save", whole, "--save-interval", "1")
     run = training(*args, *first, ranks=4).checked()
     assert warnings(run) == []
-    # The second line of a start averages over its first step too, so only the first tells a single step's loss.
+    # The second line of a start averages over its first step too, so only the first tells a single
+    # step's loss.
     assert run.losses[0] == pytest.approx(one.losses[2], abs=1e-5)
     assert run.iterations[0].grad_norm == pytest.approx(one.iterations[2].grad_norm, rel=1e-3)
 
-    training(*args, "--load", whole, "--ckpt-step", "3", "--save", resumed, "--save-interval", "3", ranks=4).checked()
+    training(
+        *args,
+        "--load",
+        whole,
+        "--ckpt-step",
+        "3",
+        "--save",
+        resumed,
+        "--save-interval",
+        "3",
+        ranks=4,
+    ).checked()
     expected = saved(training, whole, 4)
     assert any(name.endswith("momentum_buffer") for name in expected)
     assert differences(saved(training, whole, 3), expected), "the comparison can fail"
@@ -104,5 +144,6 @@ def test_layouts_save_resume_and_reshard(
     again = ("--load", whole, "--save", back, "--save-interval", "3")
     assert warnings(training(*FULL, *MODELS[model], *again, ranks=1).checked()) == []
     found = saved(training, back, 4)
-    of_peers = [name for name in expected if name.startswith("rng_state.(0, 1)")]  # of the other tensor-parallel rank
+    # of the other tensor-parallel rank
+    of_peers = [name for name in expected if name.startswith("rng_state.(0, 1)")]
     assert [name for name in differences(found, expected) if name not in of_peers] == []

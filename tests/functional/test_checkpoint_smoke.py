@@ -18,7 +18,9 @@ def state_keys(rank: int, world_size: int, *, case: Case) -> Any:
     trainer = Trainer(case)
     described = []
     for _ in range(2):
-        sharded = trainer.optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
+        sharded = trainer.optimizer.sharded_state_dict(
+            {}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
+        )
         keys = {name: sorted(slots) for name, slots in sharded["state"].items()}
         dtypes = {
             f"{name}:{slot}": str(value.dtype)
@@ -30,14 +32,18 @@ def state_keys(rank: int, world_size: int, *, case: Case) -> Any:
         described.append((keys, settings, dtypes))
         for tokens in batches(3):
             assert trainer.train(tokens)[1][0]
-    counters = {name: float(state["step"]) for name, state in trainer.states().items() if "step" in state}
+    counters = {
+        name: float(state["step"]) for name, state in trainer.states().items() if "step" in state
+    }
     empty = [name for name, p in trainer.parameters.items() if p._local_tensor.numel() == 0]
     return described, counters, empty
 
 
 @pytest.mark.parametrize("strategy", wide_but(["no_shard", "optim_grads_params"], STRATEGIES))
 def test_state_has_the_same_keys_on_every_rank(ranks: Pool, strategy: str) -> None:
-    """torch's AdamW keeps no state for empty shards, ranks saved other keys, and the save never returned."""
+    """torch's AdamW keeps no state for empty shards, ranks saved other keys, and the save never
+    returned.
+    """
     case = Case(strategy=strategy, ffn=47)
     seen = ranks(3, state_keys, case=case)
     if strategy != "no_shard":
@@ -56,5 +62,8 @@ def test_state_has_the_same_keys_on_every_rank(ranks: Pool, strategy: str) -> No
 def test_shared_replicas_keep_the_state_of_plain_ones(ranks: Pool) -> None:
     """So that the flag can be set or taken back between a checkpoint and the run that continues it."""
     plain = Case(strategy="no_shard", layers=1)
-    seen = [ranks(2, state_keys, case=case) for case in (plain, plain.but(optimizer={"muon_share_replicated": True}))]
+    seen = [
+        ranks(2, state_keys, case=case)
+        for case in (plain, plain.but(optimizer={"muon_share_replicated": True}))
+    ]
     assert seen[0] == seen[1]

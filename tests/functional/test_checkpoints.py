@@ -1,4 +1,5 @@
-"""Checkpoints that survive: save and go on, on the same layout and on any other, with the same or another optimizer.
+"""Checkpoints that survive: save and go on, on the same layout and on any other, with the same or
+another optimizer.
 
 The runs are whole training runs in the pool's workers; what they saved is read back entry by entry.
 """
@@ -20,7 +21,15 @@ from tests.support.training import Trainings, train
 from tests.support.wide import wide_but
 
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
-EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2")
+EXPERTS = (
+    *SWIGLU,
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--expert-model-parallel-size",
+    "2",
+)
 ADAM = ("--optimizer", "adam", "--use-megatron-fsdp")
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 EXACT = ("--muon-fp32-matmul-prec", "highest")
@@ -53,8 +62,15 @@ def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
     folder = files.iteration_folder(training.folder / name, iteration)
     assert files.problems(folder) == []
     entries = content.read_entries(folder)
-    names = [entry for entry in entries if entry not in OF_THE_RUN and not entry.endswith(".is_expert_parallel")]
-    return {**content.read(folder, names), "consumed": arguments(training, name, iteration).consumed_train_samples}
+    names = [
+        entry
+        for entry in entries
+        if entry not in OF_THE_RUN and not entry.endswith(".is_expert_parallel")
+    ]
+    return {
+        **content.read(folder, names),
+        "consumed": arguments(training, name, iteration).consumed_train_samples,
+    }
 
 
 def arguments(training: Trainings, name: str, iteration: int = 6) -> Any:
@@ -66,7 +82,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     names = found.keys() ^ expected.keys()
     for name in found.keys() & expected.keys():
         one, other = found[name], expected[name]
-        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+        same = (
+            torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+        )
         names |= set() if same else {name}
     return sorted(names)
 
@@ -85,7 +103,13 @@ MODELS = {
     "experts": (*FULL, *EXPERTS),
     "adam": (*ADAM, *strategy("optim_grads_params"), *SWIGLU),
     "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
-    "hyperball": (*FULL, *SWIGLU, *cli.HYPERBALL, "--overlap-grad-reduce", "--overlap-param-gather"),
+    "hyperball": (
+        *FULL,
+        *SWIGLU,
+        *cli.HYPERBALL,
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ),
     "cautious": (*FULL, *SWIGLU, *cli.CAUTIOUS),
     "lion, swiglu, biases": (*LION, *QKV_BIAS),
     "lion, swiglu's fc1": (*LION, *QKV_BIAS, *FC1_IS_SCALAR),
@@ -95,17 +119,23 @@ MODELS = {
     "adam, experts' fc1": (*FULL, *EXPERTS, *FC1_IS_SCALAR),
 }
 LAYERS = 3
-MATRICES = {"adam": 0, "experts": LAYERS * (2 + 1 + 4 * 3), "dense": LAYERS * 4, "lion, dense fc1": LAYERS * 3}
+MATRICES = {
+    "adam": 0,
+    "experts": LAYERS * (2 + 1 + 4 * 3),
+    "dense": LAYERS * 4,
+    "lion, dense fc1": LAYERS * 3,
+}
 """Momenta of a model, halves apart, where they are not those of a SwiGLU."""
 
 
 @pytest.mark.parametrize("model", wide_but(["experts"], MODELS))
 def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str) -> None:
-    """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
+    """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on),
+    data position.
 
-    Story: a handler that knew exp_avg alone lost momentum; under no_shard it asked for an attribute that is not there;
-    AdamW's ranks saved different keys and never came back; Lion with SwiGLU, whose biases or whole projections it has,
-    ended in KeyError 'exp_avg_sq' at the first save.
+    Story: a handler that knew exp_avg alone lost momentum; under no_shard it asked for an attribute
+    that is not there; AdamW's ranks saved different keys and never came back; Lion with SwiGLU,
+    whose biases or whole projections it has, ended in KeyError 'exp_avg_sq' at the first save.
     """
     flags = (*MODELS[model], *DROPOUT)
     training(*flags, "--save", "whole").checked()
@@ -119,7 +149,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
 
     scalar = frozenset({"exp_avg"} if "lion" in flags else {"exp_avg", "exp_avg_sq", "step"})
     slots = content.optimizer_slots(expected)
-    assert set(slots.values()) == {scalar} | ({frozenset({"momentum_buffer"})} if model != "adam" else set())
+    assert set(slots.values()) == {scalar} | (
+        {frozenset({"momentum_buffer"})} if model != "adam" else set()
+    )
     of_fc1 = {name: kept for name, kept in slots.items() if "fc1" in name}
     assert all(name.endswith(("_w", "_v")) == ("--swiglu" in flags) for name in of_fc1)
     if "linear_fc1" in flags:
@@ -127,12 +159,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
     else:
         momentum = [name for name in expected if name.endswith("momentum_buffer")]
         assert len(momentum) == MATRICES.get(model, LAYERS * 5)
-    state = [name for name in expected if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))]
+    state = [
+        name for name in expected if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))
+    ]
     assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in state)
     steps = {float(value) for name, value in expected.items() if name.endswith(".step")}
     assert steps == ({6.0} if "step" in scalar else set())
     assert expected["consumed"] == 6 * 12
-    assert set(state) <= set(differences(saved(training, "whole", 4), expected))  # the comparison can fail
+    # the comparison can fail
+    assert set(state) <= set(differences(saved(training, "whole", 4), expected))
 
 
 def layout(sharding: str, *flags: str) -> tuple[str, ...]:
@@ -152,7 +187,10 @@ CHAINS = {
             (2, layout("optim_grads_params", "--muon-exchange", "allgather")),
         ],
     ),
-    "experts": (EXPERTS, [(ranks, layout("optim_grads", EXPERTS_ON, over)) for ranks, over in ((3, "1"), (4, "2"))]),
+    "experts": (
+        EXPERTS,
+        [(ranks, layout("optim_grads", EXPERTS_ON, over)) for ranks, over in ((3, "1"), (4, "2"))],
+    ),
     "tensor parallel": (
         (*SWIGLU, *DIVISIBLE, "--make-vocab-size-divisible-by", "4"),
         [
@@ -174,28 +212,41 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings, chain: str) 
     expected = saved(training, "whole")
     before = "whole"
     for number, (ranks, of_layout) in enumerate(layouts):
-        # The last iteration is done: a run that loads it saves again, since 4 does not divide 6, and ends.
+        # The last iteration is done: a run that loads it saves again, since 4 does not divide 6,
+        # and ends.
         again = ("--load", before, "--save", str(number), "--save-interval", "4")
         run = training(*EXACT, *flags, *of_layout, *again, ranks=ranks).checked()
         assert warnings(run) == [], number
         assert run.iterations == []
         found = saved(training, str(number))
-        second = {entry: found.pop(entry) for entry in list(found) if entry.startswith("rng_state.(0, 1)")}
-        assert bool(second) == ("--tensor-model-parallel-size" in of_layout)  # whose ranks share their random numbers
-        assert differences({entry.replace("(0, 1)", "(0, 0)"): v for entry, v in second.items()} | found, found) == []
+        second = {
+            entry: found.pop(entry) for entry in list(found) if entry.startswith("rng_state.(0, 1)")
+        }
+        # whose ranks share their random numbers
+        assert bool(second) == ("--tensor-model-parallel-size" in of_layout)
+        assert (
+            differences(
+                {entry.replace("(0, 1)", "(0, 0)"): v for entry, v in second.items()} | found, found
+            )
+            == []
+        )
         assert differences(found, expected) == [], number
         assert arguments(training, str(number)).world_size == ranks
         before = str(number)
 
 
 def remove_entries(folder: Path, *parts: str) -> int:
-    """Take the entries with all these parts in their name out of a checkpoint's index; their number."""
+    """Take the entries with all these parts in their name out of a checkpoint's index; their
+    number.
+    """
     index = folder / ".metadata"
     metadata = pickle.loads(index.read_bytes())
     gone = [name for name in metadata.state_dict_metadata if all(part in name for part in parts)]
     for name in gone:
         del metadata.state_dict_metadata[name]
-    metadata.storage_data = {key: value for key, value in metadata.storage_data.items() if key.fqn not in gone}
+    metadata.storage_data = {
+        key: value for key, value in metadata.storage_data.items() if key.fqn not in gone
+    }
     index.write_bytes(pickle.dumps(metadata))
     (folder / files.CHECKSUMS).unlink(missing_ok=True)  # as of a run that wrote none
     return len(gone)
@@ -203,7 +254,8 @@ def remove_entries(folder: Path, *parts: str) -> int:
 
 @pytest.mark.wide
 def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training: Trainings) -> None:
-    """Adam's checkpoint into Muon and Muon's into Adam: weights and what both keep are loaded, the rest is counted.
+    """Adam's checkpoint into Muon and Muon's into Adam: weights and what both keep are loaded, the
+    rest is counted.
 
     Story: with --no-strict-fsdp-dtensor-load upstream passes over missing momentum in silence.
     """
@@ -215,38 +267,63 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     run = training(*muon, *flags, "--load", "adam", "--save", "muon").checked()
     (warning,) = warnings(run)
     assert (
-        "15 entries of optimizer state start at zero, because another optimizer or layout wrote this checkpoint"
-        in warning
+        "15 entries of optimizer state start at zero, because another optimizer or layout wrote"
+        " this checkpoint" in warning
     )
     assert "decoder.layers.0.mlp.linear_fc1.weight_v.momentum_buffer" in warning
     found = saved(training, "muon")
     momentum = {name for name in found if name.endswith("momentum_buffer")}
     assert len(momentum) == 15
     assert not any(found[name].any() for name in momentum)
-    both = [name for name in found.keys() & expected.keys() if not name.startswith("optimizer.param_to_group_meta.")]
+    both = [
+        name
+        for name in found.keys() & expected.keys()
+        if not name.startswith("optimizer.param_to_group_meta.")
+    ]
     assert sum(name.startswith("model.") for name in both) == len(content.weight_names(found))
     assert any(name.endswith("exp_avg") for name in both)
     assert [name for name in differences(found, expected) if name in both] == []
-    rates = {value for name, value in found.items() if "linear_proj" in name and name.endswith(".max_lr")}
+    rates = {
+        value for name, value in found.items() if "linear_proj" in name and name.endswith(".max_lr")
+    }
     assert rates == {0.003}  # Muon's own, not what Adam had for these matrices
 
     run = training(*adam, *flags, "--load", "muon", "--save", "back", ranks=3).checked()
     (warning,) = warnings(run)
     assert "45 entries of optimizer state start at zero" in warning
     again = saved(training, "back")
-    fresh = {name.removesuffix("momentum_buffer") + slot for name in momentum for slot in ("exp_avg", "exp_avg_sq")}
+    fresh = {
+        name.removesuffix("momentum_buffer") + slot
+        for name in momentum
+        for slot in ("exp_avg", "exp_avg_sq")
+    }
     assert not any(again[name].any() for name in fresh)
-    assert {float(again[name.removesuffix("momentum_buffer") + "step"]) for name in momentum} == {0.0}
+    assert {float(again[name.removesuffix("momentum_buffer") + "step"]) for name in momentum} == {
+        0.0
+    }
     assert [name for name in differences(again, expected) if name.startswith("model.")] == []
 
     run = training(*muon, *flags, "--load", "muon", "--muon-lr", "0.004")
     assert run.returncode == 2
     assert "max_lr 0.003 for decoder." in run.output
-    assert "this run 0.004 (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler" in run.output
-    override = ("--load", "muon", "--muon-lr", "0.004", "--override-opt-param-scheduler", "--save", "overridden")
+    assert (
+        "this run 0.004 (--lr, --min-lr, --muon-lr, --muon-min-lr); use"
+        " --override-opt-param-scheduler" in run.output
+    )
+    override = (
+        "--load",
+        "muon",
+        "--muon-lr",
+        "0.004",
+        "--override-opt-param-scheduler",
+        "--save",
+        "overridden",
+    )
     training(*muon, *flags, *override).checked()
     overridden = saved(training, "overridden")
-    assert {v for name, v in overridden.items() if "linear_proj" in name and name.endswith(".max_lr")} == {0.004}
+    assert {
+        v for name, v in overridden.items() if "linear_proj" in name and name.endswith(".max_lr")
+    } == {0.004}
 
     broken = files.iteration_folder(training.folder / "muon", 6)
     assert remove_entries(broken, "momentum_buffer", "layers.1.", "fc2") == 1
@@ -265,7 +342,10 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     run = training(*muon, *flags, "--load", "muon", "--muon-allow-missing-state")
     assert run.returncode == 2
     assert "is of another model: decoder.final_layernorm.weight is not in it" in run.output
-    for other, message in (("--hidden-size=42", "39) in the checkpoint"), ("--train-iters=9", "total number of iter")):
+    for other, message in (
+        ("--hidden-size=42", "39) in the checkpoint"),
+        ("--train-iters=9", "total number of iter"),
+    ):
         run = training(*muon, *flags, other, "--load", "adam")
         assert run.returncode == 2, other
         assert message in run.output
@@ -273,20 +353,30 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
 
 @pytest.mark.wide
 def test_weights_are_loaded_in_another_precision_and_without_state(training: Trainings) -> None:
-    """fp32 into bf16 and back: all of the state goes on. bf16 without state ended in a NotImplementedError."""
+    """fp32 into bf16 and back: all of the state goes on. bf16 without state ended in a
+    NotImplementedError.
+    """
     runs = {"fp32": FULL, "bf16": (*FULL, "--bf16")}
     whole = {name: training(*flags, "--save", name).checked() for name, flags in runs.items()}
     for one, other in (("fp32", "bf16"), ("bf16", "fp32")):
-        run = training(*runs[other], "--load", one, "--ckpt-step", "2", "--save", f"{one}-{other}").checked()
+        run = training(
+            *runs[other], "--load", one, "--ckpt-step", "2", "--save", f"{one}-{other}"
+        ).checked()
         assert warnings(run) == []
         assert run.losses[0] == pytest.approx(whole[one].losses[2], rel=5e-3)  # bf16 rounds to 4e-3
-        steps = {float(v) for name, v in saved(training, f"{one}-{other}").items() if name.endswith(".step")}
+        steps = {
+            float(v)
+            for name, v in saved(training, f"{one}-{other}").items()
+            if name.endswith(".step")
+        }
         assert steps == {6.0}
     run = training(*runs["bf16"], "--load", "bf16", "--ckpt-step", "2", "--no-load-optim").checked()
     assert run.losses[0] == pytest.approx(whole["bf16"].losses[2], abs=1e-5)
 
 
-def train_with_fused_adam(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[int, str]:
+def train_with_fused_adam(
+    rank: int, world_size: int, *, argv: list[str], folder: str
+) -> tuple[int, str]:
     """In a worker: a run in which megatron-core finds a FusedAdam."""
     import megatron.core.optimizer as optimizers
 
@@ -296,10 +386,14 @@ def train_with_fused_adam(rank: int, world_size: int, *, argv: list[str], folder
 
 @pytest.mark.wide
 def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks: Pool) -> None:
-    """The count was dropped without a word, or said to be missing: updates were up to 2.2 times too large."""
+    """The count was dropped without a word, or said to be missing: updates were up to 2.2 times too
+    large.
+    """
 
     def fused(*flags: str) -> cli.Run:
-        answers = ranks(2, train_with_fused_adam, argv=training.line(*flags), folder=str(training.folder))
+        answers = ranks(
+            2, train_with_fused_adam, argv=training.line(*flags), folder=str(training.folder)
+        )
         return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0).checked()
 
     flags = (*ADAM, *strategy("optim_grads_params"), *SWIGLU)
@@ -313,4 +407,6 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
     assert warnings(run) == []
     # The second line of a start averages over its first step too.
     assert run.losses[-1] == pytest.approx(sum(whole.losses[4:]) / 2, rel=1e-4)
-    assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {6.0}
+    assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {
+        6.0
+    }

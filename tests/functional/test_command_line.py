@@ -48,33 +48,59 @@ def table(run: cli.Run) -> dict[str, tuple[int, int, float]]:
 def notes(run: cli.Run, beginning: str) -> list[str]:
     """What the program tells the user about its settings."""
     lines = (line for line in run.output.splitlines() if line.startswith("megatron-muon: "))
-    return [line for line in lines if line.removeprefix("megatron-muon: ").removeprefix("note: ").startswith(beginning)]
+    return [
+        line
+        for line in lines
+        if line.removeprefix("megatron-muon: ").removeprefix("note: ").startswith(beginning)
+    ]
 
 
 def test_the_bare_line(tmp_path, capsys):
-    """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary` reads the run."""
-    short = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1", "--save-interval", "3")
+    """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary`
+    reads the run.
+    """
+    short = (
+        "--train-iters",
+        "3",
+        "--eval-interval",
+        "3",
+        "--eval-iters",
+        "1",
+        "--save-interval",
+        "3",
+    )
     run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1", cold=True).checked()
     assert len(run.losses) == 3
     assert run.losses[-1] < run.losses[0]
     assert len(run.validation_losses) >= 1
 
-    assert notes(run, "no model flags and no --config: taking configs/quickstart.yaml, writing to runs/pretrain_gpt")
+    assert notes(
+        run,
+        "no model flags and no --config: taking configs/quickstart.yaml, writing to"
+        " runs/pretrain_gpt",
+    )
     assert notes(run, "configs/quickstart.yaml is not in this folder: taking the package's own")
     (defaults,) = notes(run, "defaults filled in: ")
-    for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--transformer-impl local"):
+    for flag in (
+        "--ckpt-format fsdp_dtensor",
+        "--use-distributed-optimizer",
+        "--transformer-impl local",
+    ):
         assert flag in defaults
     for chosen in ("--optimizer", "--use-megatron-fsdp", "--num-layers", "--train-iters"):
         assert f"{chosen} " not in defaults
     rows = table(run)
     assert list(rows) == ["muon", "adam"]
-    # 4 layers of hidden size 256, 2 key-value heads of 4: qkv 512, proj 256, gate and up 1536 rows; down 768 columns.
+    # 4 layers of hidden size 256, 2 key-value heads of 4: qkv 512, proj 256, gate and up 1536 rows;
+    # down 768 columns.
     assert rows["muon"] == (16, 4 * 256 * (512 + 256 + 1536 + 768), pytest.approx(95.7))
     assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
 
     folder = tmp_path / "runs/pretrain_gpt"
     scalars = read_events(folder / "tensorboard").scalars
-    assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
+    assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(
+        scalars
+    )
     assert "optimizer-time" in scalars
     assert command.main(["summary", str(folder)]) == ExitStatus.OK
     shown = capsys.readouterr().out
@@ -85,25 +111,54 @@ def test_the_bare_line(tmp_path, capsys):
 
 @pytest.mark.wide
 def test_a_config_file_with_overriding_flags(tmp_path, corpus):
-    """Flags override the file, --unset takes one back; and together, on 3 ranks, what runs are made of.
+    """Flags override the file, --unset takes one back; and together, on 3 ranks, what runs are made
+    of.
 
-    bf16, two micro-batches per step, clipping, both overlaps, evaluation, tied embeddings, grouped queries, SwiGLU.
+    bf16, two micro-batches per step, clipping, both overlaps, evaluation, tied embeddings, grouped
+    queries, SwiGLU.
     """
     flags = dict(zip(corpus[::2], corpus[1::2], strict=True))
     lines = [f"  {flag}: {value}" for flag, value in flags.items()]
     (tmp_path / "experiment.yaml").write_text(
-        "ENV_VARS:\n  A_VARIABLE_OF_THE_RUN: 7\n"
-        "MODEL_ARGS:\n  --optimizer: adam\n  --use-megatron-fsdp: true\n  --group-query-attention: true\n"
-        "  --num-query-groups: 3\n  --lr-warmup-iters: 3\n  --untie-embeddings-and-output-weights: true\n"
-        "  --train-iters: 1000\n" + "\n".join(lines)
+        "ENV_VARS:\n  A_VARIABLE_OF_THE_RUN: 7\nMODEL_ARGS:\n  --optimizer: adam\n "
+        " --use-megatron-fsdp: true\n  --group-query-attention: true\n  --num-query-groups: 3\n "
+        " --lr-warmup-iters: 3\n  --untie-embeddings-and-output-weights: true\n  --train-iters:"
+        " 1000\n" + "\n".join(lines)
     )
     run = cli.torchrun(
         tmp_path,
-        *("--config", "experiment.yaml", *cli.TINY, "--num-attention-heads", "6", "--kv-channels", "7"),
-        *("--optimizer", "muon", "--train-iters", "6", "--unset", "untie-embeddings-and-output-weights"),
-        *("--unset", "--lr-warmup-iters", "--data-parallel-sharding-strategy=optim_grads_params", *SWIGLU),
+        *(
+            "--config",
+            "experiment.yaml",
+            *cli.TINY,
+            "--num-attention-heads",
+            "6",
+            "--kv-channels",
+            "7",
+        ),
+        *(
+            "--optimizer",
+            "muon",
+            "--train-iters",
+            "6",
+            "--unset",
+            "untie-embeddings-and-output-weights",
+        ),
+        *(
+            "--unset",
+            "--lr-warmup-iters",
+            "--data-parallel-sharding-strategy=optim_grads_params",
+            *SWIGLU,
+        ),
         *("--bf16", "--global-batch-size", "12", "--clip-grad", "0.5", "--overlap-grad-reduce"),
-        *("--overlap-param-gather", "--eval-iters", "1", "--eval-interval", "3", "--muon-log-params"),
+        *(
+            "--overlap-param-gather",
+            "--eval-iters",
+            "1",
+            "--eval-interval",
+            "3",
+            "--muon-log-params",
+        ),
         ranks=3,
         cold=True,
     ).checked()
@@ -115,7 +170,11 @@ def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     assert not notes(run, "no model flags")
     assert "using torch.bfloat16 for parameters" in run.output
 
-    lines = [line for line in run.output.splitlines() if line.startswith(("muon  ", "adam  ")) and "%" not in line]
+    lines = [
+        line
+        for line in run.output.splitlines()
+        if line.startswith(("muon  ", "adam  ")) and "%" not in line
+    ]
     listed = {next(word for word in line.split() if "." in word): line for line in lines}
     rows = table(run)
     assert (len(listed), rows["muon"][0]) == (rows["muon"][0] + rows["adam"][0], 3 * 4)
@@ -130,7 +189,15 @@ def test_one_process_needs_no_torchrun(tmp_path, corpus):
     """It ended in `environment variable MASTER_ADDR expected`, after 890 lines."""
     torchruns = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     assert not torchruns & os.environ.keys()
-    command = [sys.executable, "-m", "megatron_muon.pretrain_gpt", *SHARDED, *cli.TINY, *corpus, *SIX_STEPS]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_muon.pretrain_gpt",
+        *SHARDED,
+        *cli.TINY,
+        *corpus,
+        *SIX_STEPS,
+    ]
     run = cli.run(command, tmp_path).checked()
     assert_learns(run, 6)
     assert notes(run, "one process; for more: torchrun --nproc-per-node N")
@@ -147,7 +214,9 @@ def test_one_process_needs_no_torchrun(tmp_path, corpus):
     ],
 )
 def test_other_optimizers_are_upstreams(tmp_path, corpus, flags, said):
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *flags, "--logging-level", "20").checked()
+    run = cli.torchrun(
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *flags, "--logging-level", "20"
+    ).checked()
     assert_learns(run, 6)
     assert said in run.output
     assert "MuonOptimizerConfig" not in run.output
@@ -158,29 +227,46 @@ def test_other_optimizers_are_upstreams(tmp_path, corpus, flags, said):
 
 @pytest.mark.wide
 def test_tensor_parallel_ranks(tmp_path, corpus):
-    """Two by two ranks: data parallel over tensor parallel halves, each half orthogonalised by itself."""
+    """Two by two ranks: data parallel over tensor parallel halves, each half orthogonalised by
+    itself.
+    """
     sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
     tp = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise")
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4).checked()
+    run = cli.torchrun(
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4
+    ).checked()
     assert_learns(run, 6)
     assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
 
 
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
-EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2")
+EXPERTS = (
+    *SWIGLU,
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--expert-model-parallel-size",
+    "2",
+)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("ranks", "flags", "of_four"),
-    [(1, ("--data-parallel-sharding-strategy", "optim"), INSTANCES), (1, (), INSTANCES), (2, EXPERTS, ())],
+    [
+        (1, ("--data-parallel-sharding-strategy", "optim"), INSTANCES),
+        (1, (), INSTANCES),
+        (2, EXPERTS, ()),
+    ],
     ids=["HSDP of ZeRO-1", "HSDP of ZeRO-3", "experts"],
 )
 def test_four_ranks_train_like_fewer(tmp_path, corpus, ranks, flags, of_four):
     """HSDP without overlap flags, where 0.19 by itself never reduces gradients over the instances.
 
-    And two ranks that share each half of the experts: reduced over the wrong group, gradients would change their norm.
-    On two ranks each half belongs to one alone. Upstream then averaged its gradients once for each micro-batch.
+    And two ranks that share each half of the experts: reduced over the wrong group, gradients would
+    change their norm. On two ranks each half belongs to one alone. Upstream then averaged its
+    gradients once for each micro-batch.
     """
     batches = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4")
     args = (*cli.TINY, *corpus, *batches, *SHARDED, "--muon-fp32-matmul-prec", "highest", *flags)

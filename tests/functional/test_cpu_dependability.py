@@ -1,6 +1,8 @@
-"""Training on CPU ends well, again and again, on a machine that has other things to do: runs are each other's load.
+"""Training on CPU ends well, again and again, on a machine that has other things to do: runs are
+each other's load.
 
-The test makes three at once, or one for each core. The proof is sixty, some ten minutes on two cores:
+The test makes three at once, or one for each core. The proof is sixty, some ten minutes on two
+cores:
 
     .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60 --at-once 4
 """
@@ -19,22 +21,34 @@ from tests.support import cli
 STEPS = 10
 ARGS = (
     *(*cli.MUON, *cli.TINY, "--data-parallel-sharding-strategy", "optim_grads_params"),
-    *("--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "8", "--train-iters", str(STEPS)),
+    *(
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--global-batch-size",
+        "8",
+        "--train-iters",
+        str(STEPS),
+    ),
 )
 
 
-def repeat_under_load(repeats: int, directory: Path, *, at_once: int, seconds: float = cli.SECONDS) -> list[str]:
-    """Train on two ranks `repeats` times, through torchrun, `at_once` at a time; how each run ended, "ok" if well.
+def repeat_under_load(
+    repeats: int, directory: Path, *, at_once: int, seconds: float = cli.SECONDS
+) -> list[str]:
+    """Train on two ranks `repeats` times, through torchrun, `at_once` at a time; how each run
+    ended, "ok" if well.
 
-    A run is well if its losses are those of the first: memory that is written to after it was freed shows there too.
-    One that takes longer than `seconds` hangs.
+    A run is well if its losses are those of the first: memory that is written to after it was freed
+    shows there too. One that takes longer than `seconds` hangs.
     """
     corpus = cli.make_corpus(directory)
     expected: list[list[float]] = []
 
     def once(number: int) -> str:
         try:
-            run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds, cold=True)
+            run = cli.torchrun(
+                directory / f"run{number}", *ARGS, *corpus, seconds=seconds, cold=True
+            )
         except cli.HangError as hang:
             return f"hung: {hang}"
         if run.returncode or len(run.losses) != STEPS:
@@ -51,19 +65,29 @@ def repeat_under_load(repeats: int, directory: Path, *, at_once: int, seconds: f
 @pytest.mark.wide
 @pytest.mark.timeout(700)
 def test_repeats_under_load_end_well(tmp_path):
-    """Megatron-FSDP freed buckets into which gloo's collectives still wrote: one run in fifteen crashed."""
+    """Megatron-FSDP freed buckets into which gloo's collectives still wrote: one run in fifteen
+    crashed.
+    """
     at_once = max(3, os.cpu_count() or 1)
     assert repeat_under_load(at_once, tmp_path, at_once=at_once) == ["ok"] * at_once
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Repeat a two-rank training on loaded cores; count crashes and hangs.")
+    parser = argparse.ArgumentParser(
+        description="Repeat a two-rank training on loaded cores; count crashes and hangs."
+    )
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--at-once", type=int, default=4, help="runs at a time, each the others' load (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=cli.SECONDS, help="a longer run hangs (%(default)s)")
+    parser.add_argument(
+        "--at-once", type=int, default=4, help="runs at a time, each the others' load (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=cli.SECONDS, help="a longer run hangs (%(default)s)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        ends = repeat_under_load(args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds)
+        ends = repeat_under_load(
+            args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds
+        )
     bad = [end for end in ends if end != "ok"]
     print(*bad, f"\n{len(ends)} runs: {len(ends) - len(bad)} ended well", sep="\n\n")
     return int(bool(bad))

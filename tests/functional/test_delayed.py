@@ -28,9 +28,16 @@ from tests.support.wide import wide_but
 
 CASES = {"owner": Case(layers=1, optimizer=TINY), "shared": REPLICATED}
 MISUSES = {
-    "written to": r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait",
-    "another order": r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one order",
-    "refused": r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed",
+    "written to": (
+        r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait"
+    ),
+    "another order": (
+        r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one"
+        r" order"
+    ),
+    "refused": (
+        r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed"
+    ),
 }
 
 
@@ -74,7 +81,9 @@ def buggy(bug: str) -> Iterator[None]:
             time.sleep(1e-4)
         return work
 
-    def send_back_and(wait: Callable[[Any, Any, Any], None], exchange: Any, wave: Any, probe: Any) -> Any:
+    def send_back_and(
+        wait: Callable[[Any, Any, Any], None], exchange: Any, wave: Any, probe: Any
+    ) -> Any:
         work = send_back(exchange, wave, probe)
         for one in getattr(work, "works", [work]):
             through(one)
@@ -88,7 +97,9 @@ def buggy(bug: str) -> Iterator[None]:
     def never(work: Any, returned: torch.Tensor, early: torch.Tensor) -> None:
         pass
 
-    def send(copy: Callable[[Any], Any], receive: Any, sent: torch.Tensor, *counts: Any, **how: Any) -> Any:
+    def send(
+        copy: Callable[[Any], Any], receive: Any, sent: torch.Tensor, *counts: Any, **how: Any
+    ) -> Any:
         return through(all_to_all(receive, copy(sent), *counts, **how))
 
     def to_one_buffer(sent: torch.Tensor) -> torch.Tensor:
@@ -115,7 +126,11 @@ BUGS = [
     ("owner", "reads early", "weight after 1 steps"),
     ("owner", "reuses what it sends", "weight after 1 steps"),
     ("owner", "frees what it sends", FREED),
-    ("owner", "never waits", r"one of its buffers was freed before the wait|never waited for|weight after 1 steps"),
+    (
+        "owner",
+        "never waits",
+        r"one of its buffers was freed before the wait|never waited for|weight after 1 steps",
+    ),
     ("shared", "reads early", r"rank \d has other values|weight after 1 steps"),
     ("shared", "never waits", r"rank \d never waited for"),
 ]
@@ -134,5 +149,7 @@ def test_delays_change_no_update_from_momentum_on_disk(ranks: Pool, tmp_path: Pa
     _, _, *disk = offload.offloads(tmp_path / "momentum")
     plain = ranks(2, offload.train, case=CASES["owner"], settings=[{}])
     with ranks.delayed():
-        for expected, found in zip(plain, ranks(2, offload.train, case=CASES["owner"], settings=disk), strict=True):
+        for expected, found in zip(
+            plain, ranks(2, offload.train, case=CASES["owner"], settings=disk), strict=True
+        ):
             assert [offload.differing(expected[0], bits) for bits in found] == [[], []]

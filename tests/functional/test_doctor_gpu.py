@@ -1,4 +1,6 @@
-"""`megatron-muon doctor --gpu --device cpu` on ranks: all checks pass, and an exchange that does not wait is found."""
+"""`megatron-muon doctor --gpu --device cpu` on ranks: all checks pass, and an exchange that does
+not wait is found.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ RUNS: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize("run", wide_but(["2 ranks, some"], RUNS))
 def test_all_that_can_run_passes(run: str, tmp_path: Path) -> None:
     ranks, only = RUNS[run]
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+    ]
     line += ["megatron_muon.tools.doctor.gpu", "--device", "cpu", *only, "--report", "report.md"]
     made = cli.run(line, tmp_path, seconds=1000, cold=True).checked()
     assert "all checks pass that can run here; " in made.output
@@ -78,7 +88,10 @@ def test_an_exchange_that_does_not_wait_is_found(ranks: Pool, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("--muon-extra-scale-factor", "0.05"), "optim_grads_params: losses beside one rank's: error "),
+        (
+            ("--muon-extra-scale-factor", "0.05"),
+            "optim_grads_params: losses beside one rank's: error ",
+        ),
         (("--muon-momentun", "0.5"), "optim_grads_params: status 2\n"),
     ],
 )

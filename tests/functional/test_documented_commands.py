@@ -1,8 +1,9 @@
 """Every command that README.md and docs/ show is tried here, as far as this machine allows.
 
-Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the page. Of trainings
-the flags are settled, as `train --dry-run` does; with `-m ''` they are typed where the quickstart has run, and train
-(`support/typed.py`). What needs a cluster, another machine or minutes is listed with a reason.
+Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the
+page. Of trainings the flags are settled, as `train --dry-run` does; with `-m ''` they are typed
+where the quickstart has run, and train (`support/typed.py`). What needs a cluster, another machine
+or minutes is listed with a reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,16 @@ pytestmark = pytest.mark.timeout(600)
 
 SHORT = (
     *("--device", "cpu", "--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
-    *("--micro-batch-size", "1", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *(
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "48",
+        "--seq-length",
+        "64",
+        "--max-position-embeddings",
+        "64",
+    ),
 )
 """Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""
@@ -71,7 +81,9 @@ class Reader:
         """Try a command."""
         for beginning, reason in NOT_HERE.items():
             if re.match(beginning, command.text):
-                for path in re.findall(r"(?:scripts|tests|configs)/[-\w./*]+", f"{command.text} {reason}"):
+                for path in re.findall(
+                    r"(?:scripts|tests|configs)/[-\w./*]+", f"{command.text} {reason}"
+                ):
                     assert list(ROOT.glob(path)), f"{path} does not exist"
                 return
         text = with_stand_ins(command.text)
@@ -94,24 +106,39 @@ class Reader:
             self.megatron_muon(argv)
         elif program == "torchrun":
             flags = [word for word in argv if word != "--standalone"]  # about torchrun's port
-            assert (flags[0], flags[2]) == ("--nproc-per-node", "pretrain_gpt.py"), "nothing here runs that"
+            assert (flags[0], flags[2]) == (
+                "--nproc-per-node",
+                "pretrain_gpt.py",
+            ), "nothing here runs that"
             self.settle(flags[3:], ranks=int(flags[1]))
         elif program == "sbatch":
             self.sbatch(argv)
         elif program == "pip":
-            extras = [extra for several in re.findall(r"\[(.*?)\]", " ".join(argv)) for extra in several.split(",")]
-            assert all(f'"{extra}": [' in (ROOT / "setup.py").read_text("utf-8") for extra in extras), argv
+            extras = [
+                extra
+                for several in re.findall(r"\[(.*?)\]", " ".join(argv))
+                for extra in several.split(",")
+            ]
+            assert all(
+                f'"{extra}": [' in (ROOT / "setup.py").read_text("utf-8") for extra in extras
+            ), argv
         elif program == "export":
-            os.environ.update(word.split("=", 1) for word in argv)  # the page's fixture takes them back
+            # the page's fixture takes them back
+            os.environ.update(word.split("=", 1) for word in argv)
         elif argv[:2] in (["-m", "benchmarks.step"], ["-m", "benchmarks.train"]):
             self.benchmark(step if argv[1] == "benchmarks.step" else train, argv[2:])
         else:
-            assert program in ("mkdir", "python"), "nothing here runs that: add it to NOT_HERE or Reader.run"
+            assert program in (
+                "mkdir",
+                "python",
+            ), "nothing here runs that: add it to NOT_HERE or Reader.run"
             command = [sys.executable if program == "python" else program, *argv]
             subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=120)
             for figure in (ROOT / "docs" / "figures").glob("*.svg"):
                 drawn = self.folder / "docs" / "figures" / figure.name
-                assert drawn.read_bytes() == figure.read_bytes(), f"{figure.name} is not what its script draws"
+                assert drawn.read_bytes() == figure.read_bytes(), (
+                    f"{figure.name} is not what its script draws"
+                )
 
     def benchmark(self, module: ModuleType, argv: list[str]) -> None:
         """Parse what takes minutes; tests/functional/test_bench.py runs small ones."""
@@ -120,11 +147,15 @@ class Reader:
         parser.add_argument("--json")
         args = parser.parse_args(argv)
         if module is train:
-            self.settle(["--config", str(args.config), *shlex.split(args.compare or ""), *args.flags])
+            self.settle(
+                ["--config", str(args.config), *shlex.split(args.compare or ""), *args.flags]
+            )
 
     def megatron_muon(self, argv: list[str]) -> None:
         """A command of ours, in this process; without a run to look at, it is parsed."""
-        if argv[0] in ("submit", "sweep", "train") and not {"--dry-run", "--list-flags"} & set(argv):
+        if argv[0] in ("submit", "sweep", "train") and not {"--dry-run", "--list-flags"} & set(
+            argv
+        ):
             argv.insert(1, "--dry-run")
         if argv[0] == "sweep":  # other seeds differ in a number
             end = argv.index("--") if "--" in argv else len(argv)
@@ -133,7 +164,12 @@ class Reader:
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
         goes_on = "--resume" in argv and "--config" not in argv
         imported = argv[0] == "train" and any(word.startswith("imported/") for word in argv)
-        if goes_on or imported or argv[0] in ("summary", "report", "import") or "--checkpoint" in argv:
+        if (
+            goes_on
+            or imported
+            or argv[0] in ("summary", "report", "import")
+            or "--checkpoint" in argv
+        ):
             ours._build_parser(argv)[0].parse_args(argv)
         else:
             self.ours(argv)
@@ -142,11 +178,15 @@ class Reader:
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             status = ours.main(argv)
-        assert status == 0, f"megatron-muon {shlex.join(argv)} ended with {status}:\n{output.getvalue()[-4000:]}"
+        assert status == 0, (
+            f"megatron-muon {shlex.join(argv)} ended with {status}:\n{output.getvalue()[-4000:]}"
+        )
 
     def settle(self, flags: Sequence[str], *, ranks: int = 2) -> None:
         """Check the flags of pretrain_gpt.py as a rank would."""
-        (error,) = self.ranks(1, settle_flags, argv=[*flags, *SHORT], ranks=ranks, folder=str(self.folder))
+        (error,) = self.ranks(
+            1, settle_flags, argv=[*flags, *SHORT], ranks=ranks, folder=str(self.folder)
+        )
         assert not error, error
 
     def sbatch(self, argv: list[str]) -> None:
@@ -156,11 +196,15 @@ class Reader:
         config, *flags = argv[script + 1 :]
         nodes = argv[argv.index("--nodes") + 1] if "--nodes" in argv else "1"
         array = ["--array", os.environ["ARRAY_FLAGS"]] if "ARRAY_FLAGS" in os.environ else []
-        self.ours(["submit", "--dry-run", "--config", config, "--nodes", nodes, *array, "--", *flags])
+        self.ours(
+            ["submit", "--dry-run", "--config", config, "--nodes", nodes, *array, "--", *flags]
+        )
 
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
-    """In a worker: the checks before ranks are started, and Megatron's; what is wrong with the flags."""
+    """In a worker: the checks before ranks are started, and Megatron's; what is wrong with the
+    flags.
+    """
     from megatron_muon.megatron import prepare
     from megatron_muon.megatron.flags.config_file import merge
 
@@ -177,12 +221,17 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
 
 
 @pytest.fixture
-def reader(tmp_path: Path, corpus: tuple[str, ...], ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    """A reader in a copy of the repository, with a tiny corpus for the quickstart's, which takes ten seconds."""
+def reader(
+    tmp_path: Path, corpus: tuple[str, ...], ranks: Pool, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Reader]:
+    """A reader in a copy of the repository, with a tiny corpus for the quickstart's, which takes
+    ten seconds.
+    """
     copy_repository(tmp_path)
     (tmp_path / "data").mkdir()
     for file in Path(corpus[1]).parent.glob("tiny.*"):
-        for name in ("stdlib", "english"):  # what the quickstart and the study of convergence prepare
+        # what the quickstart and the study of convergence prepare
+        for name in ("stdlib", "english"):
             shutil.copy(file, tmp_path / "data" / file.name.replace("tiny", name))
     monkeypatch.chdir(tmp_path)
     cli.start_warm(monkeypatch)
@@ -207,7 +256,9 @@ def test_pages_can_be_typed_where_the_quickstart_has_run() -> None:
 
 def test_flags_that_troubleshooting_advises_fit_a_run(reader: Reader) -> None:
     """Those that stand in its sentences, with their values."""
-    advised = re.findall(r"`(--[a-z][a-z-]* [a-z0-9_ .-]+)`", (ROOT / "docs/troubleshooting.md").read_text("utf-8"))
+    advised = re.findall(
+        r"`(--[a-z][a-z-]* [a-z0-9_ .-]+)`", (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    )
     assert "--muon-extra-scale-factor 0.2" in advised
     for flags in set(advised):
         reader.settle(["--config", "configs/quickstart.yaml", *shlex.split(flags)])
@@ -220,11 +271,19 @@ def test_no_command_is_overlooked_and_no_entry_left_over() -> None:
     assert len(texts) > 40
     for page, of_page in found.items():
         lines = (ROOT / page).read_text("utf-8").splitlines()
-        looks = {number for number, line in enumerate(lines, 1) if re.match(r"(    )?(megatron-muon|torchrun) ", line)}
-        collected = {number for command in of_page for number in range(command.line, command.line + 8)}
+        looks = {
+            number
+            for number, line in enumerate(lines, 1)
+            if re.match(r"(    )?(megatron-muon|torchrun) ", line)
+        }
+        collected = {
+            number for command in of_page for number in range(command.line, command.line + 8)
+        }
         assert looks <= collected, f"{page}: lines {sorted(looks - collected)}"
     for entry in (*STAND_INS, *NOT_HERE, *LEFT_OUT):
-        assert any(entry in text or re.match(entry, text) for text in texts), f"{entry!r} stands in no page any more"
+        assert any(entry in text or re.match(entry, text) for text in texts), (
+            f"{entry!r} stands in no page any more"
+        )
 
 
 @pytest.mark.parametrize(
@@ -232,7 +291,10 @@ def test_no_command_is_overlooked_and_no_entry_left_over() -> None:
     [
         "megatron-muon plan --config configs/quickstart.yaml --world-sise 2",
         "megatron-muon train --config configs/quickstart.yaml --set no_such_flag=1 --dry-run",
-        "torchrun --nproc-per-node 2 pretrain_gpt.py --config configs/quickstart.yaml --muon-exchnage owner",
+        (
+            "torchrun --nproc-per-node 2 pretrain_gpt.py --config configs/quickstart.yaml"
+            " --muon-exchnage owner"
+        ),
         "megatron-muon submit --config configs/none.yaml --nodes 2 --dry-run",
         "torchrun --nproc-per-node 2 pretrain_gpt.py ... --lr 1",
         "bash scripts/quickstart.sh",
@@ -249,7 +311,9 @@ def test_a_wrong_command_is_found(text: str, reader: Reader) -> None:
     ("text", "says"),
     [("true", ""), ("false", "status 1"), ("rm data/stdlib.bin", "changed ['data/stdlib.bin']")],
 )
-def test_a_command_that_fails_or_changes_the_quickstart_is_found(text: str, says: str, tmp_path: Path) -> None:
+def test_a_command_that_fails_or_changes_the_quickstart_is_found(
+    text: str, says: str, tmp_path: Path
+) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/stdlib.bin").write_text("kept", "utf-8")
     wrong = typed.type_command(Command("nowhere", 1, text), tmp_path, {})

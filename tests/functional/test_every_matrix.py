@@ -1,7 +1,9 @@
-"""Every matrix of models that people train, held by ranks in every way: ten steps are those of whole matrices.
+"""Every matrix of models that people train, held by ranks in every way: ten steps are those of
+whole matrices.
 
-Gradients are those of a training by the reference (support/every_matrix.py), of which every rank gets its part; so
-weights differ by the iteration's rounding alone, ATOL. In training with FSDP2 gradients follow the weights.
+Gradients are those of a training by the reference (support/every_matrix.py), of which every rank
+gets its part; so weights differ by the iteration's rounding alone, ATOL. In training with FSDP2
+gradients follow the weights.
 """
 
 from __future__ import annotations
@@ -29,21 +31,29 @@ from tests.support.placements import LAYOUTS, Held
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
 
-ATOL = {"adamuon": 3e-5}  # it divides elements by their own size, so those that are nearly zero by little but rounding
+# it divides elements by their own size, so those that are nearly zero by little but rounding
+ATOL = {"adamuon": 3e-5}
 USUAL = 1e-6
 
-APART = [layout for layout, cuts in LAYOUTS.items() if any(cut.sets for each in cuts.values() for cut in each)]
+APART = [
+    layout
+    for layout, cuts in LAYOUTS.items()
+    if any(cut.sets for each in cuts.values() for cut in each)
+]
 """Here ranks hold other experts under one name."""
 
 Case = tuple[str, str]  # model and settings
 
 
 def rounds_alike(layout: str, model: str) -> bool:
-    """Whether int8 rounds as in one process: it has a scale for up to 128 columns of a rank, and knows experts by name
-    and number, so no columns may be cut, and no rank may count experts of its own.
+    """Whether int8 rounds as in one process: it has a scale for up to 128 columns of a rank, and
+    knows experts by name and number, so no columns may be cut, and no rank may count experts of its
+    own.
     """
     cuts = next(iter(LAYOUTS[layout].values()))
-    by_columns = {"S1", "s1", "S-1"} & set(cuts[0].placements.split()) | {"S2", "S-1"} & set(cuts[1].placements.split())
+    by_columns = {"S1", "s1", "S-1"} & set(cuts[0].placements.split()) | {"S2", "S-1"} & set(
+        cuts[1].placements.split()
+    )
     return layout == "plain" or not (by_columns or MODELS[model].transposed or layout in APART)
 
 
@@ -52,7 +62,9 @@ def cases_of(number: int, layout: str) -> list[Case]:
     found = []
     for place, model in enumerate(MODELS):
         settings = list(SETTINGS)[(number + place) % len(SETTINGS)]
-        found.append((model, "muon" if settings == "int8" and not rounds_alike(layout, model) else settings))
+        found.append(
+            (model, "muon" if settings == "int8" and not rounds_alike(layout, model) else settings)
+        )
     return found
 
 
@@ -81,8 +93,12 @@ def settings_of(settings: str, folder: str) -> dict[str, Any]:
     return {**SETTINGS[settings], **({"offload_dir": folder} if settings == "disk" else {})}
 
 
-def stepped(rank: int, world_size: int, *, file: str, layout: str, cases: list[Case], folder: str) -> Any:
-    """In a worker: for each case the largest difference of each parameter, and whether a second run has its bits."""
+def stepped(
+    rank: int, world_size: int, *, file: str, layout: str, cases: list[Case], folder: str
+) -> Any:
+    """In a worker: for each case the largest difference of each parameter, and whether a second run
+    has its bits.
+    """
     (runs, ends), held, found = load(file), Held(layout), {}
     for model, settings in cases:
         bits = []
@@ -95,7 +111,10 @@ def stepped(rank: int, world_size: int, *, file: str, layout: str, cases: list[C
                 if step == 3:
                     bits.append(placements.bits(parameters))
             optimizer.close()
-        found[model, settings] = held.differences(parameters, ends[model, settings]), bits[0] == bits[1]
+        found[model, settings] = (
+            held.differences(parameters, ends[model, settings]),
+            bits[0] == bits[1],
+        )
     return found
 
 
@@ -107,7 +126,9 @@ def test_ten_steps_are_those_of_whole_matrices(
     ranks: Pool, recorded: Any, layout: str, size: int, tmp_path: Path
 ) -> None:
     cases = cases_of(SIZES.index((layout, size)), layout)
-    answers = ranks(size, stepped, file=recorded(cases), layout=layout, cases=cases, folder=str(tmp_path))
+    answers = ranks(
+        size, stepped, file=recorded(cases), layout=layout, cases=cases, folder=str(tmp_path)
+    )
     for case, found in itertools.product(cases, answers):
         differences, same_bits = found[case]
         worst = max(differences, key=lambda name: differences[name])
@@ -116,7 +137,9 @@ def test_ten_steps_are_those_of_whole_matrices(
 
 
 def test_a_reference_with_a_bug_is_found(recorded: Any) -> None:
-    """The negative control: experts that are orthogonalised together, and steps without look-ahead, are far away."""
+    """The negative control: experts that are orthogonalised together, and steps without look-ahead,
+    are far away.
+    """
     run, model = support.trained("qwen3-moe"), MODELS["qwen3-moe"]
     held = Held("plain")
     for wrong in ({"split": {}}, {"nesterov": False}):
@@ -128,7 +151,9 @@ def test_a_reference_with_a_bug_is_found(recorded: Any) -> None:
         assert max(held.differences(parameters, run.end).values()) > 1e-3
 
 
-def saved(rank: int, world_size: int, *, file: str, layouts: list[str], case: Case, folder: str) -> None:
+def saved(
+    rank: int, world_size: int, *, file: str, layouts: list[str], case: Case, folder: str
+) -> None:
     """In a worker: half of the steps in each layout, and a checkpoint by torch's state dicts."""
     (runs, _), (model, settings) = load(file), case
     for layout in layouts:
@@ -144,19 +169,29 @@ def saved(rank: int, world_size: int, *, file: str, layouts: list[str], case: Ca
 
 
 def state_of(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return dict(zip(("model", "optimizer"), of_torch.get_state_dict(module, optimizer), strict=True))
+    return dict(
+        zip(("model", "optimizer"), of_torch.get_state_dict(module, optimizer), strict=True)
+    )
 
 
-def continued(rank: int, world_size: int, *, file: str, pairs: list[tuple[str, str]], case: Case, folder: str) -> Any:
-    """In a worker: the other half, for pairs of a layout and a checkpoint; the largest difference of each."""
+def continued(
+    rank: int, world_size: int, *, file: str, pairs: list[tuple[str, str]], case: Case, folder: str
+) -> Any:
+    """In a worker: the other half, for pairs of a layout and a checkpoint; the largest difference
+    of each.
+    """
     (runs, ends), (model, settings), found = load(file), case, {}
     for layout, other in pairs:
         held = Held(layout)
-        parameters = held.parameters({name: torch.zeros_like(p) + 1e-3 for name, p in runs[model].start.items()})
+        parameters = held.parameters(
+            {name: torch.zeros_like(p) + 1e-3 for name, p in runs[model].start.items()}
+        )
         optimizer = MODELS[model].muon(parameters.items(), **settings_of(settings, folder))
         module = placements.tree(parameters)
         dcp.load(state := state_of(module, optimizer), checkpoint_id=f"{folder}/{other}")
-        of_torch.set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        of_torch.set_state_dict(
+            module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         for gradients in runs[model].gradients[STEPS // 2 :]:
             held.give(parameters, gradients)
             optimizer.step()
@@ -166,7 +201,10 @@ def continued(rank: int, world_size: int, *, file: str, pairs: list[tuple[str, s
 
 
 # Programs whose ranks hold other experts under one name give these names of their own to save them.
-SAVED = {size: [layout for layout, of in SIZES if of == size and layout not in APART] for size in (1, 2, 3, 4)}
+SAVED = {
+    size: [layout for layout, of in SIZES if of == size and layout not in APART]
+    for size in (1, 2, 3, 4)
+}
 FEW = {1: ["plain"], 4: ["ep x fsdp", "fsdp x tp"]}
 
 
@@ -176,10 +214,17 @@ FEW = {1: ["plain"], 4: ["ep x fsdp", "fsdp x tp"]}
         (("qwen3-moe", "normuon"), FEW),
         *(
             pytest.param(case, SAVED, marks=pytest.mark.wide)
-            for case in (("qwen3-moe", "muon"), ("llama4", "normuon"), ("vit", "adamuon"), ("gpt2", "disk"))
+            for case in (
+                ("qwen3-moe", "muon"),
+                ("llama4", "normuon"),
+                ("vit", "adamuon"),
+                ("gpt2", "disk"),
+            )
         ),
         pytest.param(
-            ("deepseek-v3", "int8"), {1: ["plain"], 3: ["fsdp"], 4: ["ep x fsdp", "hsdp"]}, marks=pytest.mark.wide
+            ("deepseek-v3", "int8"),
+            {1: ["plain"], 3: ["fsdp"], 4: ["ep x fsdp", "hsdp"]},
+            marks=pytest.mark.wide,
         ),
     ],
 )
@@ -207,19 +252,32 @@ def test_checkpoints_of_each_layout_continue_in_each_other(
 def trained_under_fsdp(
     rank: int, world_size: int, *, models: Sequence[str], shape: tuple[int, ...], within: bool
 ) -> Any:
-    """In a worker: whole weights after training with `fully_shard`, gradients clipped and of two batches each."""
+    """In a worker: whole weights after training with `fully_shard`, gradients clipped and of two
+    batches each.
+    """
     torch.set_num_threads(1)
-    mesh, found = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]), {}
+    mesh, found = (
+        init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]),
+        {},
+    )
 
     def shard_of(p: torch.Tensor) -> Shard:
-        """torchtitan's choice where there are fewer experts than ranks; FSDP2 wants equal parts then."""
+        """torchtitan's choice where there are fewer experts than ranks; FSDP2 wants equal parts
+        then.
+        """
         return Shard(int(p.ndim > 2 and p.shape[1] % shape[-1] == 0))
 
     options: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": shard_of if within else None}
     for model in models:
         module: Any = MODELS[model].build()
-        body = next(child for name, child in module.named_children() if name in ("model", "transformer", "vit"))
-        for layer in next(child for name, child in body.named_children() if name in ("layers", "h")):
+        body = next(
+            child
+            for name, child in module.named_children()
+            if name in ("model", "transformer", "vit")
+        )
+        for layer in next(
+            child for name, child in body.named_children() if name in ("layers", "h")
+        ):
             fully_shard(layer, **options)
         fully_shard(module, **options)
         optimizer = MODELS[model].muon(module.named_parameters())
@@ -238,7 +296,9 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
     """The same by the reference."""
     torch.set_num_threads(1)
     module: Any = MODELS[model].build()
-    whole = support.Whole(MODELS[model], {name: p.detach() for name, p in module.named_parameters()}, {})
+    whole = support.Whole(
+        MODELS[model], {name: p.detach() for name, p in module.named_parameters()}, {}
+    )
     for step in range(STEPS):
         with torch.no_grad():
             for name, p in module.named_parameters():
@@ -261,15 +321,23 @@ MIXTURES = ("qwen3-moe", "deepseek-v3", "llama4", "gpt-oss", "scanned")
     ("models", "shape", "within"),
     [
         (MIXTURES[:1], (2,), True),
-        *(pytest.param(tuple(MODELS), shape, False, marks=pytest.mark.wide) for shape in ((2,), (3,), (4,), (2, 2))),
-        *(pytest.param(MIXTURES, shape, True, marks=pytest.mark.wide) for shape in ((2,), (4,), (2, 2))),
+        *(
+            pytest.param(tuple(MODELS), shape, False, marks=pytest.mark.wide)
+            for shape in ((2,), (3,), (4,), (2, 2))
+        ),
+        *(
+            pytest.param(MIXTURES, shape, True, marks=pytest.mark.wide)
+            for shape in ((2,), (4,), (2, 2))
+        ),
     ],
 )
 def test_training_with_fsdp2_is_that_of_one_process(
     ranks: Pool, models: tuple[str, ...], shape: tuple[int, ...], within: bool
 ) -> None:
     """Clipping and accumulation in it; weights follow from gradients of weights, so roundings grow."""
-    whole = ranks(torch.Size(shape).numel(), trained_under_fsdp, models=models, shape=shape, within=within)[0]
+    whole = ranks(
+        torch.Size(shape).numel(), trained_under_fsdp, models=models, shape=shape, within=within
+    )[0]
     for model in models:
         expected, found = trained_alone(model), whole[model]
         assert found.keys() == expected.keys()
@@ -277,7 +345,9 @@ def test_training_with_fsdp2_is_that_of_one_process(
             if name.endswith(OF_KEYS):
                 continue
             where = f"{model} {name}"
-            torch.testing.assert_close(found[name], weight, rtol=0.0, atol=5e-6, msg=lambda m, w=where: f"{w}: {m}")
+            torch.testing.assert_close(
+                found[name], weight, rtol=0.0, atol=5e-6, msg=lambda m, w=where: f"{w}: {m}"
+            )
 
 
 STACK, DENSE = "mlp.experts.up_proj", "layers.0.weight"
@@ -285,7 +355,9 @@ SHAPES = {STACK: (5, 6, 7), DENSE: (8, 5), "norm.weight": (6,)}
 
 
 def faults(rank: int, world_size: int, *, layouts: list[str]) -> Any:
-    """In a worker: for each layout, differences after steps with faults, and what was skipped; see the test."""
+    """In a worker: for each layout, differences after steps with faults, and what was skipped; see
+    the test.
+    """
     torch.set_num_threads(1)
     found, model = {}, support.Model({})
     for layout, transposed in itertools.product(layouts, (False, True)):
@@ -297,7 +369,9 @@ def faults(rank: int, world_size: int, *, layouts: list[str]) -> Any:
         optimizer = model.muon(parameters.items())
         skipped = list[str]()
         for step in range(5):
-            gradients = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+            gradients = {
+                name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()
+            }
             if step == 1:
                 del gradients[DENSE]
             if step == 2:
@@ -317,10 +391,12 @@ def faults(rank: int, world_size: int, *, layouts: list[str]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("layouts", wide_but([["ep x fsdp", "columns"]], [["ep x fsdp", "columns"], SAVED[4]]))
+@pytest.mark.parametrize(
+    "layouts", wide_but([["ep x fsdp", "columns"]], [["ep x fsdp", "columns"], SAVED[4]])
+)
 def test_a_fault_in_one_expert_concerns_that_one(ranks: Pool, layouts: list[str]) -> None:
-    """A gradient that is not finite or missing leaves one matrix alone; weights that have moved are found, and
-    gradients are not kept.
+    """A gradient that is not finite or missing leaves one matrix alone; weights that have moved are
+    found, and gradients are not kept.
     """
     for found in ranks(4, faults, layouts=layouts):
         for place, (differences, skipped) in found.items():

@@ -1,6 +1,8 @@
-"""Given the same gradients, updates equal those of an independent reference on whole matrices: the table of parity.
+"""Given the same gradients, updates equal those of an independent reference on whole matrices: the
+table of parity.
 
-`support/cases.py` has the cases and `support/parity.py` the comparison with its tolerances. A case is added there.
+`support/cases.py` has the cases and `support/parity.py` the comparison with its tolerances. A case
+is added there.
 """
 
 from __future__ import annotations
@@ -75,21 +77,27 @@ ON_ANY_NUMBER = {
 
 @pytest.mark.parametrize("world_size", wide_but([4], (2, 3, 4)))
 def test_the_number_of_ranks_changes_no_bit(ranks: Pool, world_size: int) -> None:
-    """Rows travel in bf16 where the iteration has it: rounding only those that travel would show who holds what.
+    """Rows travel in bf16 where the iteration has it: rounding only those that travel would show
+    who holds what.
 
-    The owner of a replicated matrix applies what it sent, rounded; with its own fp32 update, ranks would differ.
+    The owner of a replicated matrix applies what it sent, rounded; with its own fp32 update, ranks
+    would differ.
     """
     alone, seen = (ranks(size, run, cases=ON_ANY_NUMBER)[0] for size in (1, world_size))
     for label in ON_ANY_NUMBER:
         assert_same_bits(alone[label], seen[label], label)
-    gathered = ranks(2, run, cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)})[0][""].after[1]["weight"]
+    gathered = ranks(2, run, cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)})[0][""].after[1][
+        "weight"
+    ]
     for name, found in seen["bf16"].after[1]["weight"].items():
         # A weight moves by 0.01 in a step; bf16 keeps 2 to 3 digits of that.
         assert (found - gathered[name]).abs().max() <= 1e-3, name
 
 
 def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
-    """Megatron-core's default: a tensor-parallel rank's part is a matrix with a norm of its own, replicated or not."""
+    """Megatron-core's default: a tensor-parallel rank's part is a matrix with a norm of its own,
+    replicated or not.
+    """
     cases = {
         f"{label}, {strategy}": but(TP, **settings, muon_tp_mode="blockwise").but(strategy=strategy)
         for label, settings in (
@@ -105,7 +113,8 @@ def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
                 for name, expected in tensors.items():
                     found = seen[f"{label}, optim_grads_params"].after[step][kind][name]
                     assert (found - expected).abs().max() <= 2e-6, (label, name)
-    with pytest.raises(AssertionError, match="weight after 1 steps"):  # the update of the whole matrix is another
+    # the update of the whole matrix is another
+    with pytest.raises(AssertionError, match="weight after 1 steps"):
         check(seen["plain, optim_grads_params"], TP, atol=1e-4)
 
 
@@ -113,49 +122,104 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
     "a shard for its matrix": (Case(layers=1), "shard", Case(layers=1)),
     "a matrix left out": (Case(layers=1), "skip", Case(layers=1)),
     "a matrix left out of normuon": (VARIANTS["normuon"], "skip", VARIANTS["normuon"]),
-    "norms of shards": (Case(layers=1, optimizer=HYPERBALL), "norms", Case(layers=1, optimizer=HYPERBALL)),
-    "plain decay": (but(VARIANTS["cautious"], muon_cautious_weight_decay=False), "", VARIANTS["cautious"]),
+    "norms of shards": (
+        Case(layers=1, optimizer=HYPERBALL),
+        "norms",
+        Case(layers=1, optimizer=HYPERBALL),
+    ),
+    "plain decay": (
+        but(VARIANTS["cautious"], muon_cautious_weight_decay=False),
+        "",
+        VARIANTS["cautious"],
+    ),
     "plain steps": (but(VARIANTS["hyperball"], muon_hyperball=False), "", VARIANTS["hyperball"]),
     "steps of all matrices": (BY_NAME, "", BY_NAME.but(steps_for=())),
-    "normuon for adamuon": (VARIANTS["normuon"].but(layers=1), "", VARIANTS["normuon"].but(optimizer=ADAMUON)),
-    "adamuon for normuon": (VARIANTS["adamuon"].but(layers=1), "", VARIANTS["adamuon"].but(optimizer=NORMUON)),
+    "normuon for adamuon": (
+        VARIANTS["normuon"].but(layers=1),
+        "",
+        VARIANTS["normuon"].but(optimizer=ADAMUON),
+    ),
+    "adamuon for normuon": (
+        VARIANTS["adamuon"].but(layers=1),
+        "",
+        VARIANTS["adamuon"].but(optimizer=NORMUON),
+    ),
     "another share for the queries": (
-        CLIPPED["grouped queries"], "", CLIPPED["grouped queries"].but(attention=CLIP | {"qk_clip_alpha": 0.4})
+        CLIPPED["grouped queries"],
+        "",
+        CLIPPED["grouped queries"].but(attention=CLIP | {"qk_clip_alpha": 0.4}),
     ),
-    "not excluded": (BLOCKS["more excluded"], "", BLOCKS["more excluded"].but(excluded=("linear_proj",))),
-    "routers not excluded": (BLOCKS["routers excluded"], "", BLOCKS["routers excluded"].but(excluded=())),
+    "not excluded": (
+        BLOCKS["more excluded"],
+        "",
+        BLOCKS["more excluded"].but(excluded=("linear_proj",)),
+    ),
+    "routers not excluded": (
+        BLOCKS["routers excluded"],
+        "",
+        BLOCKS["routers excluded"].but(excluded=()),
+    ),
     "whole experts split": (
-        BLOCKS["stacked experts, whole"], "", BLOCKS["stacked experts, whole"].but(optimizer=GATED)
+        BLOCKS["stacked experts, whole"],
+        "",
+        BLOCKS["stacked experts, whole"].but(optimizer=GATED),
     ),
-    "heads of gated attention": (BLOCKS["gated attention"], "", BLOCKS["gated attention"].but(optimizer=HEADS)),
+    "heads of gated attention": (
+        BLOCKS["gated attention"],
+        "",
+        BLOCKS["gated attention"].but(optimizer=HEADS),
+    ),
     "latent attention split": (
-        BLOCKS["latent attention, whole"], "", BLOCKS["latent attention, whole"].but(optimizer={})
+        BLOCKS["latent attention, whole"],
+        "",
+        BLOCKS["latent attention, whole"].but(optimizer={}),
     ),
     **{
-        f"{label} whole": (BLOCKS[label], "", BLOCKS[label].but(optimizer={"muon_split_qkv": False}))
+        f"{label} whole": (
+            BLOCKS[label],
+            "",
+            BLOCKS[label].but(optimizer={"muon_split_qkv": False}),
+        )
         for label in (
-            *("gated mlp", "heads", "heads, one query group", "gated attention, heads", "latent attention"),
+            *(
+                "gated mlp",
+                "heads",
+                "heads, one query group",
+                "gated attention, heads",
+                "latent attention",
+            ),
             *("latent attention, query latent, heads", "experts", "stacked experts"),
         )
     },
-}  # fmt: skip
+}
 """What is trained, with which bug, and what it is compared with."""
 
 
 def test_the_comparison_can_fail(ranks: Pool) -> None:
     """Negative controls: none passes for the other, even with a large tolerance."""
     cases = {label: case for label, (case, _, _) in WRONG.items()}
-    seen = ranks(2, run, cases=cases, sabotage={label: bug for label, (_, bug, _) in WRONG.items()}, steps=1)[0]
+    seen = ranks(
+        2, run, cases=cases, sabotage={label: bug for label, (_, bug, _) in WRONG.items()}, steps=1
+    )[0]
     for label, (_, bug, other) in WRONG.items():
-        with pytest.raises(AssertionError, match=r"(weight|momentum|second moment)( after 1 steps|$)"):
+        with pytest.raises(
+            AssertionError, match=r"(weight|momentum|second moment)( after 1 steps|$)"
+        ):
             check(seen[label], other, atol=2e-6 if bug == "norms" else 1e-4, label=label)
 
 
 def forms(trainer: Trainer) -> dict[str, Any]:
-    """Of every matrix: the parts of its state, their types, dtypes, whole shapes and the numbers that this rank has."""
+    """Of every matrix: the parts of its state, their types, dtypes, whole shapes and the numbers
+    that this rank has.
+    """
     return {
         name: {
-            slot: (type(value).__name__, value.dtype, tuple(value.shape), value._local_tensor.numel())
+            slot: (
+                type(value).__name__,
+                value.dtype,
+                tuple(value.shape),
+                value._local_tensor.numel(),
+            )
             for slot, value in state.items()
         }
         for name, state in trainer.states().items()
@@ -175,11 +239,15 @@ def stepped(rank: int, world_size: int) -> Any:
 
 
 def test_state_is_there_from_the_start_also_for_empty_shards(ranks: Pool) -> None:
-    """Ranks whose state differs in its keys hang when a checkpoint is saved: the slots never change, nor their form."""
+    """Ranks whose state differs in its keys hang when a checkpoint is saved: the slots never
+    change, nor their form.
+    """
     everyone = ranks(4, stepped)
     empty = 0
     for of_rank in everyone:
-        for by_element, (before, after, shapes), (first, _, _) in zip((True, False), of_rank, everyone[0], strict=True):
+        for by_element, (before, after, shapes), (first, _, _) in zip(
+            (True, False), of_rank, everyone[0], strict=True
+        ):
             assert before == after
             assert before.keys() == first.keys()
             for name, slots in before.items():
@@ -187,7 +255,9 @@ def test_state_is_there_from_the_start_also_for_empty_shards(ranks: Pool) -> Non
                 moments = (rows, cols) if by_element else (rows, 1) if rows >= cols else (1, cols)
                 expected = {"momentum_buffer": (rows, cols), "moment2_buffer": moments}
                 found = {slot: form[:3] for slot, form in slots.items()}
-                assert found == {slot: ("DTensor", torch.float32, shape) for slot, shape in expected.items()}, name
+                assert found == {
+                    slot: ("DTensor", torch.float32, shape) for slot, shape in expected.items()
+                }, name
                 empty += slots["momentum_buffer"][3] == 0
     assert empty, "no shard was empty"
 
@@ -201,6 +271,8 @@ def refused(rank: int, world_size: int, *, case: Case) -> str:
 
 @pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
 def test_fused_latents_over_tensor_parallel_ranks_are_refused(ranks: Pool, mode: str) -> None:
-    """In megatron-core's `FusedMLASelfAttention` each rank has rows of both latents, which blocks would mix."""
+    """In megatron-core's `FusedMLASelfAttention` each rank has rows of both latents, which blocks
+    would mix.
+    """
     case = TP.but(latent=True, query_latent=True, fused_down=True, optimizer={"muon_tp_mode": mode})
     assert "--mla-down-proj-fusion with tensor parallelism" in ranks(2, refused, case=case)[0]

@@ -25,14 +25,22 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
         ("plain_pytorch.py", 1, 12, 1.3, 0.4),
     ],
 )
-def test_examples_learn(script: str, ranks: int, matrices: int, first: float, last: float, tmp_path: Path) -> None:
+def test_examples_learn(
+    script: str, ranks: int, matrices: int, first: float, last: float, tmp_path: Path
+) -> None:
     """Uniform guesses would stay at 4.2 of 64 tokens, at 5.5 of bytes, at 1.4 of shapes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     path = str(cli.ROOT / "examples" / script)
     run = cli.run([sys.executable, *torchrun, path], tmp_path, cold=True).checked()
     assert re.search(rf"^muon +{matrices} ", run.output, re.MULTILINE), run.output
     assert "warn" not in run.output.lower()  # there were 60 lines of them for 6 of results
-    losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", run.output, re.MULTILINE)]
+    losses = [
+        float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", run.output, re.MULTILINE)
+    ]
     assert len(losses) == 6
     assert losses[-1] < min(last, losses[0])
     assert losses[0] < first
@@ -51,10 +59,18 @@ TRAINERS = [
 ]
 
 
-def losses_after_the_checkpoint(script: str, ranks: int, flags: list[str], folder: Path) -> list[str]:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def losses_after_the_checkpoint(
+    script: str, ranks: int, flags: list[str], folder: Path
+) -> list[str]:
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     path = str(cli.ROOT / "examples" / "trainers" / script)
-    run = cli.run([sys.executable, *torchrun, path, "--folder", "run", *flags], folder, cold=True).checked()
+    run = cli.run(
+        [sys.executable, *torchrun, path, "--folder", "run", *flags], folder, cold=True
+    ).checked()
     losses = re.findall(r"^step +(\d+)  loss ([\d.]+)$", run.output, re.MULTILINE)
     assert [int(step) for step, _ in losses] == [*range(7, 13)], run.output
     return [loss for _, loss in losses]
@@ -64,43 +80,94 @@ def losses_after_the_checkpoint(script: str, ranks: int, flags: list[str], folde
 def test_a_trainer_goes_on_to_the_last_bit(
     script: str, ranks: int, flags: list[str], package: str, tmp_path: Path
 ) -> None:
-    """Of twelve steps, six are repeated from the trainer's own checkpoint; 5.5 is the loss of uniform guesses."""
+    """Of twelve steps, six are repeated from the trainer's own checkpoint; 5.5 is the loss of
+    uniform guesses.
+    """
     if find_spec(package) is None:
-        pytest.skip(f"needs {package}; the lock file leaves trainers out, as they bring 20 packages")
+        pytest.skip(
+            f"needs {package}; the lock file leaves trainers out, as they bring 20 packages"
+        )
     through = losses_after_the_checkpoint(script, ranks, flags, tmp_path)
     assert losses_after_the_checkpoint(script, ranks, [*flags, "--resume"], tmp_path) == through
     assert float(through[-1]) < 4.5
     if (saved := tmp_path / "run/checkpoint-6/optimizer.pt").exists():  # a negative control
         state = torch.load(saved)
-        assert sum(slots["momentum_buffer"].zero_().numel() for slots in state["state"].values() if len(slots) == 1)
+        assert sum(
+            slots["momentum_buffer"].zero_().numel()
+            for slots in state["state"].values()
+            if len(slots) == 1
+        )
         torch.save(state, saved)
-        assert losses_after_the_checkpoint(script, ranks, [*flags, "--resume"], tmp_path)[1:] != through[1:]
+        assert (
+            losses_after_the_checkpoint(script, ranks, [*flags, "--resume"], tmp_path)[1:]
+            != through[1:]
+        )
 
 
 def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
     """muon-fsdp2 is there where it is installed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     sizes = ["--hidden-size", "32", "--num-layers", "1", "--repeat", "1", "--warmup", "1"]
-    run = cli.run([*torchrun, str(cli.ROOT / "benchmarks" / "any_model.py"), *sizes], tmp_path, cold=True).checked()
+    run = cli.run(
+        [*torchrun, str(cli.ROOT / "benchmarks" / "any_model.py"), *sizes], tmp_path, cold=True
+    ).checked()
     rows = dict(re.findall(r"^(\S+) +([\d,.]+) +[\d,.]+ +[\d.]+$", run.output, re.MULTILINE))
     assert {"megatron_muon", "torch.optim.Muon", "torch.optim.AdamW"} <= rows.keys()
     assert all(float(value.replace(",", "")) > 0.0 for value in rows.values())
 
 
 def test_all_state_off_the_device_beside_others(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    sizes = ["--hidden-size", "64", "--num-layers", "1", "--vocabulary", "256", "--repeat", "1", "--warmup", "1"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    sizes = [
+        "--hidden-size",
+        "64",
+        "--num-layers",
+        "1",
+        "--vocabulary",
+        "256",
+        "--repeat",
+        "1",
+        "--warmup",
+        "1",
+    ]
     sizes += ["--ns-dtype", "fp32", "--offload-dir", str(tmp_path / "state")]
     found = {"PYTHONPATH": str(cli.ROOT)}
-    run = cli.run([*torchrun, "-m", "benchmarks.offload_state", *sizes], tmp_path, cold=True, env=found).checked()
-    left = dict(re.findall(r"^(none|cpu, all|nvme, all) +[\d,.]+ +[\d.]+ +([\d.]+) ", run.output, re.MULTILINE))
+    run = cli.run(
+        [*torchrun, "-m", "benchmarks.offload_state", *sizes], tmp_path, cold=True, env=found
+    ).checked()
+    left = dict(
+        re.findall(
+            r"^(none|cpu, all|nvme, all) +[\d,.]+ +[\d.]+ +([\d.]+) ", run.output, re.MULTILINE
+        )
+    )
     assert left["none"] != "0.00"
     assert left["cpu, all"] == left["nvme, all"] == "0.00"
     assert [path for path in (tmp_path / "state").rglob("*") if path.is_file()] == []
 
 
 def test_the_cost_of_qk_clip(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     sizes = [
         "--hidden-size",
         "128",
@@ -114,16 +181,34 @@ def test_the_cost_of_qk_clip(tmp_path: Path) -> None:
         "1",
     ]
     found = {"PYTHONPATH": str(cli.ROOT)}
-    run = cli.run([*torchrun, "-m", "benchmarks.qk_clip", *sizes], tmp_path, cold=True, env=found).checked()
+    run = cli.run(
+        [*torchrun, "-m", "benchmarks.qk_clip", *sizes], tmp_path, cold=True, env=found
+    ).checked()
     assert (
-        len(re.findall(r"^(?:processor )?time, (?:without|interval 10?) +(?:[\d.]+ *){4}$", run.output, re.MULTILINE))
+        len(
+            re.findall(
+                r"^(?:processor )?time, (?:without|interval 10?) +(?:[\d.]+ *){4}$",
+                run.output,
+                re.MULTILINE,
+            )
+        )
         == 6
     )
 
 
 def test_a_mixture_trained_by_muon_and_by_adamw(tmp_path: Path) -> None:
     text, found = str(cli.ROOT / "docs"), {"PYTHONPATH": str(cli.ROOT)}
-    prepare = [sys.executable, "-m", "megatron_muon.cli", "data", "prepare", "--input", text, "--suffix", ".md"]
+    prepare = [
+        sys.executable,
+        "-m",
+        "megatron_muon.cli",
+        "data",
+        "prepare",
+        "--input",
+        text,
+        "--suffix",
+        ".md",
+    ]
     cli.run([*prepare, "--output", "text"], tmp_path, cold=True, env=found).checked()
     train = [
         sys.executable,

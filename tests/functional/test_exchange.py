@@ -1,7 +1,8 @@
 """The owner exchange equals the all-gather exchange to the last bit, on layouts of any shape.
 
-Layouts are drawn at random: uneven shards, empty ranks, more ranks than rows, one rank that holds all, cuts along
-columns, replicas. Both start from the same rows in fp32; a second step and a slow rank change nothing.
+Layouts are drawn at random: uneven shards, empty ranks, more ranks than rows, one rank that holds
+all, cuts along columns, replicas. Both start from the same rows in fp32; a second step and a slow
+rank change nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
     bands = chance.randint(1, world_size // strips)
     cells = [
         (row_start, row_stop - row_start, col_start, col_stop - col_start)
-        for col_start, col_stop in itertools.pairwise([0, *sorted(chance.sample(range(1, cols), strips - 1)), cols])
-        for row_start, row_stop in itertools.pairwise([0, *sorted(chance.choices(range(rows + 1), k=bands - 1)), rows])
+        for col_start, col_stop in itertools.pairwise(
+            [0, *sorted(chance.sample(range(1, cols), strips - 1)), cols]
+        )
+        for row_start, row_stop in itertools.pairwise(
+            [0, *sorted(chance.choices(range(rows + 1), k=bands - 1)), rows]
+        )
     ]
     spare = [chance.choice([*cells, (0, 0, 0, 0)]) for _ in range(world_size - len(cells))]
     held = [*cells, *spare]
@@ -79,14 +84,18 @@ def make(
     )
 
 
-def updates(rank: int, layout: Layout, exchange: Exchange, *, slow: int = -1) -> dict[int, torch.Tensor]:
+def updates(
+    rank: int, layout: Layout, exchange: Exchange, *, slow: int = -1
+) -> dict[int, torch.Tensor]:
     """This rank's update rows by matrix; rank `slow` takes its time."""
     done: dict[int, torch.Tensor] = {}
 
     def rows(index: int) -> torch.Tensor:
         if rank == slow:
             time.sleep(0.01)
-        full = torch.randn(layout.matrices[index].shape, generator=torch.Generator().manual_seed(index))
+        full = torch.randn(
+            layout.matrices[index].shape, generator=torch.Generator().manual_seed(index)
+        )
         shard = layout.matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"
         return full.narrow(0, shard.row_start, shard.rows).narrow(1, shard.col_start, shard.cols)
@@ -95,38 +104,60 @@ def updates(rank: int, layout: Layout, exchange: Exchange, *, slow: int = -1) ->
     exchange.run(of_step, SILENT)
     assert sorted(of_step.prepared) == sorted(done), "every matrix takes part once"
     assert not any(update.isnan().any() for update in done.values())
-    assert set(done) == {i for i, matrix in enumerate(layout.matrices) if matrix.shard_of(rank) is not None}
+    assert set(done) == {
+        i for i, matrix in enumerate(layout.matrices) if matrix.shard_of(rank) is not None
+    }
     return done
 
 
 def of_all_layouts(rank: int, world_size: int, *, ways: list[dict[str, Any]]) -> list[int]:
-    """In a worker: all-gather, owner, owner again and with a slow rank, on every layout; elements that differ, by way.
+    """In a worker: all-gather, owner, owner again and with a slow rank, on every layout; elements
+    that differ, by way.
 
-    Teams form sums in another order, so they agree to rounding; twice they are the same to the last bit.
+    Teams form sums in another order, so they agree to rounding; twice they are the same to the last
+    bit.
     """
     different = [0] * len(ways)
     for seed in range(LAYOUTS):
         chance = random.Random(seed)
         matrices = []
         for number in range(chance.randint(1, 6)):
-            split = whole(chance.randint(1, 9)) if chance.random() < 0.6 else RowSplit(chance.randint(1, 3), (2, 1, 1))
+            split = (
+                whole(chance.randint(1, 9))
+                if chance.random() < 0.6
+                else RowSplit(chance.randint(1, 3), (2, 1, 1))
+            )
             shape = (split.rows, chance.randint(1, 9))
-            matrices.append(from_rectangles(str(number), shape, rectangles(*shape, world_size, chance), split))
+            matrices.append(
+                from_rectangles(str(number), shape, rectangles(*shape, world_size, chance), split)
+            )
         layout = Layout(world_size, tuple(matrices))
         for number, way in enumerate(ways):
             gathered, owner = make(layout, Orthogonalizer(Iteration(precision="highest")), **way)
             expected, first = updates(rank, layout, gathered), updates(rank, layout, owner)
-            for again in (updates(rank, layout, owner), updates(rank, layout, owner, slow=world_size - 1)):
-                assert all(torch.equal(again[index], update) for index, update in first.items()), (way, seed)
+            for again in (
+                updates(rank, layout, owner),
+                updates(rank, layout, owner, slow=world_size - 1),
+            ):
+                assert all(torch.equal(again[index], update) for index, update in first.items()), (
+                    way,
+                    seed,
+                )
             for index, update in expected.items():
-                assert not update.numel() or (first[index] - update).abs().max() < 2e-5, (way, seed, index)
+                assert not update.numel() or (first[index] - update).abs().max() < 2e-5, (
+                    way,
+                    seed,
+                    index,
+                )
                 different[number] += int((first[index] != update).sum())
     return different
 
 
 WAVES = ("of one matrix", "large")
-WHOLE = [{"waves": waves, "team_size": 1 if by_pairs else None, "by_pairs": by_pairs}
-         for waves, by_pairs in itertools.product(WAVES, (False, True))]  # fmt: skip
+WHOLE = [
+    {"waves": waves, "team_size": 1 if by_pairs else None, "by_pairs": by_pairs}
+    for waves, by_pairs in itertools.product(WAVES, (False, True))
+]
 
 
 @pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
@@ -135,7 +166,9 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int) -> None:
     assert ranks(world_size, of_all_layouts, ways=WHOLE) == [[0] * len(WHOLE)] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)]))
+@pytest.mark.parametrize(
+    ("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)])
+)
 def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int) -> None:
     ways = [{"waves": waves, "team_size": team_size, "by_pairs": False} for waves in WAVES]
     found = ranks(world_size, of_all_layouts, ways=ways)
@@ -143,11 +176,17 @@ def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int) ->
 
 
 def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torch.Tensor]:
-    """In a worker: this rank's update of a tall matrix of which the second half is zero; all-gather, a team of two."""
+    """In a worker: this rank's update of a tall matrix of which the second half is zero;
+    all-gather, a team of two.
+    """
     layout = Layout(world_size, (row_sharded("w", (64, 32), [32] * world_size),))
-    rows = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)) * (scale if rank == 0 else 0.0)
+    rows = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)) * (
+        scale if rank == 0 else 0.0
+    )
     found: list[torch.Tensor] = []
-    for exchange in make(layout, Orthogonalizer(Iteration(precision="highest")), team_size=world_size, by_pairs=False):
+    for exchange in make(
+        layout, Orthogonalizer(Iteration(precision="highest")), team_size=world_size, by_pairs=False
+    ):
         exchange.run(ByMatrix(lambda _: rows, lambda _, update: found.append(update)), SILENT)
     return found
 

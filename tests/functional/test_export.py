@@ -22,10 +22,44 @@ TOLERANCE = 1e-4
 """Of logits, in fp32: the two add up in other orders. Seen: 3e-7 of logits up to 1.5."""
 
 SIZES = (
-    *("--num-layers", "2", "--hidden-size", "48", "--ffn-hidden-size", "80", "--num-attention-heads", "4"),
-    *("--seq-length", "32", "--max-position-embeddings", "32", "--make-vocab-size-divisible-by", "16"),
-    *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "2", "--eval-iters", "0"),
-    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--log-interval", "1", "--split", "98,2,0"),
+    *(
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "48",
+        "--ffn-hidden-size",
+        "80",
+        "--num-attention-heads",
+        "4",
+    ),
+    *(
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+        "--make-vocab-size-divisible-by",
+        "16",
+    ),
+    *(
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "2",
+        "--eval-iters",
+        "0",
+    ),
+    *(
+        "--attention-dropout",
+        "0.0",
+        "--hidden-dropout",
+        "0.0",
+        "--log-interval",
+        "1",
+        "--split",
+        "98,2,0",
+    ),
 )
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--lr", "0.02", "--init-method-std", "0.1")
 ROPE = ("--position-embedding-type", "rope")
@@ -34,8 +68,23 @@ GROUPS = ("--group-query-attention", "--num-query-groups", "2")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 MIXTURE = (*LLAMA, *GROUPS, *UNTIED, "--num-experts", "4", "--moe-router-topk", "2")
 SHARED = (
-    *(*LLAMA, *GROUPS, "--num-experts", "4", "--moe-layer-freq", "([0]*1+[1]*1)", "--moe-router-topk", "2"),
-    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-ffn-hidden-size", "24"),
+    *(
+        *LLAMA,
+        *GROUPS,
+        "--num-experts",
+        "4",
+        "--moe-layer-freq",
+        "([0]*1+[1]*1)",
+        "--moe-router-topk",
+        "2",
+    ),
+    *(
+        "--moe-router-score-function",
+        "sigmoid",
+        "--moe-router-enable-expert-bias",
+        "--moe-ffn-hidden-size",
+        "24",
+    ),
     *("--moe-shared-expert-intermediate-size", "24"),
 )
 """A dense layer, then one with experts as DeepSeek has them, but for its attention."""
@@ -49,7 +98,12 @@ MODELS = {
     "mixtral": MIXTURE,
     "qwen3_moe": (*MIXTURE, "--qk-layernorm", "--moe-ffn-hidden-size", "24"),
     "gpt2": ("--position-embedding-type", "learned_absolute"),
-    "gpt2 without biases": ("--position-embedding-type", "learned_absolute", "--disable-bias-linear", *UNTIED),
+    "gpt2 without biases": (
+        "--position-embedding-type",
+        "learned_absolute",
+        "--disable-bias-linear",
+        *UNTIED,
+    ),
     "shared experts": SHARED,
     "squared relu": ("--squared-relu", "--no-bias-gelu-fusion", *ROPE, "--rotary-percent", "0.5"),
 }
@@ -70,7 +124,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """Ranks, and flags beside ZeRO-3."""
 
-MISSING = {"shared experts": "--moe-shared-expert-intermediate-size 24", "squared relu": "--squared-relu True"}
+MISSING = {
+    "shared experts": "--moe-shared-expert-intermediate-size 24",
+    "squared relu": "--squared-relu True",
+}
 """Models that only Megatron has, and why."""
 CASES = [
     *((model, "zero-3") for model in MODELS if model not in MISSING),
@@ -101,7 +158,15 @@ def trained(train: Trainings) -> Trained:
         if (model, name) not in made:
             ranks, flags = LAYOUTS[name]
             made[model, name] = place = train.folder / f"{model}-{name}".replace(" ", "-")
-            flags = (*MUON, *MODELS[model], ZERO, "optim_grads_params", *flags, "--save", str(place))
+            flags = (
+                *MUON,
+                *MODELS[model],
+                ZERO,
+                "optim_grads_params",
+                *flags,
+                "--save",
+                str(place),
+            )
             train(*flags, "--save-interval", "2", ranks=ranks).checked()
         return made[model, name]
 
@@ -113,7 +178,9 @@ def tokens() -> torch.Tensor:
 
 
 def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: str) -> torch.Tensor:
-    """In a worker: what megatron-core's own model computes before the first step, loaded by its own loop (--load)."""
+    """In a worker: what megatron-core's own model computes before the first step, loaded by its own
+    loop (--load).
+    """
     import megatron.training
     import megatron.training.training as training
 
@@ -156,7 +223,11 @@ def transformers(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens()).logits
+        logits = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            .eval()(tokens())
+            .logits
+        )
     assert isinstance(logits, torch.Tensor)
     return logits
 
@@ -175,25 +246,49 @@ def test_an_exported_model_has_megatrons_logits(
     train: Trainings, trained: Trained, tmp_path: Path, model: str, name: str
 ) -> None:
     checkpoint = trained(model, name)
-    command("export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf", "--dtype", "float32")
+    command(
+        "export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf", "--dtype", "float32"
+    )
     theirs = transformers(tmp_path / "hf")
     ours = megatron(train, model, checkpoint, *MUON, *rows(name))
     assert ours.std() > 0.1  # not all alike
     torch.testing.assert_close(theirs, ours, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("model", wide_but(["llama"], ["llama", "gpt2", "mixtral", "qwen3_moe", *MISSING]))
+@pytest.mark.parametrize(
+    "model", wide_but(["llama"], ["llama", "gpt2", "mixtral", "qwen3_moe", *MISSING])
+)
 def test_megatron_loads_an_export_to_torch_dist(
-    train: Trainings, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str
+    train: Trainings,
+    trained: Trained,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
 ) -> None:
-    """Without Megatron-FSDP, as its own tools do; an export to Hugging Face reads the same, or refuses it."""
-    command("export", "--checkpoint", trained(model, "zero-3"), "--to", "torch_dist", tmp_path / "dist")
+    """Without Megatron-FSDP, as its own tools do; an export to Hugging Face reads the same, or
+    refuses it.
+    """
+    command(
+        "export", "--checkpoint", trained(model, "zero-3"), "--to", "torch_dist", tmp_path / "dist"
+    )
     adam = ("--optimizer", "adam", "--lr", "0.1", "--ckpt-format", "torch_dist")
     ours = megatron(train, model, tmp_path / "dist", *adam)
     if model in MISSING:
         before = megatron(train, model, trained(model, "zero-3"), *MUON)
         torch.testing.assert_close(ours, before, atol=1e-6, rtol=0)
-        assert cli.main(["export", "--checkpoint", str(tmp_path / "dist"), "--to", "hf", str(tmp_path / "hf")]) == 2
+        assert (
+            cli.main(
+                [
+                    "export",
+                    "--checkpoint",
+                    str(tmp_path / "dist"),
+                    "--to",
+                    "hf",
+                    str(tmp_path / "hf"),
+                ]
+            )
+            == 2
+        )
         assert MISSING[model] in capsys.readouterr().err
         return
     command("export", "--checkpoint", tmp_path / "dist", "--to", "hf", tmp_path / "hf")
@@ -216,13 +311,33 @@ def test_an_imported_model_has_its_logits_in_megatron_and_comes_back_to_the_last
 def test_an_import_is_trained_with_its_own_flags(
     ranks: Pool, train: Trainings, trained: Trained, tmp_path: Path
 ) -> None:
-    """On two ranks, by the experiment file that import writes; the loss starts where training left it."""
+    """On two ranks, by the experiment file that import writes; the loss starts where training left
+    it.
+    """
     checkpoint = trained("llama", "TP 2 x DP 2")
     command("export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf")
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     data = train.flags[train.flags.index("--data-path") :][:2]
-    batch = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "1", "--lr", "0.001")
-    flags = ("--config", str(tmp_path / "in" / "model.yaml"), *data, *batch, "--split", "98,2,0", "--log-interval", "1")
+    batch = (
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "1",
+        "--lr",
+        "0.001",
+    )
+    flags = (
+        "--config",
+        str(tmp_path / "in" / "model.yaml"),
+        *data,
+        *batch,
+        "--split",
+        "98,2,0",
+        "--log-interval",
+        "1",
+    )
     run = Trainings(ranks, train.folder, (*flags, "--device", "cpu"))()
     assert run.returncode == 0, run.output[-3000:]
     assert run.iterations[0].loss < 5.5  # what two steps have learnt: random weights have over 5.6
@@ -232,7 +347,12 @@ def test_text_is_written_and_evaluated(
     train: Trainings, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a checkpoint and from its export alike; the loss is that of Megatron's logits."""
-    checkpoint, text, hf, file = trained("mixtral", "EP 2"), tmp_path / "text.txt", tmp_path / "hf", tmp_path / "json"
+    checkpoint, text, hf, file = (
+        trained("mixtral", "EP 2"),
+        tmp_path / "text.txt",
+        tmp_path / "hf",
+        tmp_path / "json",
+    )
     command("export", "--checkpoint", checkpoint, "--to", "hf", hf)
     text.write_text("One line of text, é, which data prepare does not cut.\n", "utf-8")
     command("data", "prepare", "--input", text, "--output", tmp_path / "text")
@@ -257,7 +377,11 @@ def test_text_is_written_and_evaluated(
     first, second = (figures(place, "--data", train.folder / "tiny") for place in (checkpoint, hf))
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
     documents = 60
-    assert first["tokens"] == first["bytes"] + documents == os.path.getsize(train.folder / "tiny.bin") // 2
+    assert (
+        first["tokens"]
+        == first["bytes"] + documents
+        == os.path.getsize(train.folder / "tiny.bin") // 2
+    )
     bits = first["loss"] / 0.6931471805599453 * first["tokens"] / first["bytes"]
     assert first["bits_per_byte"] == pytest.approx(bits)
     assert 2 < first["loss"] < 5.6

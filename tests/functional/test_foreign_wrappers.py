@@ -1,4 +1,6 @@
-"""Wrappers that give `Muon` other parameters than the model's: FSDP1, which is refused, and Megatron-FSDP."""
+"""Wrappers that give `Muon` other parameters than the model's: FSDP1, which is refused, and
+Megatron-FSDP.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.support.pool import Pool
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """In a worker: the errors for models that FSDP1 has wrapped in whole or in part, after or before Muon was made."""
+    """In a worker: the errors for models that FSDP1 has wrapped in whole or in part, after or
+    before Muon was made.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     found = {}
@@ -34,9 +38,13 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
                     megatron_muon.Muon(given)
                 found[f"{label}, use_orig_params={keeps}"] = str(caught.value)
         flat = [(name, p) for name, p in part.named_parameters() if "_fsdp_wrapped_module" in name]
-        rest = [(name, p) for name, p in part.named_parameters() if "_fsdp_wrapped_module" not in name]
+        rest = [
+            (name, p) for name, p in part.named_parameters() if "_fsdp_wrapped_module" not in name
+        ]
         groups = [{"params": rest}, {"params": flat, "optimizer": "adamw"}]
-        assert megatron_muon.Muon(groups).selection.views, "AdamW takes shards that a group gives it"
+        assert megatron_muon.Muon(groups).selection.views, (
+            "AdamW takes shards that a group gives it"
+        )
     optimizer = megatron_muon.Muon(before.named_parameters())
     wrapped(before, use_orig_params=True)
     with pytest.raises(UserError) as caught:
@@ -46,10 +54,15 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_fsdp1_is_refused_by_name(ranks: Pool) -> None:
-    """Story: flat parameters went to AdamW without a word if one matrix was elsewhere; else AdamW was recommended."""
+    """Story: flat parameters went to AdamW without a word if one matrix was elsewhere; else AdamW
+    was recommended.
+    """
     first, second = ranks(2, refusals)
     assert first == second
-    rest = "a FlatParameter of FSDP1 (FullyShardedDataParallel): Muon needs whole matrices; use fully_shard (FSDP2)"
+    rest = (
+        "a FlatParameter of FSDP1 (FullyShardedDataParallel): Muon needs whole matrices; use"
+        " fully_shard (FSDP2)"
+    )
     prefix = "_fsdp_wrapped_module."
     assert first == {
         "whole, use_orig_params=False": f"{prefix}_flat_param is {rest}",
@@ -71,7 +84,10 @@ def unsharded(rank: int, world_size: int) -> Any:
         if kind == "ddp":
             model = nn.parallel.DistributedDataParallel(model)
         else:
-            options = {"sharding_strategy": ShardingStrategy.NO_SHARD, "device_id": torch.device("cpu")}
+            options = {
+                "sharding_strategy": ShardingStrategy.NO_SHARD,
+                "device_id": torch.device("cpu"),
+            }
             model = FullyShardedDataParallel(model, use_orig_params=True, **options)
         optimizer = megatron_muon.Muon(model, lr=0.02)
         for batch in frameworks.tokens(3):
@@ -96,7 +112,9 @@ class Unnamed(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(13, 8)
         self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2)
+        )
         self.read = nn.Linear(8, 13, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,7 +126,9 @@ class Unnamed(nn.Module):
 
 
 def resharded(rank: int, world_size: int) -> Any:
-    """In a worker: the choice of a Muon on the model before and after Megatron-FSDP's `fully_shard`."""
+    """In a worker: the choice of a Muon on the model before and after Megatron-FSDP's
+    `fully_shard`.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     library = importlib.import_module(frameworks.MEGATRON_FSDP)
@@ -118,7 +138,9 @@ def resharded(rank: int, world_size: int) -> Any:
     choices = [choice_of(optimizer)]
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
     units = {"fsdp_unit_modules": [nn.Sequential], "zero_dp_strategy": "optim_grads_params"}
-    model, optimizer = library.fully_shard(model, optimizer, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", **units)
+    model, optimizer = library.fully_shard(
+        model, optimizer, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp", **units
+    )
     choices.append(choice_of(optimizer))
     for batch in frameworks.tokens(2):
         optimizer.zero_grad()
@@ -130,11 +152,17 @@ def resharded(rank: int, world_size: int) -> Any:
 def choice_of(optimizer: Any) -> Any:
     selection = optimizer.selection
     blocks = {selection.names[p]: len(split.parts) for p, split in selection.splits.items()}
-    return sorted(selection.names[p] for p in selection.views), blocks, sorted(selection.why.values())
+    return (
+        sorted(selection.names[p] for p in selection.views),
+        blocks,
+        sorted(selection.why.values()),
+    )
 
 
 def test_megatron_fsdp_keeps_what_modules_have_told(ranks: Pool) -> None:
-    """Story: its `fully_shard` fills the optimizer anew from parameters alone, whose names do not say these things."""
+    """Story: its `fully_shard` fills the optimizer anew from parameters alone, whose names do not
+    say these things.
+    """
     for before, after in ranks(2, resharded):
         assert before == after
         matrices, blocks, reasons = before

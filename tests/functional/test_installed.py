@@ -1,4 +1,6 @@
-"""The package as it is installed from a wheel, in folders that hold nothing of the repository; what a pod runs."""
+"""The package as it is installed from a wheel, in folders that hold nothing of the repository; what
+a pod runs.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,31 @@ QUICKSTART_S, POD_S = 400, 240
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment in which the wheel is installed, beside the packages of this one."""
+    """The bin folder of an environment in which the wheel is installed, beside the packages of this
+    one.
+    """
     folder, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source")
-    names = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "configs", "scripts", "megatron_muon")
+    names = (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "configs",
+        "scripts",
+        "megatron_muon",
+    )
     subprocess.run(["cp", "-r", *(cli.ROOT / name for name in names), source], check=True)
     venv.create(folder, with_pip=False, symlinks=True)
-    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    site = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
-    # pip of this environment, for the other: a .pth is not followed where pip looks for what is installed
+    # pip of this environment, for the other: a .pth is not followed where pip looks for what is
+    # installed
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", source], check=True)
     return folder / "bin"
@@ -43,14 +62,33 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(installed: Path) -> dict[str, str]:
     """Nothing of the repository on Python's path."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
     return {**env, "PATH": f"{installed}:{env['PATH']}"}
 
 
 def test_a_quickstart_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    short = ("--train-iters", "2", "--eval-interval", "2", "--eval-iters", "1", "--save-interval", "2")
+    short = (
+        "--train-iters",
+        "2",
+        "--eval-interval",
+        "2",
+        "--eval-iters",
+        "1",
+        "--save-interval",
+        "2",
+    )
     line = [installed / "megatron-muon", "quickstart", *short]
-    options = {"cwd": tmp_path, "env": environment(installed), "capture_output": True, "text": True, "check": False}
+    options = {
+        "cwd": tmp_path,
+        "env": environment(installed),
+        "capture_output": True,
+        "text": True,
+        "check": False,
+    }
     done = subprocess.run(line, timeout=QUICKSTART_S, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"taking the package's own, {installed.parent}" in done.stderr
@@ -62,7 +100,9 @@ def test_a_quickstart_from_an_empty_folder(installed: Path, tmp_path: Path) -> N
         "plan --hf configs/transformers/llama3-8b.json --world-size 64",
         "sweep --config configs/quickstart.yaml --grid lr=4e-3,8e-3 --dry-run",
     ):
-        done = subprocess.run([installed / "megatron-muon", *command.split()], timeout=QUICKSTART_S, **options)
+        done = subprocess.run(
+            [installed / "megatron-muon", *command.split()], timeout=QUICKSTART_S, **options
+        )
         assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -71,10 +111,22 @@ Start = Callable[[int], subprocess.Popen[bytes]]
 
 @pytest.fixture
 def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[Start]:
-    """Starts what a pod of scripts/kubernetes/pytorchjob.yaml runs, with what the operator sets, on a tiny model."""
+    """Starts what a pod of scripts/kubernetes/pytorchjob.yaml runs, with what the operator sets, on
+    a tiny model.
+    """
     job = yaml.safe_load((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    flags = (*cli.MUON, *cli.TINY, *corpus, "--train-iters", "60", "--save", "ck", "--global-batch-size", "4")
+    flags = (
+        *cli.MUON,
+        *cli.TINY,
+        *corpus,
+        "--train-iters",
+        "60",
+        "--save",
+        "ck",
+        "--global-batch-size",
+        "4",
+    )
     write_config(tmp_path / "tiny.yaml", *flags)
     script = container["args"][0].replace("configs/llama3-8b.yaml", "tiny.yaml")
     with socket.socket() as free:
@@ -83,9 +135,25 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
     started: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int) -> subprocess.Popen[bytes]:
-        env = {**environment(installed), "OMP_NUM_THREADS": "1", "NODES": "2", "GPUS": "1", "RANK": str(rank)}
-        env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONUNBUFFERED": "1"}
-        env |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank), "PET_MASTER_PORT": port}
+        env = {
+            **environment(installed),
+            "OMP_NUM_THREADS": "1",
+            "NODES": "2",
+            "GPUS": "1",
+            "RANK": str(rank),
+        }
+        env |= {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": "2",
+            "PYTHONUNBUFFERED": "1",
+        }
+        env |= {
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(rank),
+            "PET_MASTER_PORT": port,
+        }
         env |= {"PET_MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
         with (tmp_path / f"pod-{rank}.log").open("ab") as log:
             command = [*container["command"], script]
@@ -100,7 +168,9 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
 
 
 def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: Path) -> None:
-    """A drained node signals one pod: all end with the status that is retried, and their successors finish the run."""
+    """A drained node signals one pod: all end with the status that is retried, and their successors
+    finish the run.
+    """
     worker, master = pod(1), pod(0)
     logs = [tmp_path / f"pod-{rank}.log" for rank in range(2)]
 
@@ -108,15 +178,23 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
     deadline = time.monotonic() + POD_S
-    while not any(re.search(r"iteration +5/ +60", log.read_text(errors="replace")) for log in logs if log.exists()):
+    while not any(
+        re.search(r"iteration +5/ +60", log.read_text(errors="replace"))
+        for log in logs
+        if log.exists()
+    ):
         assert master.poll() is None, said()
         assert time.monotonic() < deadline, said()
         time.sleep(0.1)
     worker.send_signal(signal.SIGTERM)
     assert (worker.wait(POD_S), master.wait(POD_S)) == (138, 138), said()
-    latest = int((tmp_path / "runs/llama3-8b/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    latest = int(
+        (tmp_path / "runs/llama3-8b/checkpoints/latest_checkpointed_iteration.txt").read_text()
+    )
     assert 5 <= latest < 60
     master, worker = pod(0), pod(1)
     assert (worker.wait(POD_S), master.wait(POD_S)) == (0, 0), said()
     assert (tmp_path / "runs/llama3-8b/checkpoints/iter_0000060").is_dir()
-    assert f"node: going on from runs/llama3-8b/checkpoints, iteration {latest}" in logs[0].read_text()
+    assert (
+        f"node: going on from runs/llama3-8b/checkpoints, iteration {latest}" in logs[0].read_text()
+    )

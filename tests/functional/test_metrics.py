@@ -35,7 +35,9 @@ CASES = {
 
 
 def measure(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    """In a worker: what each case's second step's metrics say, and the same from whole tensors before and after it."""
+    """In a worker: what each case's second step's metrics say, and the same from whole tensors
+    before and after it.
+    """
     found = {}
     for label, case in of_all(CASES[world_size], weight_decay=0.0).items():
         plain, trainer = Trainer(case), Trainer(but(case, muon_metrics_interval=2))
@@ -48,11 +50,15 @@ def measure(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         trainer.step()
         after, momentum = trainer.whole(), trainer.whole_state("momentum_buffer")
         assert all(torch.equal(value, after[name]) for name, value in plain.whole().items()), label
-        updates = torch.cat([((before[name] - after[name]) / rate).reshape(-1) for name in momentum])
+        updates = torch.cat(
+            [((before[name] - after[name]) / rate).reshape(-1) for name in momentum]
+        )
         found[label] = {
             "metrics": trainer.optimizer.metrics.latest,
             "update_rms": updates.square().mean().sqrt().item(),
-            "momentum_norm": torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item(),
+            "momentum_norm": (
+                torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item()
+            ),
         }
     return found
 
@@ -70,7 +76,10 @@ def test_metrics_are_those_of_the_tensors(ranks: Pool, world_size: int) -> None:
         assert values["update_rms"] == pytest.approx(found["update_rms"], rel=1e-4), label
         assert values["momentum_norm"] == pytest.approx(found["momentum_norm"], rel=1e-5), label
         assert values["skipped_steps"] == 0
-        parts = [values[f"{part}_ms"] for part in ("momentum", "gather", "newton_schulz", "scatter", "apply")]
+        parts = [
+            values[f"{part}_ms"]
+            for part in ("momentum", "gather", "newton_schulz", "scatter", "apply")
+        ]
         assert values["newton_schulz_ms"] > 0
         assert sum(parts) <= values["step_ms"] * 1.001
         assert (values["exchanged_mb"] > 0) is (label != "no_shard")
@@ -78,11 +87,15 @@ def test_metrics_are_those_of_the_tensors(ranks: Pool, world_size: int) -> None:
 
 
 def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]:
-    """In a worker: metrics of a weight on a mesh of all ranks, one on no mesh, and experts on a mesh of this rank's."""
+    """In a worker: metrics of a weight on a mesh of all ranks, one on no mesh, and experts on a
+    mesh of this rank's.
+    """
     everyone = init_device_mesh("cpu", (world_size,))
     alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "dp"))["dp"]
     cut: Any = Replicate() if how == "replicas" else Shard(0)
-    placed = {"weight": (everyone, [cut]), "experts.w": (alone, [Shard(0)])} if world_size > 1 else {}
+    placed = (
+        {"weight": (everyone, [cut]), "experts.w": (alone, [Shard(0)])} if world_size > 1 else {}
+    )
     if how == "shared":
         placed.pop("weight", None)
     generator = torch.Generator().manual_seed(0)
@@ -92,9 +105,13 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
         if name == "experts.w":
             weight, gradient = (tensor.chunk(world_size)[rank] for tensor in (weight, gradient))
         if name in placed:
-            weight, gradient = (distribute_tensor(tensor, *placed[name]) for tensor in (weight, gradient))
+            weight, gradient = (
+                distribute_tensor(tensor, *placed[name]) for tensor in (weight, gradient)
+            )
         parameters[name], gradients[name] = torch.nn.Parameter(weight), gradient
-    optimizer = megatron_muon.Muon(parameters.items(), share_replicated=how == "shared", metrics_interval=1)
+    optimizer = megatron_muon.Muon(
+        parameters.items(), share_replicated=how == "shared", metrics_interval=1
+    )
     assert len(optimizer.selection.views) == len(parameters)
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
@@ -104,8 +121,12 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
 
 @pytest.mark.parametrize("world_size", wide_but([2], [2, 3, 4]))
 @pytest.mark.parametrize("how", ["shards", "replicas", "shared"])
-def test_metrics_of_any_model_count_each_matrix_once(ranks: Pool, world_size: int, how: str) -> None:
-    """A matrix that all ranks hold weighed as often as there are ranks, and one that they shared less than once."""
+def test_metrics_of_any_model_count_each_matrix_once(
+    ranks: Pool, world_size: int, how: str
+) -> None:
+    """A matrix that all ranks hold weighed as often as there are ranks, and one that they shared
+    less than once.
+    """
     (expected,) = ranks(1, measure_mixture, how="shards")
     for found in ranks(world_size, measure_mixture, how=how):
         for name in ("update_rms", "momentum_norm"):
@@ -116,7 +137,12 @@ def documented() -> set[str]:
     """The metrics that docs/monitoring.md lists, and with their prefix those of docs/tuning.md."""
     found = {"monitoring.md": set[str](), "tuning.md": set[str]()}
     for page, names in found.items():
-        table = (cli.ROOT / "docs" / page).read_text("utf-8").partition("\n| metric | ")[2].partition("\n\n")[0]
+        table = (
+            (cli.ROOT / "docs" / page)
+            .read_text("utf-8")
+            .partition("\n| metric | ")[2]
+            .partition("\n\n")[0]
+        )
         for row in table.splitlines()[2:]:
             names.update(re.findall(r"`([^`]+)`", row.split("|")[1]))
     return found["monitoring.md"] | {f"muon/{name}" for name in found["tuning.md"]}
@@ -138,8 +164,15 @@ def test_a_run_logs_metrics(ranks: Pool, tmp_path: Path) -> None:
     )
     assert [point.value for point in scalars["learning-rate"]][-1] == pytest.approx(0.0, abs=1e-9)
     names = {name for name in scalars if name.startswith("muon/")}
-    assert {"muon/update_rms", "muon/orthogonality_error", "muon/momentum_norm", "muon/skipped_steps"} <= names
-    assert {f"muon/{part}_ms" for part in ("gather", "newton_schulz", "scatter", "apply", "step")} <= names
+    assert {
+        "muon/update_rms",
+        "muon/orthogonality_error",
+        "muon/momentum_norm",
+        "muon/skipped_steps",
+    } <= names
+    assert {
+        f"muon/{part}_ms" for part in ("gather", "newton_schulz", "scatter", "apply", "step")
+    } <= names
     assert all([point.step for point in scalars[name]] == [3, 6] for name in names)
 
     training("--optimizer", "adam", "--use-megatron-fsdp", "--tensorboard-dir", "of-adam").checked()

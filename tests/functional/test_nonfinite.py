@@ -16,11 +16,16 @@ from tests.support.pool import Pool
 from tests.support.reference import Reference, is_matrix
 from tests.support.wide import wide_but
 
-QKV, FC2 = "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.linear_fc2.weight"
+QKV, FC2 = (
+    "decoder.layers.0.self_attention.linear_qkv.weight",
+    "decoder.layers.0.mlp.linear_fc2.weight",
+)
 
 
 def one_bad_gradient(rank: int, world_size: int, *, bad: float, victim: str) -> None:
-    """In a worker: two good steps, one with a gradient that is not finite on one rank only, one more good step."""
+    """In a worker: two good steps, one with a gradient that is not finite on one rank only, one
+    more good step.
+    """
     for strategy in STRATEGIES:
         trainer = Trainer(Case(strategy=strategy, layers=1, optimizer={"clip_grad": 1.0}))
         trainer.step()
@@ -43,11 +48,17 @@ def one_bad_gradient(rank: int, world_size: int, *, bad: float, victim: str) -> 
         assert not len(weight) or not torch.equal(weight, later["output_layer.weight"]), strategy
 
 
-def clipped_updates(rank: int, world_size: int, *, strategy: str, steps: list[tuple[float, float]]) -> Any:
-    """In a worker: how far every matrix moves in a first step whose gradient is scaled, then clipped."""
+def clipped_updates(
+    rank: int, world_size: int, *, strategy: str, steps: list[tuple[float, float]]
+) -> Any:
+    """In a worker: how far every matrix moves in a first step whose gradient is scaled, then
+    clipped.
+    """
     moved = []
     for clip, scale in steps:
-        trainer = Trainer(Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0}))
+        trainer = Trainer(
+            Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0})
+        )
         before = trainer.whole()
         updated, norm, _ = trainer.step(lambda *what, scale=scale: scale * gradient_of(*what))
         assert updated
@@ -57,15 +68,21 @@ def clipped_updates(rank: int, world_size: int, *, strategy: str, steps: list[tu
     return moved
 
 
-@pytest.mark.parametrize(("bad", "victim"), [(math.inf, FC2), (math.nan, "decoder.final_layernorm.bias")])
+@pytest.mark.parametrize(
+    ("bad", "victim"), [(math.inf, FC2), (math.nan, "decoder.final_layernorm.bias")]
+)
 def test_one_bad_gradient_poisons_nothing(ranks: Pool, bad: float, victim: str) -> None:
     """A gradient that was not finite went into the momentum and stayed there for good."""
     ranks(2, one_bad_gradient, bad=bad, victim=victim)
 
 
-@pytest.mark.parametrize("strategy", wide_but(["optim_grads_params"], ["no_shard", "optim_grads_params"]))
+@pytest.mark.parametrize(
+    "strategy", wide_but(["optim_grads_params"], ["no_shard", "optim_grads_params"])
+)
 def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None:
-    """Clipping pushed Newton-Schulz's input under the eps of its normalisation, and the matrices stood still."""
+    """Clipping pushed Newton-Schulz's input under the eps of its normalisation, and the matrices
+    stood still.
+    """
     steps = [(0.0, 1.0), (1e-12, 1.0), (1e-12, 1e6), (1.0, 1e12)]
     (_, expected), *moved = ranks(2, clipped_updates, strategy=strategy, steps=steps)[0]
     for (clip, scale), (norm, found) in zip(steps[1:], moved, strict=True):
@@ -73,7 +90,9 @@ def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None
         for name, update in expected.items():
             assert update.norm() > 1e-3
             # Clipping multiplies by a factor that rounds, so the input's last bits differ.
-            torch.testing.assert_close(found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}")
+            torch.testing.assert_close(
+                found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}"
+            )
 
 
 SCALED = {
@@ -90,18 +109,28 @@ SCALED = {
 ROUNDED = {"bf16": 0.02, "int8": 0.02}
 """How far updates may be from the reference, of their size. Others to 1e-4; where gradients are clipped to 5e-3, as two
 steps are then weighed by their norms, which differ by thousandths."""
-BY_SCALE = [(1.0, 1e-8, 1.0), (1.0, 1e-20, 1.0), (1.0, 1e-30, 1.0), (1e-12, 1e-8, 1.0), (1.0, 1e-8, 1e20)]
+BY_SCALE = [
+    (1.0, 1e-8, 1.0),
+    (1.0, 1e-20, 1.0),
+    (1.0, 1e-30, 1.0),
+    (1e-12, 1e-8, 1.0),
+    (1.0, 1e-8, 1e20),
+]
 """`clip_grad`, the scale of all gradients, and a factor on that of FC2. The last two are clipped; in the last one FC2
 shrinks all others."""
 
 
-def scaled_steps(rank: int, world_size: int, *, case: Case, steps: list[tuple[float, float, float]]) -> Any:
+def scaled_steps(
+    rank: int, world_size: int, *, case: Case, steps: list[tuple[float, float, float]]
+) -> Any:
     """In a worker: the matrices after two steps, for each scale of the gradients."""
     found = []
     for clip, scale, factor in steps:
         trainer = Trainer(case.but(optimizer={**case.optimizer, "clip_grad": clip}))
 
-        def gradient(name: str, *what: Any, scale: float = scale, factor: float = factor) -> torch.Tensor:
+        def gradient(
+            name: str, *what: Any, scale: float = scale, factor: float = factor
+        ) -> torch.Tensor:
             return scale * (factor if name == FC2 else 1.0) * gradient_of(name, *what)
 
         for _ in range(2):
@@ -112,7 +141,9 @@ def scaled_steps(rank: int, world_size: int, *, case: Case, steps: list[tuple[fl
 
 @pytest.mark.parametrize("label", wide_but(["muon"], SCALED))
 def test_the_scale_of_gradients_changes_no_update(ranks: Pool, label: str) -> None:
-    """Weights as emerging-optimizers has them from gradients of size 1; also where one gradient clips all others."""
+    """Weights as emerging-optimizers has them from gradients of size 1; also where one gradient
+    clips all others.
+    """
     case = SCALED[label]
     shapes, found = ranks(2, scaled_steps, case=case, steps=BY_SCALE)[0]
     reference = Reference(case, shapes)
@@ -125,11 +156,18 @@ def test_the_scale_of_gradients_changes_no_update(ranks: Pool, label: str) -> No
         for name in matrices:
             update = expected[name] - start[name]
             off = (weights[name] - expected[name]).norm() / update.norm()
-            assert off < max(ROUNDED.get(label, 0.0), 1e-4 if step in BY_SCALE[:3] else 5e-3), (name, step)
+            assert off < max(ROUNDED.get(label, 0.0), 1e-4 if step in BY_SCALE[:3] else 5e-3), (
+                name,
+                step,
+            )
 
 
-def one_bad_momentum(rank: int, world_size: int, *, cases: dict[str, Case], victim: str) -> dict[str, Any]:
-    """In a worker: a step after one element of a matrix's momentum has become NaN on the rank that holds its end."""
+def one_bad_momentum(
+    rank: int, world_size: int, *, cases: dict[str, Case], victim: str
+) -> dict[str, Any]:
+    """In a worker: a step after one element of a matrix's momentum has become NaN on the rank that
+    holds its end.
+    """
     found = {}
     for label, case in cases.items():
         trainer = Trainer(case)
@@ -161,7 +199,9 @@ WITH_BAD_MOMENTUM = {
 
 @pytest.mark.parametrize("victim", [QKV, FC2])
 def test_a_matrix_whose_update_is_not_finite_keeps_its_weights(ranks: Pool, victim: str) -> None:
-    """Gradients alone were checked: an iteration that ran away made weights NaN. Its other blocks keep theirs too."""
+    """Gradients alone were checked: an iteration that ran away made weights NaN. Its other blocks
+    keep theirs too.
+    """
     assert Case().settings["weight_decay"] > 0.0, "decay would change the weights"
     for of_rank in ranks(2, one_bad_momentum, cases=WITH_BAD_MOMENTUM, victim=victim):
         for label, (updated, same, finite, counted, later) in of_rank.items():

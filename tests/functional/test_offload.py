@@ -1,4 +1,5 @@
-"""Momentum, or all state of the optimizers, on the host or on disk: the training is the one without, to the last bit.
+"""Momentum, or all state of the optimizers, on the host or on disk: the training is the one
+without, to the last bit.
 
 On every layout, and across checkpoints.
 """
@@ -27,7 +28,10 @@ MOMENTUM = {
     "optim_grads": (2, Case(strategy="optim_grads")),
     "optim_grads_params": (2, Case(strategy="optim_grads_params")),
     "allgather": (2, Case(optimizer={"muon_exchange": "allgather"})),
-    "without nesterov": (2, Case(optimizer={"muon_nesterov": False, "decoupled_weight_decay": False})),
+    "without nesterov": (
+        2,
+        Case(optimizer={"muon_nesterov": False, "decoupled_weight_decay": False}),
+    ),
     "shared replicas": (2, Case(strategy="no_shard", optimizer={"muon_share_replicated": True})),
     "TP 2 x DP 2": (4, TP),
     "EP 2 x DP 2": (4, MOE.but(expert_parallel=2)),
@@ -43,19 +47,28 @@ ALL = {
     "frozen": (2, Case(bf16=True, frozen=("embedding",))),
     "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
     "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
-    "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True)),
+    "HSDP with outer optim": (
+        4,
+        Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True),
+    ),
     **{name: (size, case.but(bf16=True)) for name, (size, case) in cases.LAYOUTS.items()},
 }
 LAYOUTS = {"momentum": MOMENTUM, "all": ALL}
 
 
 def train(
-    rank: int, world_size: int, *, case: Case, settings: list[dict[str, Any]], share_counters: bool = False
+    rank: int,
+    world_size: int,
+    *,
+    case: Case,
+    settings: list[dict[str, Any]],
+    share_counters: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """In a worker: the bits of weights and state that this rank has after `STEPS` steps with each of the settings.
+    """In a worker: the bits of weights and state that this rank has after `STEPS` steps with each
+    of the settings.
 
-    The model's own weights are among them. The fourth step is skipped, because gradients are not finite.
-    `share_counters` puts a bug in: pieces of a parameter count its steps together.
+    The model's own weights are among them. The fourth step is skipped, because gradients are not
+    finite. `share_counters` puts a bug in: pieces of a parameter count its steps together.
     """
     from megatron_muon.megatron import main_weights
     from tests.support.case import gradient_of
@@ -77,10 +90,14 @@ def train(
 
 
 def bits_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Copies of this rank's shards of main weights, of what the model computes with, and of all state."""
+    """Copies of this rank's shards of main weights, of what the model computes with, and of all
+    state.
+    """
     bits = {}
     for group in trainer._buffer.parameter_groups:
-        for item, original in enumerate(group.params) if group.model_weight_buffer is not None else ():
+        for item, original in (
+            enumerate(group.params) if group.model_weight_buffer is not None else ()
+        ):
             shard = group.model_weight_buffer.get_item(item, only_shard=True)
             bits[f"{trainer._buffer.param_to_name[original]}:model"] = shard.clone()
     with trainer.optimizer.main_weights_at_hand():
@@ -95,7 +112,10 @@ def bits_of(trainer: Any) -> dict[str, torch.Tensor]:
         for parameter, slots in scalars.state().items():
             state.setdefault(names[parameter], {}).update(slots)
     for name, slots in state.items():
-        bits |= {f"{name}:{slot}": getattr(value, "_local_tensor", value).clone() for slot, value in slots.items()}
+        bits |= {
+            f"{name}:{slot}": getattr(value, "_local_tensor", value).clone()
+            for slot, value in slots.items()
+        }
     return bits
 
 
@@ -104,7 +124,9 @@ def offloads(folder: Path, state: str = "momentum", **more: Any) -> list[dict[st
     folder.mkdir(exist_ok=True)
     cpu = {"muon_offload": "cpu", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_state": state}
     nvme = {**cpu, "muon_offload": "nvme", "muon_offload_dir": str(folder)}
-    return [{**setting, **more} for setting in ({}, cpu, nvme, {**nvme, "muon_offload_fraction": 0.5})]
+    return [
+        {**setting, **more} for setting in ({}, cpu, nvme, {**nvme, "muon_offload_fraction": 0.5})
+    ]
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -117,11 +139,16 @@ OFTEN = [("momentum", "without nesterov"), ("all", "optim_grads_params")]
 
 @pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize(
-    ("state", "layout"), wide_but(OFTEN, [(state, name) for state in LAYOUTS for name in LAYOUTS[state]])
+    ("state", "layout"),
+    wide_but(OFTEN, [(state, name) for state in LAYOUTS for name in LAYOUTS[state]]),
 )
-def test_the_training_is_the_same_wherever_state_lives(ranks: Pool, tmp_path: Path, state: str, layout: str) -> None:
+def test_the_training_is_the_same_wherever_state_lives(
+    ranks: Pool, tmp_path: Path, state: str, layout: str
+) -> None:
     world_size, case = LAYOUTS[state][layout]
-    for of_rank in ranks(world_size, train, case=case, settings=offloads(tmp_path / "state", state)):
+    for of_rank in ranks(
+        world_size, train, case=case, settings=offloads(tmp_path / "state", state)
+    ):
         for offloaded in of_rank[1:]:
             assert differing(of_rank[0], offloaded) == []
     assert list((tmp_path / "state").iterdir()) == []  # cleaned up
@@ -140,7 +167,9 @@ def test_the_comparison_can_fail(ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("every_way")
 @pytest.mark.wide
-def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ranks: Pool, tmp_path: Path) -> None:
+def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(
+    ranks: Pool, tmp_path: Path
+) -> None:
     case = Case(strategy="optim_grads_params", layers=1)
     for dtype in ("bf16", "int8"):
         settings = offloads(tmp_path / "momentum", muon_momentum_dtype=dtype)
@@ -152,25 +181,45 @@ def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ra
         for name, whole in alone.items():
             if not name.endswith((":model", ":step")):
                 parts = [of_rank[0][name] for of_rank in of_ranks]
-                # The iteration's products of blocks in other batches round differently in fp32: five steps of that, and
-                # where it moves a value over the edge of two stored ones, one spacing of the storage format.
-                torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}")
+                # The iteration's products of blocks in other batches round differently in fp32:
+                # five steps of that, and where it moves a value over the edge of two stored ones,
+                # one spacing of the storage format.
+                torch.testing.assert_close(
+                    torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}"
+                )
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 @pytest.fixture
 def training(ranks: Pool, tmp_path: Path) -> Trainings:
     """Four steps of twelve sequences, saved every two, with an evaluation in between."""
     corpus = cli.make_corpus(tmp_path)
-    steps = ("--train-iters", "4", "--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1")
+    steps = (
+        "--train-iters",
+        "4",
+        "--save-interval",
+        "2",
+        "--eval-interval",
+        "3",
+        "--eval-iters",
+        "1",
+    )
     (tmp_path / "state").mkdir()
     return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps), batch=12)
 
 
 HOST = ("--muon-offload", "cpu")
-DISK = ("--muon-offload", "nvme", "--muon-offload-dir", "state", "--muon-offload-buffer-mb", str(BUFFER_MB))
+DISK = (
+    "--muon-offload",
+    "nvme",
+    "--muon-offload-dir",
+    "state",
+    "--muon-offload-buffer-mb",
+    str(BUFFER_MB),
+)
 FLAGS = {
     "none": (),
     "momentum on cpu": HOST,
@@ -201,7 +250,9 @@ def test_checkpoints_are_the_same_wherever_state_lives(
         assert "optimizer state: momentum fp32: device 0." in run.output
     if before == "momentum on nvme":  # which is staged through the memory of a GPU
         assert ("device 0.00 MB, host 0." in run.output) is not (every_way == "two_memories")
-    resumed = training(*bf16, *FLAGS[after], "--load", "before", "--ckpt-step", "2", "--save", "after").checked()
+    resumed = training(
+        *bf16, *FLAGS[after], "--load", "before", "--ckpt-step", "2", "--save", "after"
+    ).checked()
     assert [iteration.number for iteration in resumed.iterations] == [3, 4]
     assert resumed.validation_losses == run.validation_losses
     assert warnings(resumed) == []
@@ -229,29 +280,54 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings) -> No
 @pytest.mark.wide
 @pytest.mark.parametrize("ranks_after", [1, 4])
 def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after: int) -> None:
-    """Both with it and without it, a run on other ranks goes on from the same checkpoint to the same one."""
+    """Both with it and without it, a run on other ranks goes on from the same checkpoint to the
+    same one.
+    """
     training("--bf16", *FLAGS["all on nvme"], "--save", "two").checked()
     for where in ("none", "all on nvme"):
-        flags = ("--bf16", *FLAGS[where], "--load", "two", "--ckpt-step", "2", "--save", f"other {where}")
+        flags = (
+            "--bf16",
+            *FLAGS[where],
+            "--load",
+            "two",
+            "--ckpt-step",
+            "2",
+            "--save",
+            f"other {where}",
+        )
         assert warnings(training(*flags, ranks=ranks_after).checked()) == []
-    assert differences(saved(training, "other all on nvme", 4), saved(training, "other none", 4)) == []
+    assert (
+        differences(saved(training, "other all on nvme", 4), saved(training, "other none", 4)) == []
+    )
 
 
 @pytest.mark.usefixtures("two_memories_too")
 @pytest.mark.wide
 def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> None:
-    """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint, none at all."""
+    """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint,
+    none at all.
+    """
     training("--bf16", "--optimizer", "adam", "--save", "adam").checked()
     for flags in (("--no-load-optim",), ("--finetune",), ("--override-opt-param-scheduler",)):
         found = []
         for where in ("none", "all on nvme"):
-            load = ("--bf16", *FLAGS[where], "--load", "adam", "--ckpt-step", "2", "--save", f"{flags[0]} {where}")
+            load = (
+                "--bf16",
+                *FLAGS[where],
+                "--load",
+                "adam",
+                "--ckpt-step",
+                "2",
+                "--save",
+                f"{flags[0]} {where}",
+            )
             training(*load, *flags).checked()
             found.append(saved(training, f"{flags[0]} {where}", 4))
         assert differences(*found) == []
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 
 def anonymous_bytes() -> int:
@@ -261,7 +337,9 @@ def anonymous_bytes() -> int:
 
 
 def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
-    """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own memory."""
+    """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own
+    memory.
+    """
     from benchmarks.layouts import gpt_layout
     from megatron_muon.offload.run import OffloadRun
 
@@ -278,16 +356,22 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
                 momentum.add_(1.0)
         store.end_step()
     grown = anonymous_bytes() - before
-    assert all(torch.equal(store.read(i), torch.full((s.rows, s.cols), 3.0)) for i, s in enumerate(shards))
+    assert all(
+        torch.equal(store.read(i), torch.full((s.rows, s.cols), 3.0)) for i, s in enumerate(shards)
+    )
     figures = {"grown": grown, "staging": store.staging_bytes, **store.bytes}
     run.close()
     return figures
 
 
 @pytest.mark.usefixtures("every_way")
-def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(ranks: Pool, tmp_path: Path) -> None:
+def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(
+    ranks: Pool, tmp_path: Path
+) -> None:
     """The process's own memory as the system counts it, and the count of tensors."""
-    none, nvme = (ranks(1, grow, offload=where, folder=str(tmp_path))[0] for where in ("none", "nvme"))
+    none, nvme = (
+        ranks(1, grow, offload=where, folder=str(tmp_path))[0] for where in ("none", "nvme")
+    )
     momentum = none["device"]
     assert momentum == nvme["disk"] >= 10 * nvme["staging"]
     assert nvme["device"] == 0

@@ -1,4 +1,6 @@
-"""What happens to a run whose state is on disk when the disk is full, fails, or it is killed; in how little memory."""
+"""What happens to a run whose state is on disk when the disk is full, fails, or it is killed; in
+how little memory.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,22 @@ from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.timeout(300)
 
-NVME = ("--muon-offload", "nvme", "--muon-offload-dir", "momentum", "--muon-offload-buffer-mb", "0.04")
+NVME = (
+    "--muon-offload",
+    "nvme",
+    "--muon-offload-dir",
+    "momentum",
+    "--muon-offload-buffer-mb",
+    "0.04",
+)
 FLAGS = (
-    *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
+    *(
+        *cli.MUON,
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--muon-fp32-matmul-prec",
+        "highest",
+    ),
     *("--global-batch-size", "4", "--train-iters", "6", "--save-interval", "2", *NVME),
     *("--num-workers", "0"),
 )
@@ -58,18 +73,23 @@ def lying_there(training: Trainings) -> list[str]:
 def error_of(run: cli.Run, *, status: int) -> str:
     """What the run says on each rank, which is one and the same line."""
     assert run.returncode == status, run.tail
-    lines = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+    lines = [
+        line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")
+    ]
     assert len(lines) == 2, run.tail
     assert lines[0] == lines[1]
     assert "Traceback" not in run.output, run.tail
     return lines[0]
 
 
-# ------------------------------------------------------------------------------------------------ in a step
+# ------------------------------------------------------------------------------------------------
+# in a step
 
 
 def full_disk(store: Any) -> Callable[[], None]:
-    """No file may grow, or be written, beyond the middle of the first one; the answer makes room again."""
+    """No file may grow, or be written, beyond the middle of the first one; the answer makes room
+    again.
+    """
     file = store.disk.file
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.size // 2, before[1]))
@@ -85,7 +105,9 @@ def full_for_good(store: Any) -> Callable[[], None]:
 def unreadable(store: Any) -> Callable[[], None]:
     """What the store has open takes writes alone."""
     file = store.disk.file
-    other = os.open(f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY | (os.O_DIRECT if file.direct else 0))
+    other = os.open(
+        f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY | (os.O_DIRECT if file.direct else 0)
+    )
     os.dup2(other, file._file.fileno())
     return lambda: None
 
@@ -93,12 +115,15 @@ def unreadable(store: Any) -> Callable[[], None]:
 def train_with(
     rank: int, world_size: int, *, fault: str, on_rank: int, what: str, saving: bool, **run: Any
 ) -> tuple[int, str]:
-    """In a worker: a training run whose store of `what` meets a fault on one rank: at the start of its fourth step, or
-    after it, where the save has begun.
+    """In a worker: a training run whose store of `what` meets a fault on one rank: at the start of
+    its fourth step, or after it, where the save has begun.
     """
     from megatron_muon.megatron.chained import MuonChainedOptimizer
 
-    step, at_hand = MuonChainedOptimizer.step_with_ready_grads, MuonChainedOptimizer.main_weights_at_hand
+    step, at_hand = (
+        MuonChainedOptimizer.step_with_ready_grads,
+        MuonChainedOptimizer.main_weights_at_hand,
+    )
     undo: list[Callable[[], None]] = []
     done: list[int] = []
 
@@ -127,12 +152,21 @@ def train_with(
 
 
 def with_fault(
-    training: Trainings, fault: str, *flags: str, on_rank: int = 1, what: str = "momentum", saving: bool = False
+    training: Trainings,
+    fault: str,
+    *flags: str,
+    on_rank: int = 1,
+    what: str = "momentum",
+    saving: bool = False,
 ) -> str:
     """The error of a run that meets a fault."""
     run = {"argv": [*training.flags, *KINDS[what], *flags], "folder": str(training.folder)}
-    answers = training.ranks(2, train_with, **run, fault=fault, on_rank=on_rank, what=what, saving=saving)
-    assert len({status for status, _ in answers}) == 1, "\n".join(text[-3000:] for _, text in answers)
+    answers = training.ranks(
+        2, train_with, **run, fault=fault, on_rank=on_rank, what=what, saving=saving
+    )
+    assert len({status for status, _ in answers}) == 1, "\n".join(
+        text[-3000:] for _, text in answers
+    )
     assert lying_there(training) == []
     return error_of(cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0), status=1)
 
@@ -140,13 +174,18 @@ def with_fault(
 @pytest.mark.wide
 @pytest.mark.parametrize("what", KINDS)
 def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> None:
-    """The step is finished, its checkpoint is whole, and the run that goes on from it is the undisturbed one."""
+    """The step is finished, its checkpoint is whole, and the run that goes on from it is the
+    undisturbed one.
+    """
     training(*KINDS[what], "--save", "whole").checked()
     assert lying_there(training) == []
 
     error = with_fault(training, "full_disk", "--save", "ck", what=what)
-    first = "momentum" if what == "momentum" else "main weights"  # the limit holds for both files of all state
-    assert f"rank 1 cannot write {first} in a file of {training.folder}/momentum at offset " in error
+    # the limit holds for both files of all state
+    first = "momentum" if what == "momentum" else "main weights"
+    assert (
+        f"rank 1 cannot write {first} in a file of {training.folder}/momentum at offset " in error
+    )
     assert "File too large; nothing is lost, what was to be written is kept in memory" in error
     assert error.endswith("Iteration 4 was finished and saved in ck")
     assert files.latest(training.folder / "ck") == FAULTY_STEP
@@ -160,7 +199,9 @@ def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> 
 @pytest.mark.parametrize("saving", wide_but([False], [False, True]))
 @pytest.mark.parametrize("what", wide_but(["momentum"], KINDS))
 def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, saving: bool) -> None:
-    """Story: the run went on from zeros and saved them. What is lost is named, and no checkpoint is made without it."""
+    """Story: the run went on from zeros and saved them. What is lost is named, and no checkpoint is
+    made without it.
+    """
     error = with_fault(training, "unreadable", "--save", "ck", on_rank=0, what=what, saving=saving)
     assert f"rank 0 cannot read {what} in " in error
     assert f"Bad file descriptor; {what} of " in error
@@ -175,7 +216,10 @@ def test_a_checkpoint_that_finds_no_room_either(training: Trainings) -> None:
     """Both are told in one line, with the checkpoint to go back to."""
     error = with_fault(training, "full_for_good", "--save", "ck")
     assert "rank 1 cannot write momentum in " in error
-    assert "Iteration 4 was finished, and is lost: the checkpoint of iteration 4 could not be written to ck" in error
+    assert (
+        "Iteration 4 was finished, and is lost: the checkpoint of iteration 4 could not be written"
+        " to ck" in error
+    )
     assert "resume with --load ck --ckpt-step 2" in error
     assert files.latest(training.folder / "ck") == 2
 
@@ -186,7 +230,8 @@ def test_without_a_place_to_save(training: Trainings) -> None:
     assert error.endswith("Iteration 4 was finished; without --save it is lost")
 
 
-# ------------------------------------------------------------------------------------------------ before the first
+# ------------------------------------------------------------------------------------------------
+# before the first
 
 
 @pytest.fixture
@@ -208,13 +253,19 @@ def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None
     error = error_of(run, status=2)
     assert "--muon-offload-dir" in error
     assert "cannot take momentum of a rank on " in error
-    assert re.search(r"[\d,]{6,} bytes \(No space left on device\); choose a directory with room", error)
+    assert re.search(
+        r"[\d,]{6,} bytes \(No space left on device\); choose a directory with room", error
+    )
     assert run.iterations == []
     assert lying_there(training) == ["weights.bin"]
 
 
-def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -> tuple[str | None, list[bool]]:
-    """In a worker: two stores of a run of which rank 1 alone has momentum; the refusal, and which are on disk."""
+def make_stores(
+    rank: int, world_size: int, *, folder: str, limit: int | None
+) -> tuple[str | None, list[bool]]:
+    """In a worker: two stores of a run of which rank 1 alone has momentum; the refusal, and which
+    are on disk.
+    """
     from megatron_muon.core.layout import Layout, row_sharded
     from megatron_muon.errors import UserError
     from megatron_muon.offload.run import OffloadRun
@@ -224,7 +275,9 @@ def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -
     run = OffloadRun("nvme", "fp32", directory=folder)
     try:
         for rows in ([16, 16], [16, 256]):
-            layout = Layout(2, tuple(row_sharded(f"w{i}", (n, 256), [0, n]) for i, n in enumerate(rows)))
+            layout = Layout(
+                2, tuple(row_sharded(f"w{i}", (n, 256), [0, n]) for i, n in enumerate(rows))
+            )
             run.make_store(layout, rank, torch.device("cpu"))
     except UserError as refusal:
         return str(refusal), []
@@ -242,14 +295,19 @@ def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
     (refusal, _), (again, _) = answers
     assert again == refusal
     assert [on_disk for _, on_disk in answers] == [[], []]
-    assert f", {(16 + 256) * 1024:,} bytes (File too large); choose a directory with room" in refusal
+    assert (
+        f", {(16 + 256) * 1024:,} bytes (File too large); choose a directory with room" in refusal
+    )
     assert list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------------ killed
+# ------------------------------------------------------------------------------------------------
+# killed
 
 
-def test_a_second_run_in_the_directory_of_one_that_is_killed(training: Trainings, killable: Killable) -> None:
+def test_a_second_run_in_the_directory_of_one_that_is_killed(
+    training: Trainings, killable: Killable
+) -> None:
     """Each has files of its own, and both train on; what is killed leaves nothing.
 
     Story: its files kept every later start out until somebody had typed a command to remove them.
@@ -266,7 +324,8 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(training: Trainings
     assert lying_there(training) == []
 
 
-# ------------------------------------------------------------------------------------------------ memory
+# ------------------------------------------------------------------------------------------------
+# memory
 
 LARGE = Case(hidden=256, heads=4, query_groups=4, ffn=1024, layers=1, vocabulary=16384, bf16=True)
 """0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of main weights."""
@@ -278,7 +337,9 @@ LIMIT_MB = 100
 
 
 def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:
-    """In a worker: two steps of a large model in so much more memory; empty, or what torch says when that ends."""
+    """In a worker: two steps of a large model in so much more memory; empty, or what torch says
+    when that ends.
+    """
     from tests.support import model
 
     make = model._optimizer
@@ -292,7 +353,8 @@ def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str
     model._optimizer = make_within
     threading.stack_size(1 << 19)  # which counts too
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once, however threads take turns
+    # what is freed goes back at once, however threads take turns
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(M_ARENA_MAX, 1)
     try:
         trainer = model.Trainer(LARGE.but(optimizer=setting))
@@ -304,10 +366,19 @@ def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str
 
 
 @pytest.mark.wide
-def test_a_model_whose_state_does_not_fit_trains_with_it_on_disk(ranks: Pool, tmp_path: Path) -> None:
-    nvme = {"muon_offload": "nvme", "muon_offload_dir": str(tmp_path), "muon_offload_buffer_mb": 3.0}
+def test_a_model_whose_state_does_not_fit_trains_with_it_on_disk(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    nvme = {
+        "muon_offload": "nvme",
+        "muon_offload_dir": str(tmp_path),
+        "muon_offload_buffer_mb": 3.0,
+    }
     settings = {"none": {}, "momentum": nvme, "all": {**nvme, "muon_offload_state": "all"}}
-    said = {name: ranks(1, train_within, limit_mb=LIMIT_MB, setting=setting)[0] for name, setting in settings.items()}
+    said = {
+        name: ranks(1, train_within, limit_mb=LIMIT_MB, setting=setting)[0]
+        for name, setting in settings.items()
+    }
     assert "can't allocate memory" in said["none"]
     assert "can't allocate memory" in said["momentum"]
     assert said["all"] == ""

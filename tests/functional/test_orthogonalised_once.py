@@ -1,7 +1,8 @@
-"""Every Muon matrix is orthogonalised exactly once per step, once per block, and never a shard of it.
+"""Every Muon matrix is orthogonalised exactly once per step, once per block, and never a shard of
+it.
 
-The counter sits at the iterations themselves: below blocks, batches and exchanges. Blocks count as wide ones, as the
-iterations see them.
+The counter sits at the iterations themselves: below blocks, batches and exchanges. Blocks count as
+wide ones, as the iterations see them.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
         yield shapes
 
 
-def count(rank: int, world_size: int, *, cases: dict[str, tuple[Case, int]], sabotage: str = "") -> dict[str, Any]:
-    """In a worker: whole shapes, and how often each shape of block was orthogonalised in each of two steps.
+def count(
+    rank: int, world_size: int, *, cases: dict[str, tuple[Case, int]], sabotage: str = ""
+) -> dict[str, Any]:
+    """In a worker: whole shapes, and how often each shape of block was orthogonalised in each of
+    two steps.
 
-    Cases have their number of micro-batches; with 0, for what cannot be run forward here, a step has given gradients.
+    Cases have their number of micro-batches; with 0, for what cannot be run forward here, a step
+    has given gradients.
     """
     found = {}
     for label, (case, micro_batches) in cases.items():
@@ -82,10 +87,11 @@ def blocks_of(case: Case, shapes: dict[str, tuple[int, ...]]) -> Counter[tuple[i
 
 
 def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
-    """Each step has orthogonalised the blocks of the model once: all ranks together, or each by itself.
+    """Each step has orthogonalised the blocks of the model once: all ranks together, or each by
+    itself.
 
-    In the owner scheme a block belongs to one rank, and under no_shard where the work is shared. In the all-gather
-    scheme, and under plain no_shard, every rank does all.
+    In the owner scheme a block belongs to one rank, and under no_shard where the work is shared. In
+    the all-gather scheme, and under plain no_shard, every rank does all.
     """
     expected = blocks_of(case, found[0][label][0])
     together = case.settings.get("muon_exchange", "owner") == "owner"
@@ -94,19 +100,32 @@ def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
     for ranks_of_step in zip(*(of_rank[label][1] for of_rank in found), strict=True):
         for part in [sum(ranks_of_step, Counter())] if together else ranks_of_step:
             assert part == expected, label
-        assert not together or max(map(Counter.total, ranks_of_step)) < expected.total(), f"{label}: the work is shared"
+        assert not together or max(map(Counter.total, ranks_of_step)) < expected.total(), (
+            f"{label}: the work is shared"
+        )
 
 
 ROWS: dict[int, dict[str, tuple[Case, int]]] = {
     2: {
-        **{f"{strategy}, {n}": (Case(strategy=strategy), n) for strategy in STRATEGIES for n in (1, 3)},
-        **{f"{label} on {n}": (case, 0) for n in (0, 1) for label, case in spread(BLOCKS | VARIANTS, n).items()},
+        **{
+            f"{strategy}, {n}": (Case(strategy=strategy), n)
+            for strategy in STRATEGIES
+            for n in (1, 3)
+        },
+        **{
+            f"{label} on {n}": (case, 0)
+            for n in (0, 1)
+            for label, case in spread(BLOCKS | VARIANTS, n).items()
+        },
         "shared": (REPLICATED, 1),
     },
     3: {
         "shared": (REPLICATED, 1),
         "fused qkv": (BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False}), 2),
-        "fused qkv, gathered": (BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False, **GATHERED}), 2),
+        "fused qkv, gathered": (
+            BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False, **GATHERED}),
+            2,
+        ),
         "experts": (BLOCKS["experts"], 2),
         "stacked experts": (BLOCKS["stacked experts"], 0),
         "latent attention": (BLOCKS["latent attention"], 0),
@@ -118,7 +137,9 @@ ROWS: dict[int, dict[str, tuple[Case, int]]] = {
 
 @pytest.mark.parametrize("world_size", wide_but([3], ROWS))
 def test_once_per_block_and_never_a_shard(ranks: Pool, world_size: int) -> None:
-    """No instance repeats the work of another, no tensor-parallel rank that of its peers, no micro-batch any."""
+    """No instance repeats the work of another, no tensor-parallel rank that of its peers, no
+    micro-batch any.
+    """
     found = ranks(world_size, count, cases=ROWS[world_size])
     for label, (case, _) in ROWS[world_size].items():
         check(found, case, label)

@@ -1,4 +1,6 @@
-"""`megatron_muon.enable()` in a Megatron script and in a training loop of one's own: as pretrain_gpt.py, or nothing."""
+"""`megatron_muon.enable()` in a Megatron script and in a training loop of one's own: as
+pretrain_gpt.py, or nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.support.pool import Pool
 
 SCRIPT = cli.ROOT / "tests" / "support" / "own_megatron.py"
 PAGE = (cli.ROOT / "docs" / "own-megatron.md").read_text("utf-8")
-MUON, ON_CPU = (tuple(block.split()) for block in re.findall(r"^((?:    --.*\n)+)", PAGE, re.MULTILINE))
+MUON, ON_CPU = (
+    tuple(block.split()) for block in re.findall(r"^((?:    --.*\n)+)", PAGE, re.MULTILINE)
+)
 """The flags that the page shows."""
 assert MUON[:2] == ("--optimizer", "muon")
 FSDP = MUON[2:]
@@ -28,7 +32,15 @@ STEPS = ("--global-batch-size", "4", "--train-iters", "4")
 
 def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
     """Run the script on two ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+    ]
     flags = (*cli.TINY, *STEPS, *ON_CPU, *flags)
     return cli.run([*torchrun, *flags], folder, env={"ENABLE": enabled}, cold=cold).checked()
 
@@ -41,8 +53,19 @@ def weights(run: cli.Run) -> set[str]:
 
 
 def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path, corpus):
-    """It is enabled first and cold, then after Megatron's functions were imported by name, and twice."""
-    flags = (*corpus, *MUON, "--muon-exchange-buffer-mb", "1", "--save", "checkpoints", "--save-interval", "3")
+    """It is enabled first and cold, then after Megatron's functions were imported by name, and
+    twice.
+    """
+    flags = (
+        *corpus,
+        *MUON,
+        "--muon-exchange-buffer-mb",
+        "1",
+        "--save",
+        "checkpoints",
+        "--save-interval",
+        "3",
+    )
     ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
     resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")
@@ -51,8 +74,12 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
     assert first.losses == ours.losses[:3]
     assert resumed.losses == ours.losses[3:]
     for run in (first, resumed):
-        (patched,) = re.findall("^megatron-muon: patched for this run: (.*)$", run.output, re.MULTILINE)
-        assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(patched.split(", "))
+        (patched,) = re.findall(
+            "^megatron-muon: patched for this run: (.*)$", run.output, re.MULTILINE
+        )
+        assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(
+            patched.split(", ")
+        )
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(FSDP, marks=pytest.mark.wide)])
@@ -65,7 +92,8 @@ def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpu
 
 
 def own_loop(rank: int, world_size: int) -> list[str]:
-    """In a worker: what differs where Megatron's own factory makes the optimizer of a plain config, enabled that late.
+    """In a worker: what differs where Megatron's own factory makes the optimizer of a plain config,
+    enabled that late.
 
     Gradients of experts are reduced by one rank each here, which megatron-core 0.19 does wrongly.
     """
@@ -79,9 +107,12 @@ def own_loop(rank: int, world_size: int) -> list[str]:
     def from_megatron(case: Case, wrapped: torch.nn.Module, groups: Any) -> Any:
         theirs = {field.name for field in dataclasses.fields(OptimizerConfig)}
         config = OptimizerConfig(
-            use_distributed_optimizer=True, **{name: case.settings[name] for name in theirs & case.settings.keys()}
+            use_distributed_optimizer=True,
+            **{name: case.settings[name] for name in theirs & case.settings.keys()},
         )
-        megatron_muon.enable(**{name: case.settings[name] for name in case.settings.keys() - theirs})
+        megatron_muon.enable(
+            **{name: case.settings[name] for name in case.settings.keys() - theirs}
+        )
         return get_megatron_optimizer(config, [wrapped], None, pg_collection=groups)
 
     seen: list[dict[str, Any]] = []
@@ -89,8 +120,14 @@ def own_loop(rank: int, world_size: int) -> list[str]:
         with mock.patch.object(model, "_optimizer", build):
             trainer = model.Trainer(case)
         results = [trainer.train(tokens, micro_batches=2) for tokens in batches(3)]
-        seen.append({**trainer.bits(), "steps": torch.tensor([(loss, *result[:2]) for loss, result in results])})
-        sys.modules["__main__"].installed.undo()  # the next model is wrapped in what megatron-core ships
+        seen.append(
+            {
+                **trainer.bits(),
+                "steps": torch.tensor([(loss, *result[:2]) for loss, result in results]),
+            }
+        )
+        # the next model is wrapped in what megatron-core ships
+        sys.modules["__main__"].installed.undo()
     assert seen[0].keys() == seen[1].keys()
     return [name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])]
 
@@ -130,8 +167,20 @@ def misused(rank: int, world_size: int, *, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("parsed", "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags and makes"),
-        ("made", "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags and makes"),
+        (
+            "parsed",
+            (
+                "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags"
+                " and makes"
+            ),
+        ),
+        (
+            "made",
+            (
+                "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags"
+                " and makes"
+            ),
+        ),
         ("again", "was called before, with {'muon_lr': 0.1}; call it once"),
         ("muon_exchnage", "has no setting muon_exchnage; did you mean muon_exchange?"),
         ("muon_nesterov", "has no setting muon_nesterov; Megatron's own belong in its config"),

@@ -1,6 +1,8 @@
-"""`megatron_muon.Muon` in pipelines of torch: each stage's ranks make one of their own, and wait for no other stage.
+"""`megatron_muon.Muon` in pipelines of torch: each stage's ranks make one of their own, and wait
+for no other stage.
 
-Every data-parallel rank has the same batch, so that ten steps give the weights of one process up to rounding (1e-6).
+Every data-parallel rank has the same batch, so that ten steps give the weights of one process up to
+rounding (1e-6).
 """
 
 from __future__ import annotations
@@ -48,11 +50,15 @@ class Stage(frameworks.Net):
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("stage", *("replicate", "shard")[3 - len(shape) :]))
+    return init_device_mesh(
+        "cpu", shape, mesh_dim_names=("stage", *("replicate", "shard")[3 - len(shape) :])
+    )
 
 
 def stage_of(mesh: DeviceMesh, *, apart: Sequence[str] = (), is_sharded: bool = True) -> Stage:
-    """This rank's stage, by `fully_shard` over the other dimensions of the mesh, but for parameters that stay apart."""
+    """This rank's stage, by `fully_shard` over the other dimensions of the mesh, but for parameters
+    that stay apart.
+    """
     torch.manual_seed(0)  # as the whole net
     stage = Stage(mesh.get_local_rank("stage"))
     inner = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
@@ -64,7 +70,9 @@ def stage_of(mesh: DeviceMesh, *, apart: Sequence[str] = (), is_sharded: bool = 
 
 def clip_over_stages() -> Any:
     """The function of the page."""
-    (block,) = re.findall(r"^    def clip_over_stages.*?(?=^\S)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(
+        r"^    def clip_over_stages.*?(?=^\S)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
     found: dict[str, Any] = {"torch": torch, "dist": dist, "DTensor": frameworks.DTensor}
     exec(compile(textwrap.dedent(block), str(PAGE), "exec"), found)
     return found["clip_over_stages"]
@@ -73,7 +81,9 @@ def clip_over_stages() -> Any:
 def trained(
     rank: int, world_size: int, *, shape: tuple[int, ...], max_norm: float = 0.0, **settings: Any
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """In a worker: the weights of this rank's stage after training with 1F1B, and the norms of gradients."""
+    """In a worker: the weights of this rank's stage after training with 1F1B, and the norms of
+    gradients.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     mesh = mesh_of(shape)
@@ -116,7 +126,10 @@ def trained_alone(
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "2 x 2": ((2, 2), {}),
     "clipped": ((2, 2), {"max_norm": MAX_NORM}),
-    "files, clipped": ((2, 2), {"max_norm": MAX_NORM, "offload": "nvme", "offload_dir": "{folder}"}),
+    "files, clipped": (
+        (2, 2),
+        {"max_norm": MAX_NORM, "offload": "nvme", "offload_dir": "{folder}"},
+    ),
     "hsdp": ((2, 2, 2), {"max_norm": MAX_NORM}),
     "hsdp, files": ((2, 2, 2), {"offload": "nvme", "offload_dir": "{folder}"}),
     "normuon": ((2, 2), {"moment2_method": "normuon"}),
@@ -126,19 +139,24 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", wide_but(["files, clipped"], CASES))
 def test_two_stages_train_as_one_process(ranks: Pool, case: str, tmp_path: Path) -> None:
     shape, options = CASES[case]
-    options = {name: str(tmp_path) if value == "{folder}" else value for name, value in options.items()}
+    options = {
+        name: str(tmp_path) if value == "{folder}" else value for name, value in options.items()
+    }
     expected, norms = ranks(1, trained_alone, **options)[0]
     found = ranks(math.prod(shape), trained, shape=shape, **options)
     weights = {**found[0][0], **found[-1][0]}
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0.0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weights[name], weight, rtol=0.0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert all(of_rank == pytest.approx(norms, rel=1e-5) for _, of_rank in found)
     assert not norms or max(norms) > MAX_NORM > 0
 
 
 FILES = {"offload": "nvme", "offload_dir": "{folder}"}
-ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {  # mesh, what is not sharded, settings
+# mesh, what is not sharded, settings
+ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "fully sharded": ((2, 2), {}, {}),
     "files": ((2, 2), {}, {**FILES, "metrics_interval": 1}),
     "files, measured, teams of replicas, weights on no mesh": (
@@ -147,13 +165,23 @@ ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {  # 
         {**FILES, "metrics_interval": 1, "team_size": "2", "momentum_dtype": "int8"},
     ),
     "hsdp, normuon": ((2, 1, 2), {}, {"moment2_method": "normuon", "metrics_interval": 1}),
-    "replicas": ((2, 2), {"is_sharded": False}, {"share_replicated": True, "process_group": "stage"}),
-    "files of replicas": ((2, 2), {"is_sharded": False}, {**FILES, "process_group": "stage", "metrics_interval": 1}),
+    "replicas": (
+        (2, 2),
+        {"is_sharded": False},
+        {"share_replicated": True, "process_group": "stage"},
+    ),
+    "files of replicas": (
+        (2, 2),
+        {"is_sharded": False},
+        {**FILES, "process_group": "stage", "metrics_interval": 1},
+    ),
 }
 
 
 def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -> bool:
-    """In a worker: make a Muon, step, and read its state, while the other stage's ranks are in no collective."""
+    """In a worker: make a Muon, step, and read its state, while the other stage's ranks are in no
+    collective.
+    """
     shape, cut, settings = ALONE[case]
     mesh, store = mesh_of(shape), c10d._get_default_store()
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -176,5 +204,7 @@ def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -
 
 @pytest.mark.parametrize("case", wide_but([case for case in ALONE if "teams" in case], ALONE))
 def test_a_stage_waits_for_no_other(ranks: Pool, case: str, tmp_path: Path) -> None:
-    """Files of weights on no mesh were made by all ranks of the world together, which waited for the other stage."""
+    """Files of weights on no mesh were made by all ranks of the world together, which waited for
+    the other stage.
+    """
     assert ranks(4, one_after_the_other, case=case, folder=str(tmp_path)) == [True] * 4

@@ -48,16 +48,19 @@ def left(rank: int, world_size: int) -> list[dict[str, str]]:
     found = []
     for tied in (False, True):
         model = FullyShardedDataParallel(config, sharding, Plain(tied=tied))
-        settings = megatron_muon.MuonOptimizerConfig(optimizer="muon", lr=0.01, use_distributed_optimizer=True)
+        settings = megatron_muon.MuonOptimizerConfig(
+            optimizer="muon", lr=0.01, use_distributed_optimizer=True
+        )
         optimizer = megatron_muon.get_megatron_muon_optimizer(settings, [model])
         optimizer.zero_grad()
         model(torch.arange(32).view(2, 16)).backward()
         finalize_model_grads([model])
         assert optimizer.step()[0]
         rest = [
-            (p, n) for p, n in matrices.parameter_names([model]).items()
+            (p, n)
+            for p, n in matrices.parameter_names([model]).items()
             if p.ndim == 2 and not matrices.is_muon_matrix(p)
-        ]  # fmt: skip
+        ]
         found.append({name: getattr(parameter, "why_not_muon", "") for parameter, name in rest})
     return found
 

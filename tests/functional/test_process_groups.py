@@ -1,4 +1,6 @@
-"""Process groups that Muon makes: construction ends whatever groups ranks are in, and however many a node has."""
+"""Process groups that Muon makes: construction ends whatever groups ranks are in, and however many
+a node has.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.support.pool import Pool
 
 
 def on_nodes(rank: int, nodes: list[tuple[int, int]] | None) -> None:
-    """In a worker: what a launcher says, the ranks of this rank's node and its place there; None says nothing."""
+    """In a worker: what a launcher says, the ranks of this rank's node and its place there; None
+    says nothing.
+    """
     for number, name in enumerate(("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
         if nodes is None:
             os.environ.pop(name)
@@ -21,9 +25,16 @@ def on_nodes(rank: int, nodes: list[tuple[int, int]] | None) -> None:
 
 
 def stepped(
-    rank: int, world_size: int, *, alone: int = 0, nodes: list[tuple[int, int]] | None = None, **settings: Any
+    rank: int,
+    world_size: int,
+    *,
+    alone: int = 0,
+    nodes: list[tuple[int, int]] | None = None,
+    **settings: Any,
 ) -> tuple[str, list[tuple[int, ...]]]:
-    """In a worker: a step under FSDP2, where rank 0 is in `alone` more groups; the plan and its teams."""
+    """In a worker: a step under FSDP2, where rank 0 is in `alone` more groups; the plan and its
+    teams.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +47,9 @@ def stepped(
     for _ in range(alone):
         dist.new_group([0])
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False)
+    )
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, matrices=["*"], **settings)
     model(torch.randn(4, 64)).square().sum().backward()
@@ -61,7 +74,9 @@ def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
     ],
 )
 def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams: Any) -> None:
-    """Nodes of two ranks and of one: each rank divided by its own node's, and they waited for each other."""
+    """Nodes of two ranks and of one: each rank divided by its own node's, and they waited for each
+    other.
+    """
     first, *others = ranks(3, stepped, nodes=nodes, **settings)
     assert others == [first] * 2
     assert teams is None or set(first[1]) == teams
@@ -79,7 +94,9 @@ def refusal(rank: int, world_size: int, **how: Any) -> str:
 def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
     """It named 1 where 2 works."""
     said = set(ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"))
-    assert said == {"team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2"}
+    assert said == {
+        "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2"
+    }
 
 
 def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
@@ -114,7 +131,9 @@ def timeout_of(group: Any) -> Any:
 
 
 def sums_among(rank: int, world_size: int) -> list[float]:
-    """In a worker: sums over groups that two halves of the world make at the same time, twice, in another order."""
+    """In a worker: sums over groups that two halves of the world make at the same time, twice, in
+    another order.
+    """
     import torch
     import torch.distributed as dist
 
@@ -126,19 +145,24 @@ def sums_among(rank: int, world_size: int) -> list[float]:
     dist.new_group([2])
     half, found = halves[rank // 2], []
     world.bound_device_id = torch.device("cpu", 0)
-    has_order = "sort_ranks" in inspect.signature(dist.new_group).parameters  # torch 2.11 has the usual one alone
+    # torch 2.11 has the usual one alone
+    has_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
     for order in ([0, 1], [1, 0] if has_order else [0, 1]):
         for _ in range(2):
             group = group_among(order, half)
             assert group.rank() == order.index(half.rank())
             assert timeout_of(group) == timeout_of(world) != timeout_of(half)
-            assert group.bound_device_id is None, "its communicator would be split from that of all ranks"
+            assert group.bound_device_id is None, (
+                "its communicator would be split from that of all ranks"
+            )
             total = torch.tensor([float(rank)])
             dist.all_reduce(total, group=group)
             found.append(total.item())
     assert world.bound_device_id == torch.device("cpu", 0)
     world.bound_device_id = None
-    assert timeout_of(new_group_of(rank % 2)) == timeout_of(world), "torch gives NCCL's new groups 10 minutes"
+    assert timeout_of(new_group_of(rank % 2)) == timeout_of(world), (
+        "torch gives NCCL's new groups 10 minutes"
+    )
     return found
 
 

@@ -1,7 +1,8 @@
 """QKClip on ranks: weights and logits are those of one process that takes all micro-batches.
 
-The start and the micro-batches are the same, so what differs is the rounding of gradients. Models with biases have SGD:
-the gradients of key biases are zero but for rounding, or nearly so, and AdamW would make steps of that.
+The start and the micro-batches are the same, so what differs is the rounding of gradients. Models
+with biases have SGD: the gradients of key biases are zero but for rounding, or nearly so, and AdamW
+would make steps of that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def sharded(model: Any, layout: str) -> nn.Module:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     options: dict[str, Any] = {}
     if layout == "columns":  # where FSDP2 takes them, which must be even
-        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None
+        options["shard_placement_fn"] = lambda p: (
+            Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None
+        )
     for layer in model.transformer.h if hasattr(model, "transformer") else model.model.layers:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -43,30 +46,43 @@ def sharded(model: Any, layout: str) -> nn.Module:
 
 
 def trained(model: nn.Module, batches: range, *, muon: bool, **options: Any) -> Any:
-    """The largest logit of each step, and whole weights in the end; this rank takes `batches` of each step."""
+    """The largest logit of each step, and whole weights in the end; this rank takes `batches` of
+    each step.
+    """
     parameters = dict(model.named_parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if muon:
-        optimizer = megatron_muon.Muon(model.named_parameters(), lr=1e-3, fp32_matmul_prec="highest")
+        optimizer = megatron_muon.Muon(
+            model.named_parameters(), lr=1e-3, fp32_matmul_prec="highest"
+        )
     clip, logits = megatron_muon.QKClip(model, **{"threshold": THRESHOLD, **options}), []
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in batches:
-            (model(**batch_of(BATCHES * step + number), use_cache=False).loss / len(batches)).backward()
+            (
+                model(**batch_of(BATCHES * step + number), use_cache=False).loss / len(batches)
+            ).backward()
         optimizer.step()
         logits.append(float(clip.step()))
-    return logits, {name.removeprefix("module."): frameworks.full(p).clone() for name, p in parameters.items()}
+    return logits, {
+        name.removeprefix("module."): frameworks.full(p).clone() for name, p in parameters.items()
+    }
 
 
 def on_ranks(rank: int, world_size: int) -> Any:
     """In a worker: every layout and model."""
     mine = range(rank, BATCHES, world_size)
     cases = [(layout, name) for layout in LAYOUTS for name in MODELS]
-    return {case: trained(sharded(model_of(case[1]), case[0]), mine, muon=case[1] == "latent") for case in cases}
+    return {
+        case: trained(sharded(model_of(case[1]), case[0]), mine, muon=case[1] == "latent")
+        for case in cases
+    }
 
 
 def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
-    """Each rank sees other micro-batches, and cuts of rows fall within heads; without a clip weights are far away."""
+    """Each rank sees other micro-batches, and cuts of rows fall within heads; without a clip
+    weights are far away.
+    """
     every = range(BATCHES)
     alone = {name: trained(model_of(name), every, muon=name == "latent") for name in MODELS}
     for of_rank in ranks(2, on_ranks):
@@ -76,7 +92,11 @@ def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
             for parameter, value in expected.items():
                 shown = f"{layout}, {name}, {parameter}: "
                 torch.testing.assert_close(
-                    weights[parameter], value, rtol=0, atol=2e-6, msg=lambda m, shown=shown: shown + m
+                    weights[parameter],
+                    value,
+                    rtol=0,
+                    atol=2e-6,
+                    msg=lambda m, shown=shown: shown + m,
                 )
     without = trained(model_of("latent"), every, muon=True, threshold=1e6)[1]
     expected = alone["latent"][1]
@@ -107,6 +127,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 def test_megatron_fsdp_as_a_library_is_refused(ranks: Pool) -> None:
-    """Its weights were scaled where the next step overwrites them: no logit shrank, and nothing was said."""
+    """Its weights were scaled where the next step overwrites them: no logit shrank, and nothing was
+    said.
+    """
     for message in ranks(1, refusals)[0]:
-        assert message.startswith("QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip")
+        assert message.startswith(
+            "QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip"
+        )

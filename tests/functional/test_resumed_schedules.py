@@ -1,4 +1,5 @@
-"""A run resumed within its warm-up or its decay is the uninterrupted one: losses, and every group's learning rate.
+"""A run resumed within its warm-up or its decay is the uninterrupted one: losses, and every group's
+learning rate.
 
 With learning rates of Muon's own beside Adam's, wherever state is kept, with and without
 --override-opt-param-scheduler.
@@ -34,7 +35,9 @@ OVERRIDE = "--override-opt-param-scheduler"
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     """Eight steps of twelve sequences, of which every one is saved."""
     steps = ("--train-iters", str(STEPS), "--save-interval", "1")
-    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps, *SCHEDULE), batch=12)
+    return Trainings(
+        ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps, *SCHEDULE), batch=12
+    )
 
 
 def rate(step: int, highest: float, lowest: float) -> float:
@@ -48,7 +51,11 @@ def rate(step: int, highest: float, lowest: float) -> float:
 def group_rates(training: Trainings, name: str, step: int) -> dict[str, set[float]]:
     """The rates of Adam's and of Muon's parameters in a checkpoint."""
     entries = saved(training, name, step)
-    momentum = {entry.split(".state.")[1].rpartition(".")[0] for entry in entries if entry.endswith("momentum_buffer")}
+    momentum = {
+        entry.split(".state.")[1].rpartition(".")[0]
+        for entry in entries
+        if entry.endswith("momentum_buffer")
+    }
     found: dict[str, set[float]] = {"adam": set(), "muon": set()}
     for entry, value in entries.items():
         if entry.endswith(".lr"):
@@ -60,7 +67,9 @@ def group_rates(training: Trainings, name: str, step: int) -> dict[str, set[floa
 
 @pytest.mark.wide
 @pytest.mark.parametrize("offload", OFFLOADS)
-def test_a_run_resumed_within_its_schedule_is_the_uninterrupted_one(training: Trainings, offload: str) -> None:
+def test_a_run_resumed_within_its_schedule_is_the_uninterrupted_one(
+    training: Trainings, offload: str
+) -> None:
     flags = OFFLOADS[offload]
     whole = training(*flags, "--save", "whole").checked()
     for step in range(1, STEPS + 1):
@@ -77,4 +86,6 @@ def test_a_run_resumed_within_its_schedule_is_the_uninterrupted_one(training: Tr
             # The second line of a start averages over its first step too.
             assert run.losses == [first, pytest.approx((first + second) / 2, abs=2e-6), *rest], name
             for step in range(done + 1, STEPS + 1):
-                assert differences(saved(training, name, step), saved(training, "whole", step)) == [], (name, step)
+                assert (
+                    differences(saved(training, name, step), saved(training, "whole", step)) == []
+                ), (name, step)

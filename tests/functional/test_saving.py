@@ -1,7 +1,9 @@
-"""Every common way of saving an optimizer, under every placement: a fresh one that loads it goes on to the bit.
+"""Every common way of saving an optimizer, under every placement: a fresh one that loads it goes on
+to the bit.
 
-A run of three steps is saved in each way after two. A fresh model and a fresh optimizer, with other weights and
-settings, load that and take the third step; then weights, state and parameter groups are those of the run.
+A run of three steps is saved in each way after two. A fresh model and a fresh optimizer, with other
+weights and settings, load that and take the third step; then weights, state and parameter groups
+are those of the run.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Mixture(Net):
         return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# ------------------------------------------------------------------------------------------------ placements
+# ------------------------------------------------------------------------------------------------
+# placements
 
 
 def alone(model: nn.Module) -> nn.Module:
@@ -107,17 +110,22 @@ PLACEMENTS = {
     "fsdp2 x tp": Placement(4, fsdp2_tp),
 }
 
-# ------------------------------------------------------------------------------------------------ ways of saving
+# ------------------------------------------------------------------------------------------------
+# ways of saving
 
 
 class Run:
     """A model and its optimizer, of which `bits` is all that a checkpoint has to keep."""
 
-    def __init__(self, placement: str, settings: Mapping[str, Any], *, seed: int, lr: float, adamw: bool) -> None:
+    def __init__(
+        self, placement: str, settings: Mapping[str, Any], *, seed: int, lr: float, adamw: bool
+    ) -> None:
         torch.manual_seed(seed)
         self.model = PLACEMENTS[placement].place(Mixture())
         if adamw:
-            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95))
+            self.optimizer: Any = torch.optim.AdamW(
+                self.model.parameters(), lr=lr, betas=(0.9, 0.95)
+            )
         else:
             self.optimizer = frameworks.muon(self.model, **{"lr": lr, **settings})
 
@@ -129,7 +137,9 @@ class Run:
     def bits(self) -> dict[str, Any]:
         """This rank's part of all weights and all state, and what groups say, by its place."""
         found = {"weights": dict(self.model.named_parameters()), **self.optimizer.state_dict()}
-        leaves, _ = pytree.tree_flatten_with_path(found, is_leaf=lambda value: isinstance(value, tuple))
+        leaves, _ = pytree.tree_flatten_with_path(
+            found, is_leaf=lambda value: isinstance(value, tuple)
+        )
         return {
             pytree.keystr(path): local(value).clone() if isinstance(value, torch.Tensor) else value
             for path, value in leaves
@@ -137,7 +147,11 @@ class Run:
 
     def addresses(self) -> dict[torch.Tensor, int]:
         """Where momentum lies that the step reads: a captured step reads it there for ever."""
-        shown = {p: slots["momentum_buffer"] for p, slots in self.optimizer.state.items() if "momentum_buffer" in slots}
+        shown = {
+            p: slots["momentum_buffer"]
+            for p, slots in self.optimizer.state.items()
+            if "momentum_buffer" in slots
+        }
         return {p: local(momentum).data_ptr() for p, momentum in shown.items()}
 
     def close(self) -> None:
@@ -191,7 +205,11 @@ def moved(state: Any) -> Any:
 
 def state_of(run: Run, options: StateDictOptions | None = None) -> dict[str, Any]:
     return dict(
-        zip(("model", "optimizer"), of_torch.get_state_dict(run.model, run.optimizer, options=options), strict=True)
+        zip(
+            ("model", "optimizer"),
+            of_torch.get_state_dict(run.model, run.optimizer, options=options),
+            strict=True,
+        )
     )
 
 
@@ -224,7 +242,10 @@ def write_beside(state: Any, **where: Any) -> None:
 
 
 def save_numbered(run: Run, folder: Path) -> None:
-    dcp.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, checkpoint_id=folder)
+    dcp.save(
+        {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()},
+        checkpoint_id=folder,
+    )
 
 
 def load_numbered(run: Run, folder: Path) -> None:
@@ -235,7 +256,9 @@ def load_numbered(run: Run, folder: Path) -> None:
 
 def whole_dicts(*, broadcast: bool, flat: bool = False) -> Way:
     """Whole tensors, written by rank 0; read by all ranks, or by rank 0, which broadcasts."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=flat)
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, flatten_optimizer_state_dict=flat
+    )
 
     def save(run: Run, folder: Path) -> None:
         state = state_of(run, options)
@@ -245,9 +268,16 @@ def whole_dicts(*, broadcast: bool, flat: bool = False) -> Way:
 
     def load(run: Run, folder: Path) -> None:
         has_file = dist.get_rank() == 0 or not broadcast
-        state = torch.load(folder / "whole.pt", weights_only=True) if has_file else {"model": {}, "optimizer": {}}
-        how = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
-        # `set_state_dict` takes an empty dict, as other ranks have, for nothing to load, and rank 0 waits for ever.
+        state = (
+            torch.load(folder / "whole.pt", weights_only=True)
+            if has_file
+            else {"model": {}, "optimizer": {}}
+        )
+        how = StateDictOptions(
+            full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast
+        )
+        # `set_state_dict` takes an empty dict, as other ranks have, for nothing to load, and rank 0
+        # waits for ever.
         of_torch.set_model_state_dict(run.model, state["model"], options=how)
         of_torch.set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=how)
 
@@ -334,36 +364,54 @@ OFTEN = [("one process", "bf16 on disk"), ("ddp", "normuon"), ("fsdp2", "muon")]
 
 
 def check(ranks: Pool, placement: str, settings: str, ways: list[str], folder: Path) -> None:
-    given = {"placement": placement, "settings": SETTINGS[settings], "ways": ways, "folder": str(folder)}
+    given = {
+        "placement": placement,
+        "settings": SETTINGS[settings],
+        "ways": ways,
+        "folder": str(folder),
+    }
     for found in ranks(PLACEMENTS[placement].ranks, saved_and_loaded, **given):
         assert found.keys() == set(ways)
         assert not {way: places for way, places in found.items() if places}
 
 
 @pytest.mark.parametrize(("placement", "settings"), wide_but(OFTEN, CASES))
-def test_each_way_of_saving_goes_on_to_the_bit(ranks: Pool, placement: str, settings: str, tmp_path: Path) -> None:
-    """Story: `torch.save` of a sharded optimizer's state dict ended in "invalid python storage", and one entry of a
-    group, betas, came back from whole state dicts as a list.
+def test_each_way_of_saving_goes_on_to_the_bit(
+    ranks: Pool, placement: str, settings: str, tmp_path: Path
+) -> None:
+    """Story: `torch.save` of a sharded optimizer's state dict ended in "invalid python storage",
+    and one entry of a group, betas, came back from whole state dicts as a list.
     """
     ways = [way for way in WAYS if way not in TORCH_FAILS.get(placement, ())]
     check(ranks, placement, settings, ways, tmp_path)
 
 
 @pytest.mark.parametrize("placement", ["hsdp", "fsdp2 x tp"])
-def test_two_ways_of_saving_on_two_mesh_dimensions(ranks: Pool, placement: str, tmp_path: Path) -> None:
+def test_two_ways_of_saving_on_two_mesh_dimensions(
+    ranks: Pool, placement: str, tmp_path: Path
+) -> None:
     check(ranks, placement, "muon", FOUR, tmp_path)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_torch_cannot_load_it_cannot_load_into_adamw(ranks: Pool, placement: str, tmp_path: Path) -> None:
-    given = {"placement": placement, "settings": {}, "ways": list(WAYS), "folder": str(tmp_path), "adamw": True}
+def test_what_torch_cannot_load_it_cannot_load_into_adamw(
+    ranks: Pool, placement: str, tmp_path: Path
+) -> None:
+    given = {
+        "placement": placement,
+        "settings": {},
+        "ways": list(WAYS),
+        "folder": str(tmp_path),
+        "adamw": True,
+    }
     for found in ranks(PLACEMENTS[placement].ranks, saved_and_loaded, **given):
         failed = [way for way, outcome in found.items() if isinstance(outcome, str)]
         assert failed == TORCH_FAILS.get(placement, [])
 
 
-# ------------------------------------------------------------------------------------------------ Megatron
+# ------------------------------------------------------------------------------------------------
+# Megatron
 
 
 OF_MEGATRON: dict[str, dict[str, Any]] = {
@@ -377,7 +425,9 @@ OF_MEGATRON: dict[str, dict[str, Any]] = {
 
 
 def saved_by_megatron(rank: int, world_size: int, *, kinds: list[str]) -> dict[str, Any]:
-    """In a worker: what differs after `torch.save` of each kind's sharded state dict, and what is refused."""
+    """In a worker: what differs after `torch.save` of each kind's sharded state dict, and what is
+    refused.
+    """
     from tests.support.case import Case
     from tests.support.model import Trainer
 
@@ -397,7 +447,8 @@ def saved_by_megatron(rank: int, world_size: int, *, kinds: list[str]) -> dict[s
         other.step(lambda name, shape, step: torch.ones(shape))
         for name, parameter in other.parameters.items():
             parameter._local_tensor.copy_(trainer.parameters[name]._local_tensor)
-        other.model.state_dict()  # from then on the model shows the parameters that the optimizer has
+        # from then on the model shows the parameters that the optimizer has
+        other.model.state_dict()
         other.optimizer.load_state_dict(torch.load(file, weights_only=False))
         trainer.step()
         other.step()
@@ -413,13 +464,18 @@ def saved_by_megatron(rank: int, world_size: int, *, kinds: list[str]) -> dict[s
 
 @pytest.mark.parametrize("kinds", wide_but([["host"]], [["host"], list(OF_MEGATRON)]))
 def test_megatrons_sharded_state_goes_through_torch_save(ranks: Pool, kinds: list[str]) -> None:
-    """Story: each call left a copy of offloaded momentum in the optimizer's state, and `state_dict()` ended in
+    """Story: each call left a copy of offloaded momentum in the optimizer's state, and
+    `state_dict()` ended in
     KeyError: 'step'.
     """
     for found in ranks(2, saved_by_megatron, kinds=kinds):
         for differing, refused in found.values():
             assert not differing
             *copies, of_state = refused
-            assert copies == 2 * ["Muon holds process groups and cannot be copied or pickled; "
-                                  "make another one and give it the state_dict"]  # fmt: skip
-            assert of_state.startswith("state_dict() has no momentum under Megatron-FSDP; save sharded_state_dict(")
+            assert copies == 2 * [
+                "Muon holds process groups and cannot be copied or pickled; "
+                "make another one and give it the state_dict"
+            ]
+            assert of_state.startswith(
+                "state_dict() has no momentum under Megatron-FSDP; save sharded_state_dict("
+            )

@@ -1,7 +1,8 @@
-"""scripts/slurm on a real SLURM: two nodes on this machine's loopback, from scripts/slurm/local_cluster.sh.
+"""scripts/slurm on a real SLURM: two nodes on this machine's loopback, from
+scripts/slurm/local_cluster.sh.
 
-All jobs are submitted at once and run side by side, because each start costs ten seconds of imports. MUON_REQUIRE_SLURM
-turns "cannot be installed here" from a skip into a failure.
+All jobs are submitted at once and run side by side, because each start costs ten seconds of
+imports. MUON_REQUIRE_SLURM turns "cannot be installed here" from a skip into a failure.
 """
 
 from __future__ import annotations
@@ -37,8 +38,23 @@ STEPS = 100
 """Some seconds of training: time enough to be preempted."""
 
 FLAGS = (
-    *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
-    *("--global-batch-size", "4", "--train-iters", str(STEPS), "--save", "ck", "--save-interval", "100000"),
+    *(
+        *cli.MUON,
+        "--data-parallel-sharding-strategy",
+        "optim_grads_params",
+        "--muon-fp32-matmul-prec",
+        "highest",
+    ),
+    *(
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        str(STEPS),
+        "--save",
+        "ck",
+        "--save-interval",
+        "100000",
+    ),
     *("--tensorboard-dir", "tensorboard", "--tensorboard-log-interval", "1"),
 )
 
@@ -51,7 +67,15 @@ class Cluster:
 
     def call(self, *arguments: str, cwd: Path | None = None) -> str:
         """The output of one of SLURM's commands."""
-        done = subprocess.run(arguments, env=self.env, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            arguments,
+            env=self.env,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -66,7 +90,8 @@ class Cluster:
 class Job:
     """A job that was submitted in a folder, by its number: 7, or 7_2 for task 2 of an array.
 
-    A task is a job with a number of its own, but that of one of them is the array's too, and then stands for all.
+    A task is a job with a number of its own, but that of one of them is the array's too, and then
+    stands for all.
     """
 
     cluster: Cluster
@@ -76,7 +101,9 @@ class Job:
     @property
     def shown(self) -> dict[str, str]:
         """What SLURM knows of it: JobState, Restarts, ExitCode, ..."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.cluster.call("scontrol", "show", "job", self.number)))
+        return dict(
+            re.findall(r"(\w+)=(\S*)", self.cluster.call("scontrol", "show", "job", self.number))
+        )
 
     def log(self, node: int | None = None) -> str:
         """The log of the batch script, or of a node."""
@@ -88,7 +115,9 @@ class Job:
     @property
     def iterations(self) -> list[int]:
         """The iterations that it has logged, over all its starts. The last rank logs them."""
-        return [iteration.number for iteration in cli.Run(0, self.log(1) or self.log(0), 0.0).iterations]
+        return [
+            iteration.number for iteration in cli.Run(0, self.log(1) or self.log(0), 0.0).iterations
+        ]
 
     def until(self, condition: Callable[[Job], Any], seconds: float = 100.0) -> None:
         """Wait until `condition(job)` is true."""
@@ -109,17 +138,27 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="muon-slurm-", dir="/tmp"))
     port = 20000 + os.getpid() % 3000 * 3
     env = {**os.environ, "CLUSTER_DIR": str(folder / "cluster"), "BASE_PORT": str(port)}
-    started = subprocess.run([CLUSTER, "start"], env=env, capture_output=True, text=True, check=False, timeout=400)
+    started = subprocess.run(
+        [CLUSTER, "start"], env=env, capture_output=True, text=True, check=False, timeout=400
+    )
     if started.returncode:
         shutil.rmtree(folder)
-        if re.search("needs root|cannot be|could not install", started.stderr) and not env.get("MUON_REQUIRE_SLURM"):
+        if re.search("needs root|cannot be|could not install", started.stderr) and not env.get(
+            "MUON_REQUIRE_SLURM"
+        ):
             pytest.skip(f"no SLURM here: {started.stderr.splitlines()[-1]}")
         pytest.fail(started.stderr)
-    for_jobs = {"SLURM_CONF": str(folder / "cluster/slurm.conf"), "MUON_ROOT": str(cli.ROOT), "VENV": sys.prefix}
+    for_jobs = {
+        "SLURM_CONF": str(folder / "cluster/slurm.conf"),
+        "MUON_ROOT": str(cli.ROOT),
+        "VENV": sys.prefix,
+    }
     for_jobs |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     yield Cluster({**cli.environment(), **env, **for_jobs})
     subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=120)
-    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    lines = (
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
     assert [line for line in lines if str(folder) in line] == []
     assert list(folder.iterdir()) == []
     folder.rmdir()
@@ -131,10 +170,12 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     here = tmp_path_factory.mktemp("jobs")
     config = here / "tiny.yaml"
     write_config(config, *cli.TINY, *FLAGS, *cli.make_corpus(here))
-    preempted = cluster.submit(here / "preempted", "--nodes=2", "--cpus-per-task=2", str(SCRIPT), str(config))
+    preempted = cluster.submit(
+        here / "preempted", "--nodes=2", "--cpus-per-task=2", str(SCRIPT), str(config)
+    )
 
-    # In the partition whose jobs are never preempted. SLURM looks at time limits twice a minute, and signals a job that
-    # might otherwise be signalled late: 30 to 60 seconds after its start.
+    # In the partition whose jobs are never preempted. SLURM looks at time limits twice a minute,
+    # and signals a job that might otherwise be signalled late: 30 to 60 seconds after its start.
     folder = here / "array"
     folder.mkdir()
     for_ever = "--train-iters 100000 --lr-decay-iters 100000"
@@ -145,23 +186,30 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         for name, value in cluster.env.items():
             patch.setenv(name, value)
         assert command.main(["submit", "--config", str(config), *array]) == ExitStatus.OK
-    first = cluster.call("squeue", "--noheader", "--array", "--partition=urgent", "--format=%F").split()[0]
+    first = cluster.call(
+        "squeue", "--noheader", "--array", "--partition=urgent", "--format=%F"
+    ).split()[0]
 
-    preempted.until(lambda job: "setting random seeds" in job.log(0))  # from there on SIGTERM leads to a checkpoint
+    # from there on SIGTERM leads to a checkpoint
+    preempted.until(lambda job: "setting random seeds" in job.log(0))
     other = ("--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap", "sleep 1")
     cluster.submit(here / "urgent", *other).until(lambda job: job.shown["JobState"] == "COMPLETED")
     limited, failing = (Job(cluster, f"{first}_{task}", folder) for task in (1, 2))
     limited.until(lambda job: job.iterations)
-    for process in psutil.process_iter():  # it only waits for its limit: the cores are for other tests
+    # it only waits for its limit: the cores are for other tests
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.cwd() == str(folder):
                 process.nice(19)
-                if (session := Path(f"/proc/{process.pid}/autogroup")).exists():  # where cores are shared by sessions
+                # where cores are shared by sessions
+                if (session := Path(f"/proc/{process.pid}/autogroup")).exists():
                     session.write_text("19")
     return {"preempted": preempted, "limited": limited, "failing": failing}
 
 
-def test_preempted_requeued_resumed_and_no_step_lost(jobs: dict[str, Job], ranks: Pool, tmp_path: Path) -> None:
+def test_preempted_requeued_resumed_and_no_step_lost(
+    jobs: dict[str, Job], ranks: Pool, tmp_path: Path
+) -> None:
     """Two nodes; every iteration once, and the losses of a run that nobody interrupted."""
     job = jobs["preempted"]
     corpus = cli.make_corpus(tmp_path)
@@ -178,8 +226,13 @@ def test_preempted_requeued_resumed_and_no_step_lost(jobs: dict[str, Job], ranks
     for node in (0, 1):
         assert "no checkpoint in ck yet: a first start" in job.log(node)
         assert f"going on from ck, iteration {saved[0]}\n" in job.log(node)
-    found = {point.step: point.value for point in read_events(job.folder / "tensorboard").points("lm loss")}
-    expected = {point.step: point.value for point in read_events(tmp_path / "tensorboard").points("lm loss")}
+    found = {
+        point.step: point.value
+        for point in read_events(job.folder / "tensorboard").points("lm loss")
+    }
+    expected = {
+        point.step: point.value for point in read_events(tmp_path / "tensorboard").points("lm loss")
+    }
     assert sorted(found) == list(range(1, STEPS + 1))
     assert found == expected
 
@@ -195,7 +248,9 @@ def test_a_failure_is_not_requeued(jobs: dict[str, Job]) -> None:
 
 @pytest.mark.wide
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[str, Job]) -> None:
-    """The first task of the array, and that task alone. In the end its user cancels it, which is final."""
+    """The first task of the array, and that task alone. In the end its user cancels it, which is
+    final.
+    """
     job = jobs["limited"]
     job.until(lambda job: "going on from a, iteration" in job.log(0))
     saved = files.latest(job.folder / "a")
@@ -206,6 +261,8 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[s
     assert job.shown["ArrayTaskId"] == "1"
     assert int(job.shown["Restarts"]) >= 1
     starts = job.log().count(", start ")
-    assert job.log().count("ended by SIGTERM") == job.log().count("back into the queue") == starts - 1
+    assert (
+        job.log().count("ended by SIGTERM") == job.log().count("back into the queue") == starts - 1
+    )
     job.cluster.call("scancel", job.number)
     assert job.ended() == "CANCELLED"

@@ -1,6 +1,8 @@
-"""Matrices with numbers of Newton-Schulz steps of their own get the updates of the independent reference.
+"""Matrices with numbers of Newton-Schulz steps of their own get the updates of the independent
+reference.
 
-Its Muon iterates each matrix with the steps that `Case.steps_for` names. Tolerances as in test_exact_updates.
+Its Muon iterates each matrix with the steps that `Case.steps_for` names. Tolerances as in
+test_exact_updates.
 """
 
 from __future__ import annotations
@@ -27,11 +29,17 @@ CASES = {
     "shared": (3, but(BASE.but(strategy="no_shard"), muon_share_replicated=True)),
     "teams": (3, but(BASE, muon_team_size="2")),
     "optim": (2, BASE.but(strategy="optim")),
-    "heads, gate and up": (3, but(BASE.but(swiglu=True), muon_split_heads=True, muon_split_gated_mlp=True)),
+    "heads, gate and up": (
+        3,
+        but(BASE.but(swiglu=True), muon_split_heads=True, muon_split_gated_mlp=True),
+    ),
     "tp2 dp2": (4, BASE.but(vocabulary=132, ffn=46, query_groups=2, tensor=2)),
     "hsdp": (4, BASE.but(instances=2)),
     "adaptive, no_shard": (2, but(BASE.but(strategy="no_shard"), optimizer="adaptive_muon")),
-    "experts": (4, Case(ffn=46, layers=1, experts=4, expert_parallel=2, optimizer=STEPS, steps_for=BY_NAME)),
+    "experts": (
+        4,
+        Case(ffn=46, layers=1, experts=4, expert_parallel=2, optimizer=STEPS, steps_for=BY_NAME),
+    ),
 }
 
 

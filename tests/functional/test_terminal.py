@@ -1,4 +1,6 @@
-"""What `megatron-muon train` shows of real trainings of one rank: on a terminal, and when they fail."""
+"""What `megatron-muon train` shows of real trainings of one rank: on a terminal, and when they
+fail.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,24 @@ _COLOURS, _MOVES = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-
 
 
 def write_run(folder: Path, corpus: tuple[str, ...], batch: int = 4) -> None:
-    flags = ("--global-batch-size", str(batch), "--train-iters", "6", "--eval-iters", "1", "--eval-interval", "3")
+    flags = (
+        "--global-batch-size",
+        str(batch),
+        "--train-iters",
+        "6",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "3",
+    )
     write_config(folder / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags, "--log-interval", "1")
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("columns", [80, 120])
 def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
-    """It goes when the run has ended, the cursor comes back, and no line was wider than the terminal.
+    """It goes when the run has ended, the cursor comes back, and no line was wider than the
+    terminal.
 
     It is drawn eight times in a second, so steps take longer than that.
     """
@@ -42,10 +54,20 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environ = cli.environment() | {"TERM": "xterm-256color"}
-    environ = {name: value for name, value in environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    environ = {
+        name: value
+        for name, value in environ.items()
+        if name not in ("NO_COLOR", "COLUMNS", "LINES")
+    }
     line = [str(warm.PYTHON), *command("train", "--config", "tiny.yaml", "--out", "x")[1:]]
     process = subprocess.Popen(
-        line, cwd=tmp_path, env=environ, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+        line,
+        cwd=tmp_path,
+        env=environ,
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        start_new_session=True,
     )
     os.close(follower)
     shown, deadline = b"", time.monotonic() + cli.SECONDS
@@ -80,30 +102,63 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'pretrain_gpt.py' in ' '.join(sys.orig_argv) and 'megatron_muon.tools.train.node' not in sys.orig_argv:\n"
-        "    raise SystemExit('the license server does not answer')\n"
+        "import sys\nif 'pretrain_gpt.py' in ' '.join(sys.orig_argv) and"
+        " 'megatron_muon.tools.train.node' not in sys.orig_argv:\n    raise SystemExit('the license"
+        " server does not answer')\n"
     )
     line = command("train", "--config", "tiny.yaml", "--out", "x")
     run = cli.run(line, tmp_path, cold=True, env={"PYTHONPATH": f"{broken}:{cli.ROOT}"})
     assert run.returncode == ExitStatus.FAILURE, run.output
-    assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), run.output
-    assert re.search(r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE), run.output
+    assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), (
+        run.output
+    )
+    assert re.search(
+        r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE
+    ), run.output
     assert "ChildFailedError" not in run.output
     assert "see x/summary.json, x/train.log" in run.output
 
 
-def train_and_tell(rank: int, world_size: int, *, argv: list[str], folder: str, ends: str) -> tuple[int, str]:
+def train_and_tell(
+    rank: int, world_size: int, *, argv: list[str], folder: str, ends: str
+) -> tuple[int, str]:
     """In a worker: a run that reports to a launcher."""
-    os.environ |= {STATUS_FOLDER: ends, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {
+        STATUS_FOLDER: ends,
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     return train(rank, world_size, argv=argv, folder=folder)
 
 
 def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpus):
-    """A stage that is not reported leaves the live line at the one before, and a sweep waits for the first step's."""
-    steps = "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1 --eval-interval 1"
-    flags = ("--save", "saves", "--save-interval", "2", "--log-memory-to-tensorboard", "--tensorboard-dir", "events")
-    argv = [*cli.TINY, *corpus, *cli.MUON, *steps.split(), *flags, "--log-interval", "1", "--device", "cpu"]
+    """A stage that is not reported leaves the live line at the one before, and a sweep waits for
+    the first step's.
+    """
+    steps = (
+        "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1"
+        " --eval-interval 1"
+    )
+    flags = (
+        "--save",
+        "saves",
+        "--save-interval",
+        "2",
+        "--log-memory-to-tensorboard",
+        "--tensorboard-dir",
+        "events",
+    )
+    argv = [
+        *cli.TINY,
+        *corpus,
+        *cli.MUON,
+        *steps.split(),
+        *flags,
+        "--log-interval",
+        "1",
+        "--device",
+        "cpu",
+    ]
     (tmp_path / TOLD).touch()
     answers = ranks(2, train_and_tell, argv=argv, folder=str(tmp_path), ends=str(tmp_path))
     assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
@@ -112,8 +167,13 @@ def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpu
     assert stages[-1] == "ending the ranks"
     expected = ["initializing Megatron", "building the model", "reading the data", FIRST_STEP]
     order = iter(stages)
-    assert all(stage in order for stage in (*expected, "evaluating", None, "saving a checkpoint", None)), stages
+    assert all(
+        stage in order for stage in (*expected, "evaluating", None, "saving a checkpoint", None)
+    ), stages
     reported = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in reported] == [1, 2]
-    assert all(event["peak_bytes"] > 1e6 and event["loss"] > 0 and event["lr"] == 0.01 for event in reported)
+    assert all(
+        event["peak_bytes"] > 1e6 and event["loss"] > 0 and event["lr"] == 0.01
+        for event in reported
+    )
     assert {"validation", "saved"} < {event["event"] for event in events}

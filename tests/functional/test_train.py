@@ -1,4 +1,6 @@
-"""`megatron-muon train` with real trainings of one rank: what lies in the run's folder, and how a run is ended."""
+"""`megatron-muon train` with real trainings of one rank: what lies in the run's folder, and how a
+run is ended.
+"""
 
 import concurrent.futures
 import json
@@ -29,12 +31,18 @@ NAMES = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard"
 
 
 def write_config(path: Path, *flags: str, base: str | None = None) -> None:
-    """Write `flags`, as on a command line, as an experiment file; the last of a repeated flag counts."""
+    """Write `flags`, as on a command line, as an experiment file; the last of a repeated flag
+    counts.
+    """
     values: dict[str, str] = {}
     for token, following in zip(flags, [*flags[1:], "--"], strict=True):
         if token.startswith("--"):
             values[token] = "true" if following.startswith("--") else following
-    lines = [*([f"BASE: {base}"] if base else []), "MODEL_ARGS:", *(f"  {flag}: {values[flag]}" for flag in values)]
+    lines = [
+        *([f"BASE: {base}"] if base else []),
+        "MODEL_ARGS:",
+        *(f"  {flag}: {values[flag]}" for flag in values),
+    ]
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
@@ -53,13 +61,24 @@ class Running:
         self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
         self.cwd = cwd
         self.process = subprocess.Popen(
-            [str(warm.PYTHON), "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-             "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
-            cwd=cwd, env=cli.environment(), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
+            [
+                str(warm.PYTHON),
+                "-c",
+                (
+                    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+                    "import sys; from megatron_muon.cli import main; sys.exit(main())"
+                ),
+                *args,
+            ],
+            cwd=cwd,
+            env=cli.environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
             # A shell that runs tests in the background has SIGINT ignored, which children inherit.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
 
     @property
     def family(self) -> list[psutil.Process]:
@@ -90,7 +109,9 @@ class Running:
         family = self.family
         self.process.send_signal(number)
         status = self.process.wait(timeout=120)
-        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert not [
+            one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+        ]
         return status
 
     def __enter__(self) -> "Running":
@@ -103,14 +124,36 @@ class Running:
 
 
 def test_from_a_file_to_a_summary(tmp_path, corpus):
-    """Composed files, --set, flags after --; then the folder is not written over, and the resolved file is whole.
+    """Composed files, --set, flags after --; then the folder is not written over, and the resolved
+    file is whole.
 
-    In a pipe there are plain lines, with the figures of Megatron's own, which are in train.log with all else.
+    In a pipe there are plain lines, with the figures of Megatron's own, which are in train.log with
+    all else.
     """
-    write_config(tmp_path / "base.yaml", *cli.TINY, *corpus, "--weight-decay", "0.3", "--train-iters", "99")
-    flags = ("--global-batch-size", "4", "--train-iters", "6", "--log-interval", "2", "--eval-interval", "3")
+    write_config(
+        tmp_path / "base.yaml", *cli.TINY, *corpus, "--weight-decay", "0.3", "--train-iters", "99"
+    )
+    flags = (
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "6",
+        "--log-interval",
+        "2",
+        "--eval-interval",
+        "3",
+    )
     write_config(tmp_path / "tiny.yaml", *cli.MUON, *flags, base="base.yaml")
-    line = ("--config", "tiny.yaml", "--set", "muon_lr=0.02", "--set", "weight-decay=null", "--out", "runs/one")
+    line = (
+        "--config",
+        "tiny.yaml",
+        "--set",
+        "muon_lr=0.02",
+        "--set",
+        "weight-decay=null",
+        "--out",
+        "runs/one",
+    )
     added = ("--", "--eval-iters", "1")
     run = cli.run(command("train", *line, *added), tmp_path, seconds=SECONDS).checked()
     folder = tmp_path / "runs/one"
@@ -125,36 +168,62 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     assert "\x1b" not in run.output
     assert len(lines) < 32, run.output
     steps = re.findall(r"^step (\d)/6  loss (\d\.\d{4})  ", run.output, re.MULTILINE)
-    assert [int(step) for step, _ in steps] == [iteration.number for iteration in log.iterations] == [1, 2, 4, 6]
+    assert (
+        [int(step) for step, _ in steps]
+        == [iteration.number for iteration in log.iterations]
+        == [1, 2, 4, 6]
+    )
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
     assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*\d:\d\d left$", run.output, re.MULTILINE)
     validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
     assert len(validations) == 2
-    assert re.search(r"^checkpoint of step 6  took .*  runs/one/checkpoints$", run.output, re.MULTILINE)
+    assert re.search(
+        r"^checkpoint of step 6  took .*  runs/one/checkpoints$", run.output, re.MULTILINE
+    )
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
     assert lines[-1] == "see runs/one/summary.json, runs/one/train.log"
 
-    summary, record = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
+    summary, record = (
+        json.loads((folder / name).read_text()) for name in ("summary.json", "run.json")
+    )
     assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)
     assert (summary["iterations"], summary["train_iters"], summary["tokens"]) == (6, 6, 6 * 4 * 32)
     losses = [point.value for point in read_events(folder / "tensorboard").points("lm loss")]
-    means = [losses[0], *(sum(losses[at : at + 2]) / 2 for at in (0, 2, 4))]  # Megatron keeps the first for the second
+    # Megatron keeps the first for the second
+    means = [losses[0], *(sum(losses[at : at + 2]) / 2 for at in (0, 2, 4))]
     assert means == pytest.approx(log.losses, abs=1e-5)
-    assert (summary["loss_first"], summary["loss_last"]) == (losses[0], pytest.approx(sum(losses) / 6))
-    assert summary["validation_loss"] == {"validation": pytest.approx(log.validation_losses[1], abs=1e-5)}
+    assert (summary["loss_first"], summary["loss_last"]) == (
+        losses[0],
+        pytest.approx(sum(losses) / 6),
+    )
+    assert summary["validation_loss"] == {
+        "validation": pytest.approx(log.validation_losses[1], abs=1e-5)
+    }
     assert summary["parameters"] > summary["muon_parameters"] == 3 * 39 * (3 * 39 + 39 + 102 + 102)
     assert summary["seconds"] >= summary["train_seconds"] > 0
-    assert record["versions"].keys() >= {"python", "torch", "megatron-core", "emerging-optimizers", "megatron-muon"}
+    assert record["versions"].keys() >= {
+        "python",
+        "torch",
+        "megatron-core",
+        "emerging-optimizers",
+        "megatron-muon",
+    }
     assert record["config_files"] == ["base.yaml", "tiny.yaml"]
 
     resolved = dict(load_config(folder / "config.yaml").flags)
     assert resolved["--muon-lr"] == ("0.02",)
     assert resolved["--tensorboard-dir"] == ("runs/one/tensorboard",)
     assert "--weight-decay" not in resolved
-    shown = train(tmp_path, *line[:-1], "runs/two", "--no-save", "--dry-run", *added).checked().output
+    shown = (
+        train(tmp_path, *line[:-1], "runs/two", "--no-save", "--dry-run", *added).checked().output
+    )
     assert not re.search(r"--save|--exit-signal-handler", shown)
-    sources = {"muon-lr +0.02": "--set", "train-iters +6": "tiny.yaml", "seq-length +32": "base.yaml"}
+    sources = {
+        "muon-lr +0.02": "--set",
+        "train-iters +6": "tiny.yaml",
+        "seq-length +32": "base.yaml",
+    }
     sources |= {"eval-iters +1": "command line", "transformer-impl +local": "filled in"}
     for setting, source in sources.items():
         assert re.search(f"--{setting} +{source}$", shown, re.MULTILINE), setting
@@ -201,7 +270,9 @@ LAUNCHER: ft_launcher
 
 
 def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
-    """Placeholders come from the environment, what means nothing here is told, and a dry run leaves nothing behind."""
+    """Placeholders come from the environment, what means nothing here is told, and a dry run leaves
+    nothing behind.
+    """
     folder = tmp_path / "gpt3_tiny"
     folder.mkdir()
     (folder / "model_config.yaml").write_text(UPSTREAM_FORM)
@@ -224,17 +295,28 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     assert "opt_param" not in shown
     stand_in = "--no-gradient-accumulation-fusion"  # which a machine with Apex does not need
     assert stand_in in shown
-    assert main([*line, "--set", "use_checkpoint_opt_param_scheduler=null", "--device", "cuda"]) == 0
+    assert (
+        main([*line, "--set", "use_checkpoint_opt_param_scheduler=null", "--device", "cuda"]) == 0
+    )
     assert stand_in not in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["gpt3_tiny"]
 
 
 def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
-    """SIGTERM: a checkpoint and 75. The resumed run goes on from there; Ctrl-C: a checkpoint and 130.
+    """SIGTERM: a checkpoint and 75. The resumed run goes on from there; Ctrl-C: a checkpoint and
+    130.
 
-    No flag asks for checkpoints: a training lost all of its work at its end, or by Ctrl-C, without a word.
+    No flag asks for checkpoints: a training lost all of its work at its end, or by Ctrl-C, without
+    a word.
     """
-    flags = ("--global-batch-size", "4", "--train-iters", MANY, "--tensorboard-dir", "x/tensorboard")
+    flags = (
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        MANY,
+        "--tensorboard-dir",
+        "x/tensorboard",
+    )
     write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
     summary = tmp_path / "x" / "summary.json"
     with Running(tmp_path, "train", "--config", "long.yaml", "--resume", "--verbose") as running:
@@ -258,7 +340,8 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     record = json.loads((tmp_path / "x" / "run.json").read_text())
     assert (record["starts"], record["resumed_from"]) == (2, stopped["checkpoint"])
 
-    shutil.copytree(tmp_path / "x", tmp_path / "y")  # a copy went on from the original's checkpoints, into them
+    # a copy went on from the original's checkpoints, into them
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
     copied = train(tmp_path, "--resume", "--out", "y", "--dry-run").checked().output
     assert f"  going on    from y/checkpoints/iter_{interrupted['iterations']:07d}" in copied
     assert re.search(r"--save +y/checkpoints ", copied)
@@ -267,23 +350,43 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
 
 @pytest.mark.wide
 def test_a_time_limit_ends_a_run_with_a_checkpoint_and_what_to_type_next(tmp_path, corpus):
-    """Megatron counts whole minutes, from its imports on; the quickstart shows its text after such a run, too."""
+    """Megatron counts whole minutes, from its imports on; the quickstart shows its text after such
+    a run, too.
+    """
     flags = ("--global-batch-size", "4", "--train-iters", MANY, "--exit-duration-in-mins", "1")
-    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags, "--log-interval", "1000")
+    write_config(
+        tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags, "--log-interval", "1000"
+    )
     line = command("train", "--config", "long.yaml", "--out", "x")
     run = cli.run(line, tmp_path, seconds=SECONDS).checked()
     summary = json.loads((tmp_path / "x" / "summary.json").read_text())
     assert (summary["outcome"], summary["status"]) == ("finished", 0)
     assert 0 < summary["iterations"] < int(MANY)
     assert summary["checkpoint"] == f"x/checkpoints/iter_{summary['iterations']:07d}"
-    assert "for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N" in run.output
+    assert (
+        "for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N"
+        in run.output
+    )
     assert "to go on: megatron-muon train --resume --out x" in run.output
 
 
-@pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 10))])
+@pytest.mark.parametrize(
+    "attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 10))]
+)
 def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
-    """They used to train with the settings of whichever wrote config.yaml last, all three, into the same files."""
-    flags = ("--global-batch-size", "4", "--train-iters", "8", "--save", "x/checkpoints", "--save-interval", "4")
+    """They used to train with the settings of whichever wrote config.yaml last, all three, into the
+    same files.
+    """
+    flags = (
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "8",
+        "--save",
+        "x/checkpoints",
+        "--save-interval",
+        "4",
+    )
     write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
     line = ("--config", "tiny.yaml", "--out", "x", "--set")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
@@ -295,16 +398,23 @@ def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     for run in (run for number, run in enumerate(runs) if number != winner):
         assert run.returncode == 2, run.tail
         (error,) = (line for line in run.output.splitlines() if "error" in line)
-        assert re.search(r"a run is under way in x \(process \d+ on |x holds a run that finished after 8 of 8", error)
+        assert re.search(
+            r"a run is under way in x \(process \d+ on |x holds a run that finished after 8 of 8",
+            error,
+        )
         assert not run.iterations
     folder = tmp_path / "x"
     assert {path.name for path in folder.iterdir()} == NAMES
     assert dict(load_config(folder / "config.yaml").flags)["--lr"] == (rate,)
-    record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
+    record, summary = (
+        json.loads((folder / name).read_text()) for name in ("run.json", "summary.json")
+    )
     assert f"lr={rate}" in record["command"] == summary["command"]
     assert (summary["outcome"], summary["iterations"], record["starts"]) == ("finished", 8, 1)
     assert (folder / "train.log").read_text().count("iteration        8/       8") == 1
     assert len(list((folder / "tensorboard").glob("events.*"))) == 1
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "iter_0000004", "iter_0000008", "latest_checkpointed_iteration.txt",
-    ]  # fmt: skip
+        "iter_0000004",
+        "iter_0000008",
+        "latest_checkpointed_iteration.txt",
+    ]

@@ -1,8 +1,10 @@
-"""Trained losses agree across strategies, layouts and numbers of ranks with those of one rank that holds everything.
+"""Trained losses agree across strategies, layouts and numbers of ranks with those of one rank that
+holds everything.
 
-Megatron's own schedule, forward and backward, on the same global batches, with clipping of gradients at work. In fp32
-gradients are summed in another order on every number of ranks, so losses agree to 1e-4 and not to the last bit. bf16
-weights round to 3 digits in every step: there the mean loss of the last five steps agrees to 0.05.
+Megatron's own schedule, forward and backward, on the same global batches, with clipping of
+gradients at work. In fp32 gradients are summed in another order on every number of ranks, so losses
+agree to 1e-4 and not to the last bit. bf16 weights round to 3 digits in every step: there the mean
+loss of the last five steps agrees to 0.05.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ OF_EXPERTS = {
 
 
 class Training(NamedTuple):
-    """Cases of one model that are trained on `ranks` ranks, and compared with the model's curve on one."""
+    """Cases of one model that are trained on `ranks` ranks, and compared with the model's curve on
+    one.
+    """
 
     model: str
     ranks: int
@@ -58,8 +62,13 @@ def under_all_strategies(case: Case) -> dict[str, Case]:
     """By strategy; several instances also with overlap and with state that the instances share."""
     if case.instances == 1:
         return {strategy: case.but(strategy=strategy) for strategy in STRATEGIES}
-    cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED} | {OUTER: case.but(outer="optim")}
-    overlapping = {f"{name}, overlap": cases[name].but(overlap=True) for name in ("optim", "optim_grads", OUTER)}
+    cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED} | {
+        OUTER: case.but(outer="optim")
+    }
+    overlapping = {
+        f"{name}, overlap": cases[name].but(overlap=True)
+        for name in ("optim", "optim_grads", OUTER)
+    }
     return cases | overlapping
 
 
@@ -69,11 +78,17 @@ OFTEN = {
         "small",
         2,
         {strategy: SMALL.but(strategy=strategy) for strategy in ("no_shard", "optim_grads")}
-        | {f"{strategy}, overlap": SMALL.but(strategy=strategy, overlap=True) for strategy in SHARDED},
+        | {
+            f"{strategy}, overlap": SMALL.but(strategy=strategy, overlap=True)
+            for strategy in SHARDED
+        },
         2,
     ),
-    # Under `optim` Megatron-FSDP reduces in place: a second finish_grad_sync in the same step made gradients wrong.
-    "a reduction finished by the optimizer": Training("small", 2, under_all_strategies(SMALL.but(own_loop=True)), 1),
+    # Under `optim` Megatron-FSDP reduces in place: a second finish_grad_sync in the same step made
+    # gradients wrong.
+    "a reduction finished by the optimizer": Training(
+        "small", 2, under_all_strategies(SMALL.but(own_loop=True)), 1
+    ),
     "some layouts": Training(
         "dense",
         4,
@@ -83,12 +98,23 @@ OFTEN = {
         },
         3,
     ),
-    "some layouts of experts": Training("experts", 4, {"": OF_EXPERTS["EP 2 x TP 2, sequence parallel"]}, 3),
-}  # fmt: skip
+    "some layouts of experts": Training(
+        "experts", 4, {"": OF_EXPERTS["EP 2 x TP 2, sequence parallel"]}, 3
+    ),
+}
 TRAININGS = OFTEN | {
-    **{f"strategies on {n}": Training("small", n, under_all_strategies(SMALL), 1, STEPS) for n in (1, 2, 4)},
-    **{layout: Training("dense", 4, under_all_strategies(case), 3) for layout, case in OF_DENSE.items()},
-    **{layout: Training("experts", 4, under_all_strategies(case), 3) for layout, case in OF_EXPERTS.items()},
+    **{
+        f"strategies on {n}": Training("small", n, under_all_strategies(SMALL), 1, STEPS)
+        for n in (1, 2, 4)
+    },
+    **{
+        layout: Training("dense", 4, under_all_strategies(case), 3)
+        for layout, case in OF_DENSE.items()
+    },
+    **{
+        layout: Training("experts", 4, under_all_strategies(case), 3)
+        for layout, case in OF_EXPERTS.items()
+    },
     "QK-clip": Training("QK-clip", 4, under_all_strategies(QK_CLIPPED), 3),
     "QK-clip, layouts": Training(
         "QK-clip",
@@ -97,7 +123,12 @@ TRAININGS = OFTEN | {
             f"{layout}, {strategy}": case.but(attention=QK_CLIPPED.attention, strategy=strategy)
             for (layout, case), strategies in zip(
                 list(OF_DENSE.items())[1:],
-                (STRATEGIES[::2], STRATEGIES[1::2], ("optim", "optim_grads"), ("optim_grads", "optim_grads_params")),
+                (
+                    STRATEGIES[::2],
+                    STRATEGIES[1::2],
+                    ("optim", "optim_grads"),
+                    ("optim_grads", "optim_grads_params"),
+                ),
                 strict=True,
             )
             for strategy in strategies
@@ -109,14 +140,19 @@ TRAININGS = OFTEN | {
 
 @pytest.fixture(scope="module")
 def alone(ranks: Pool) -> dict[str, Curve]:
-    """Each model's curve on one rank that holds everything; gradient norms and counts of zeros are also DDP's."""
+    """Each model's curve on one rank that holds everything; gradient norms and counts of zeros are
+    also DDP's.
+    """
     cases = {name: case.but(strategy="no_shard") for name, case in MODELS.items()}
     found: dict[str, Curve] = ranks(1, curves, cases=cases, steps=STEPS)[0]
-    # As many micro-batches as on four ranks: another order of the gradients' sums moves the fourth logit by 6e-4.
+    # As many micro-batches as on four ranks: another order of the gradients' sums moves the fourth
+    # logit by 6e-4.
     clipped = {"QK-clip": cases["QK-clip"]}
     found |= ranks(1, curves, cases=clipped, steps=STEPS, micro_batches=3)[0]
     for name, curve in found.items():
-        assert curve[-1].loss < curve[0].loss - 0.2, "the model must learn, or agreement says nothing"
+        assert curve[-1].loss < curve[0].loss - 0.2, (
+            "the model must learn, or agreement says nothing"
+        )
         assert max(step.norm for step in curve) > 0.3, "clipping must be at work"
         if name != "QK-clip":
             norm, zeros = ranks(1, ddp_statistics, case=MODELS[name])[0]
@@ -131,9 +167,15 @@ def check(found: Curve, expected: Curve, label: str) -> None:
     assert found[0].norm == pytest.approx(expected[0].norm, rel=1e-5), f"{label}: gradient norm"
     assert found[0].zeros == pytest.approx(expected[0].zeros, rel=1e-5), f"{label}: zeros"
     for number, (one, other) in enumerate(zip(found, expected, strict=False)):
-        assert abs(one.loss - other.loss) <= 1e-4, f"{label}: step {number} has loss {one.loss}, expected {other.loss}"
-        assert abs(one.norm - other.norm) <= 1e-3 * other.norm, f"{label}: step {number}: norm {one.norm}"
-        assert one.logit == pytest.approx(other.logit, rel=1e-3), f"{label}: step {number}: largest logit"
+        assert abs(one.loss - other.loss) <= 1e-4, (
+            f"{label}: step {number} has loss {one.loss}, expected {other.loss}"
+        )
+        assert abs(one.norm - other.norm) <= 1e-3 * other.norm, (
+            f"{label}: step {number}: norm {one.norm}"
+        )
+        assert one.logit == pytest.approx(other.logit, rel=1e-3), (
+            f"{label}: step {number}: largest logit"
+        )
 
 
 @pytest.mark.parametrize("name", wide_but(OFTEN, TRAININGS))
@@ -146,14 +188,24 @@ def test_training_equals_that_of_one_rank(ranks: Pool, alone: dict[str, Curve], 
 
 @pytest.mark.wide
 def test_bf16_trains_alike(ranks: Pool, alone: dict[str, Curve]) -> None:
-    cases = {s: SMALL.but(strategy=s, bf16=True) for s in ("no_shard", "optim", "optim_grads_params")}
+    cases = {
+        s: SMALL.but(strategy=s, bf16=True) for s in ("no_shard", "optim", "optim_grads_params")
+    }
     for curve in ranks(2, curves, cases=cases, steps=STEPS)[0].values():
-        assert abs(sum(step.loss for step in curve[-5:]) - sum(step.loss for step in alone["small"][-5:])) <= 5 * 0.05
+        assert (
+            abs(
+                sum(step.loss for step in curve[-5:])
+                - sum(step.loss for step in alone["small"][-5:])
+            )
+            <= 5 * 0.05
+        )
 
 
 def test_models_of_which_little_trains_take_steps(ranks: Pool) -> None:
     """Ranks whose parameters were all frozen left the others waiting in a collective."""
-    for label, curve in ranks(2, curves, cases=spread(FROZEN, 1), steps=1, micro_batches=2)[0].items():
+    for label, curve in ranks(2, curves, cases=spread(FROZEN, 1), steps=1, micro_batches=2)[
+        0
+    ].items():
         assert curve[0].loss < 10.0, label
 
 

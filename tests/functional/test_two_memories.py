@@ -1,7 +1,9 @@
-"""Where a GPU's memory is not the host's: a run with offloaded state, and what others or we once got wrong there.
+"""Where a GPU's memory is not the host's: a run with offloaded state, and what others or we once
+got wrong there.
 
-Tests of offload, QK-clip and metrics run with `-m ''` once more in this way (the fixtures `two_memories_too` and
-`every_way`). Here is a case of each for every run, and with `-m ''` saving and resuming in every layout and framework.
+Tests of offload, QK-clip and metrics run with `-m ''` once more in this way (the fixtures
+`two_memories_too` and `every_way`). Here is a case of each for every run, and with `-m ''` saving
+and resuming in every layout and framework.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ import torch.distributed as dist
 from megatron_muon.tools.train.records import read_events
 from tests.functional.test_any_model import FRAMEWORKS, ON_FOUR, assert_close, resumed, weights
 from tests.functional.test_checkpoint_layouts import HSDP
-from tests.functional.test_checkpoints import DIVISIBLE, EXPERTS, FULL, SWIGLU, differences, saved, strategy, warnings
+from tests.functional.test_checkpoints import (
+    DIVISIBLE,
+    EXPERTS,
+    FULL,
+    SWIGLU,
+    differences,
+    saved,
+    strategy,
+    warnings,
+)
 from tests.functional.test_offload import BUFFER_MB
 from tests.support import cli
 from tests.support.case import Case
@@ -28,7 +39,11 @@ from tests.support.pool import Pool
 from tests.support.training import Trainings
 from tests.support.wide import wide_but
 
-EVERYTHING = {"muon_offload_state": "all", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_fraction": 0.5}
+EVERYTHING = {
+    "muon_offload_state": "all",
+    "muon_offload_buffer_mb": BUFFER_MB,
+    "muon_offload_fraction": 0.5,
+}
 
 
 ALL_STATE = ("--muon-offload-state", "all")
@@ -44,21 +59,53 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
-def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(ranks: Pool, tmp_path: Path, layout: str) -> None:
-    """Half of the state on disk, saved; loaded into host memory, trained on and saved again; metrics are measured."""
+def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(
+    ranks: Pool, tmp_path: Path, layout: str
+) -> None:
+    """Half of the state on disk, saved; loaded into host memory, trained on and saved again;
+    metrics are measured.
+    """
     size, of_layout = LAYOUTS[layout]
-    steps = ("--train-iters", "4", "--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1", "--bf16")
+    steps = (
+        "--train-iters",
+        "4",
+        "--save-interval",
+        "2",
+        "--eval-interval",
+        "3",
+        "--eval-iters",
+        "1",
+        "--bf16",
+    )
     more = ("--muon-metrics-interval", "1", "--tensorboard-dir", "events")
     flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *steps, *more, *of_layout)
     training = Trainings(ranks, tmp_path, flags, batch=4)
     (tmp_path / "state").mkdir()
-    disk = ("--muon-offload", "nvme", "--muon-offload-dir", "state", "--muon-offload-buffer-mb", str(BUFFER_MB))
+    disk = (
+        "--muon-offload",
+        "nvme",
+        "--muon-offload-dir",
+        "state",
+        "--muon-offload-buffer-mb",
+        str(BUFFER_MB),
+    )
     with ranks.two_memories():
         training(*disk, "--muon-offload-fraction", "0.5", "--save", "before", ranks=size).checked()
-        resumed = ("--muon-offload", "cpu", "--load", "before", "--ckpt-step", "2", "--save", "after")
+        resumed = (
+            "--muon-offload",
+            "cpu",
+            "--load",
+            "before",
+            "--ckpt-step",
+            "2",
+            "--save",
+            "after",
+        )
         assert warnings(training(*resumed, ranks=size).checked()) == []
     assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
-    assert differences(saved(training, "before", 2), saved(training, "before", 4)), "the comparison can fail"
+    assert differences(saved(training, "before", 2), saved(training, "before", 4)), (
+        "the comparison can fail"
+    )
     assert len(read_events(tmp_path / "events").points("muon/momentum_norm")) >= 4
 
 
@@ -70,7 +117,9 @@ ANY_MODEL = {
 
 
 @pytest.mark.parametrize("framework", wide_but(["fsdp2"], ANY_MODEL))
-def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp_path: Path, framework: str) -> None:
+def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(
+    ranks: Pool, tmp_path: Path, framework: str
+) -> None:
     """Momentum in host memory, saved; loaded onto a disk. Weights are those of one process without."""
     size, kind, options = ANY_MODEL[framework]
     _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
@@ -79,7 +128,9 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp
     with ranks.two_memories():
         for offload, steps in ((host, (0, 2)), (disk, (2, 4))):
             given = {**options, **offload}
-            found = ranks(size, resumed, kind=kind, options=given, folder=str(tmp_path), steps=steps)[0]
+            found = ranks(
+                size, resumed, kind=kind, options=given, folder=str(tmp_path), steps=steps
+            )[0]
     assert_close(found, expected, atol=2e-6)
 
 
@@ -93,14 +144,17 @@ def test_clipped_weights_are_the_same_where_a_gpus_memory_is_not_the_hosts(ranks
 
 BUGS = {
     "": "",
-    "a state dict takes views of weights": "aten.detach.default: a DTensor made on cuda:0 has its local tensor on cpu",
+    "a state dict takes views of weights": (
+        "aten.detach.default: a DTensor made on cuda:0 has its local tensor on cpu"
+    ),
     "flags are reduced where weights lie": "c10d.allreduce_.default of (0,) on cpu",
     "weights and host memory are added": "aten.add.Tensor of (2,) on cuda:0, (2,) on cpu",
 }
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """In a worker: what becomes of a state dict of weights, and of a look at what a checkpoint has, with each bug.
+    """In a worker: what becomes of a state dict of weights, and of a look at what a checkpoint has,
+    with each bug.
 
     The bugs are how `--muon-offload-state all` once saved and loaded.
     """
@@ -144,7 +198,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_saving_and_loading_as_they_once_were_are_refused(ranks: Pool) -> None:
-    """Story: no run with `--muon-offload-state all` could save or load on a GPU, and no test on a CPU noticed."""
+    """Story: no run with `--muon-offload-state all` could save or load on a GPU, and no test on a
+    CPU noticed.
+    """
     with ranks.two_memories():
         found = ranks(1, refusals)[0]
     assert {bug: error[: len(BUGS[bug])] for bug, error in found.items()} == BUGS

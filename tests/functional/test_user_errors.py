@@ -1,7 +1,9 @@
-"""What a user can get wrong: one line that names the value and the remedy, status 2, before any training.
+"""What a user can get wrong: one line that names the value and the remedy, status 2, before any
+training.
 
-Most cases call the entry point's `main` in one process that stands for the first rank of two, because importing
-megatron-core for each of them would take minutes. The last tests go through torchrun.
+Most cases call the entry point's `main` in one process that stands for the first rank of two,
+because importing megatron-core for each of them would take minutes. The last tests go through
+torchrun.
 """
 
 import json
@@ -37,8 +39,27 @@ for name, (argv, env) in json.loads(given.read_text()).items():
 got.write_text(json.dumps(results))
 """
 
-MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32")
-MODEL = (*MODEL, "--max-position-embeddings", "32", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.01")
+MODEL = (
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "2",
+    "--seq-length",
+    "32",
+)
+MODEL = (
+    *MODEL,
+    "--max-position-embeddings",
+    "32",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "2",
+    "--lr",
+    "0.01",
+)
 MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0")
 RUN = (*cli.MUON, *MODEL, "--mock-data")
 
@@ -49,29 +70,67 @@ FILES = {
     "evil/iter_0000001/.metadata": "cposix\nmkdir\n(S'made-by-the-pickle'\ntR.",
 }
 
-# name: (argv, environment, what the message holds); rules and slips in files are in tests/unit/test_refusals.py,
-# test_path_checks.py and test_config_file.py
+# name: (argv, environment, what the message holds); rules and slips in files are in
+# tests/unit/test_refusals.py, test_path_checks.py and test_config_file.py
 CASES: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {}
-if not torch.cuda.is_available():  # first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
+# first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
+if not torch.cuda.is_available():
     CASES["no CUDA"] = ((*RUN, "--device", "cuda"), {}, ("--device cuda", "use --device cpu"))
 CASES |= {
     name: (tuple(argv), {}, fragments)
     for name, argv, fragments in (
-        ("unknown flag", (*RUN, "--optimiser", "muon"), ("--optimiser", "did you mean --optimizer?")),
+        (
+            "unknown flag",
+            (*RUN, "--optimiser", "muon"),
+            ("--optimiser", "did you mean --optimizer?"),
+        ),
         ("unknown device", (*RUN, "--device", "abacus"), ("--device", "'abacus'", "cpu")),
         ("config without a name", (*RUN, "--config"), ("--config", "argument")),
-        ("unknown YAML flag", ("--config", "flag.yaml"), ("flag.yaml", "did you mean --hidden-size?")),
-        ("a link to itself", ("--config", "loop.yaml"), ("loop.yaml", "Too many levels of symbolic links")),
+        (
+            "unknown YAML flag",
+            ("--config", "flag.yaml"),
+            ("flag.yaml", "did you mean --hidden-size?"),
+        ),
+        (
+            "a link to itself",
+            ("--config", "loop.yaml"),
+            ("loop.yaml", "Too many levels of symbolic links"),
+        ),
         ("no data", (*cli.MUON, *MODEL), ("--data-path", "--mock-data")),
-        ("more TP than ranks", (*RUN, "--tensor-model-parallel-size", "4"), ("world size (2) is not",)),
-        ("unwritable save", (*RUN, "--save", "a-file/below", "--save-interval", "2"), ("cannot write there",)),
+        (
+            "more TP than ranks",
+            (*RUN, "--tensor-model-parallel-size", "4"),
+            ("world size (2) is not",),
+        ),
+        (
+            "unwritable save",
+            (*RUN, "--save", "a-file/below", "--save-interval", "2"),
+            ("cannot write there",),
+        ),
         # Story: each was a traceback, or a training that never ended well.
-        ("300 letters", (*RUN, "--save", "x" * 300, "--save-interval", "1"), ("File name too long",)),
-        ("no interval of validation", (*RUN, "--eval-interval", "0"), ("--eval-interval 0", "--eval-iters 0")),
+        (
+            "300 letters",
+            (*RUN, "--save", "x" * 300, "--save-interval", "1"),
+            ("File name too long",),
+        ),
+        (
+            "no interval of validation",
+            (*RUN, "--eval-interval", "0"),
+            ("--eval-interval 0", "--eval-iters 0"),
+        ),
         # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
-        ("checkpoint format", (*RUN, "--ckpt-format", "torch_dist"), ("megatron-core refuses", "fsdp_dtensor")),
-        ("heads", (*RUN, "--hidden-size", "33"), ("refuses", "args.hidden_size % args.num_attention_heads")),
-        # Story: validation took the arguments from the checkpoint before pickles were kept from running.
+        (
+            "checkpoint format",
+            (*RUN, "--ckpt-format", "torch_dist"),
+            ("megatron-core refuses", "fsdp_dtensor"),
+        ),
+        (
+            "heads",
+            (*RUN, "--hidden-size", "33"),
+            ("refuses", "args.hidden_size % args.num_attention_heads"),
+        ),
+        # Story: validation took the arguments from the checkpoint before pickles were kept from
+        # running.
         *(
             (
                 f"a command in {flag}",
@@ -130,16 +189,22 @@ UNKNOWN_FLAG = ("--num-layres", "2"), ("unknown flag --num-layres", "did you mea
         pytest.param(*UNKNOWN_FLAG, False, id="flag"),
         pytest.param(*UNKNOWN_FLAG, True, id="flag, from a cold start", marks=pytest.mark.wide),
         pytest.param(
-            # Known only when the groups are built, and so reported from within the training loop's set-up.
+            # Known only when the groups are built, and so reported from within the training loop's
+            # set-up.
             ("--muon-exclude", "linear_pro."),
-            ("--muon-exclude linear_pro. matches none of Muon's 8 matrices", "did you mean linear_proj?"),
+            (
+                "--muon-exclude linear_pro. matches none of Muon's 8 matrices",
+                "did you mean linear_proj?",
+            ),
             False,
             id="pattern",
         ),
     ],
 )
 def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments, cold):
-    """Rank 1 ends silently; torchrun, which then ends rank 0, must not do so before rank 0 has spoken."""
+    """Rank 1 ends silently; torchrun, which then ends rank 0, must not do so before rank 0 has
+    spoken.
+    """
     run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv, cold=cold)
     assert run.returncode != 0
     lines = [line for line in run.output.splitlines() if "pretrain_gpt.py: error:" in line]
@@ -154,10 +219,28 @@ def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     """Each mistake in a line; some ended in 1,200 lines after the model was built."""
     mistakes = ("--async-save", "--fp16")
     flags = [*RUN, "--global-batch-size", "8"]
-    pairs = {flag: value for flag, value in zip(flags, [*flags[1:], ""], strict=True) if flag.startswith("--")}
-    lines = [f"  {flag}: {'true' if value.startswith('--') or not value else value}" for flag, value in pairs.items()]
+    pairs = {
+        flag: value
+        for flag, value in zip(flags, [*flags[1:], ""], strict=True)
+        if flag.startswith("--")
+    }
+    lines = [
+        f"  {flag}: {'true' if value.startswith('--') or not value else value}"
+        for flag, value in pairs.items()
+    ]
     (tmp_path / "run.yaml").write_text("\n".join(["MODEL_ARGS:", *lines]) + "\n")
-    train = [sys.executable, "-m", "megatron_muon.cli", "train", "--config", "run.yaml", "--nproc", "2", "--out", "run"]
+    train = [
+        sys.executable,
+        "-m",
+        "megatron_muon.cli",
+        "train",
+        "--config",
+        "run.yaml",
+        "--nproc",
+        "2",
+        "--out",
+        "run",
+    ]
     runs = [
         cli.run([*train, "--dry-run", "--", *mistakes], tmp_path),
         cli.run([*train, "--", *mistakes], tmp_path),

@@ -1,4 +1,6 @@
-"""Weights & Biases in real runs of `megatron-muon train`, offline: what its files say, beside TensorBoard's."""
+"""Weights & Biases in real runs of `megatron-muon train`, offline: what its files say, beside
+TensorBoard's.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,52 @@ from megatron_muon.tools.train.records import read_events
 from tests.functional.test_metrics import documented
 from tests.support import cli, offline_run
 
-pytest.importorskip("wandb", reason="needs the extra `wandb`, which the lock file leaves out: it brings 20 packages")
+pytest.importorskip(
+    "wandb", reason="needs the extra `wandb`, which the lock file leaves out: it brings 20 packages"
+)
 pytestmark = pytest.mark.wide
 
 FLAGS = (
-    *("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "1", "--eval-interval", "2"),
-    *("--log-timers-to-tensorboard", "--timing-log-level", "1", "--no-barrier-with-level-1-timing", "--log-throughput"),
-    *("--log-validation-ppl-to-tensorboard", "--log-memory-to-tensorboard", "--muon-metrics-interval", "2"),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--global-batch-size",
+        "4",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "2",
+    ),
+    *(
+        "--log-timers-to-tensorboard",
+        "--timing-log-level",
+        "1",
+        "--no-barrier-with-level-1-timing",
+        "--log-throughput",
+    ),
+    *(
+        "--log-validation-ppl-to-tensorboard",
+        "--log-memory-to-tensorboard",
+        "--muon-metrics-interval",
+        "2",
+    ),
     *("--save", "saves", "--save-interval", "3", "--wandb-project", "mine", "--muon-lr", "0.02"),
 )
 OF_WANDB = {"_step", "_runtime", "_timestamp", "samples vs steps"}
 
 
 def train(cwd: Path, *flags: str) -> None:
-    command = [sys.executable, "-m", "megatron_muon.cli", "train", "--nproc", "2", "--out", "run", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_muon.cli",
+        "train",
+        "--nproc",
+        "2",
+        "--out",
+        "run",
+        *flags,
+    ]
     cli.run(command, cwd, seconds=cli.SECONDS).checked()
 
 
@@ -39,9 +73,23 @@ def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(tmp_path, m
     both = [offline_run.read(each) for each in sorted((folder / "wandb").glob("offline-run-*"))]
     logged = read_events(folder / "tensorboard").scalars
     texts = {name for name in logged if name.endswith(" vs samples")}
-    expected = {name: {point.step: point.value for point in logged[name]} for name in set(logged) - texts}
-    some = {"lm loss", "lm loss validation", "lm loss validation ppl", "learning-rate", "muon/learning-rate"}
-    some |= {"tokens-per-second", "optimizer-share", "throughput", "mem-reserved-bytes", "muon/step_ms"}
+    expected = {
+        name: {point.step: point.value for point in logged[name]} for name in set(logged) - texts
+    }
+    some = {
+        "lm loss",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "learning-rate",
+        "muon/learning-rate",
+    }
+    some |= {
+        "tokens-per-second",
+        "optimizer-share",
+        "throughput",
+        "mem-reserved-bytes",
+        "muon/step_ms",
+    }
     assert some < set(expected)
     assert documented() - set(expected) == {"mfu", "skipped-iterations", "max_attention_logit"}
     assert {name for name in set(expected) - documented() if not name.endswith("-time")} == set()

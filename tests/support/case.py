@@ -1,7 +1,8 @@
-"""A small GPT and how it is trained, for tests that run on several ranks: sizes, initial values, gradients, batches.
+"""A small GPT and how it is trained, for tests that run on several ranks: sizes, initial values,
+gradients, batches.
 
-The sizes divide by nothing, the initial values and the gradients depend on names alone: they are the same for every
-strategy and number of ranks. Imports no Megatron.
+The sizes divide by nothing, the initial values and the gradients depend on names alone: they are
+the same for every strategy and number of ranks. Imports no Megatron.
 """
 
 from __future__ import annotations
@@ -38,26 +39,31 @@ class Case:
     """A model and how it is trained.
 
     Attributes:
-        ffn: with 45 Megatron-FSDP cuts a bucket every 90 elements, so ranks share matrices; with 47 every 1,410, so
-            small matrices lie whole on one rank and other ranks hold none of their rows.
+        ffn: with 45 Megatron-FSDP cuts a bucket every 90 elements, so ranks share matrices; with 47
+            every 1,410, so small matrices lie whole on one rank and other ranks hold none of their
+            rows.
         optimizer: fields of MuonOptimizerConfig that differ from `config`'s.
         frozen: a substring of parameter names for each kind of parameter that does not train.
-        own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script without Megatron's
-            finalize_model_grads does.
+        own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script
+            without Megatron's finalize_model_grads does.
         trainable: if given, only parameters with one of these substrings train.
         tensor: tensor parallel size; `sequence` adds sequence parallelism.
         context: context parallel size of the process groups; the model itself is built without.
-        instances: instances of the distributed optimizer (HSDP), which share its state if `outer` is "optim".
-        experts: number of experts of each layer, over `expert_parallel` ranks, each cut over `expert_tensor`.
-        stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
-            the forward pass does not use them.
-        latent: multi-latent attention, with the query's latent where `query_latent`; with `fused_down` one projection
-            makes both latents.
+        instances: instances of the distributed optimizer (HSDP), which share its state if `outer`
+            is "optim".
+        experts: number of experts of each layer, over `expert_parallel` ranks, each cut over
+            `expert_tensor`.
+        stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept
+            in one parameter are; the forward pass does not use them.
+        latent: multi-latent attention, with the query's latent where `query_latent`; with
+            `fused_down` one projection makes both latents.
         output_gate: attention with a gate for each query head.
-        hybrid: layers of a HybridModel, a letter each as in --hybrid-layer-pattern, instead of `layers`; never run.
+        hybrid: layers of a HybridModel, a letter each as in --hybrid-layer-pattern, instead of
+            `layers`; never run.
         attention: fields of TransformerConfig for QK-clip and for biases.
         excluded: substrings of the names that `muon_exclude` names, for the reference.
-        steps_for: Newton-Schulz steps by such substrings of names, for the reference; the last one that is found holds.
+        steps_for: Newton-Schulz steps by such substrings of names, for the reference; the last one
+            that is found holds.
     """
 
     strategy: str = "optim_grads_params"
@@ -141,7 +147,9 @@ def values_of(name: str, shape: Sequence[int], *, salt: str = "") -> torch.Tenso
 
 def initial_value(name: str, shape: Sequence[int]) -> torch.Tensor:
     """A parameter's value before the first step."""
-    return (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.1 * values_of(name, shape)
+    return (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.1 * values_of(
+        name, shape
+    )
 
 
 def gradient_of(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
@@ -150,7 +158,9 @@ def gradient_of(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
 
 
 def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
-    """`count` global batches of a text that can be learnt: each token follows from the one before, mostly."""
+    """`count` global batches of a text that can be learnt: each token follows from the one before,
+    mostly.
+    """
     generator = torch.Generator().manual_seed(7)
     result = []
     for _ in range(count):

@@ -1,7 +1,9 @@
-"""The table of parity: which cases are trained, on how many ranks, and what runs again in other circumstances.
+"""The table of parity: which cases are trained, on how many ranks, and what runs again in other
+circumstances.
 
-Dimensions that are independent meet in pairs and not in a full product: `spread` has every case under every strategy
-and on every number of ranks, each pair once, and every layout has every variant under one of its strategies.
+Dimensions that are independent meet in pairs and not in a full product: `spread` has every case
+under every strategy and on every number of ranks, each pair once, and every layout has every
+variant under one of its strategies.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Group:
     again: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------------------------------------- settings and variants
+# ----------------------------------------------------------------------------------------------
+# settings and variants
 
 TINY = {"muon_exchange_buffer_mb": 0.07}
 """A buffer for one matrix: many waves."""
@@ -110,8 +113,10 @@ ADAPTIVE = {
     f"{method}, {label}": but(case, **settings)
     for method, settings in (("adamuon", ADAMUON), ("normuon", NORMUON))
     for label, case in ADAPTIVE_MODELS.items()
-} | {f"cautious {method}": VARIANTS["cautious"].but(optimizer={**CAUTIOUS, **settings})
-     for method, settings in (("adamuon", ADAMUON), ("normuon", NORMUON))}  # fmt: skip
+} | {
+    f"cautious {method}": VARIANTS["cautious"].but(optimizer={**CAUTIOUS, **settings})
+    for method, settings in (("adamuon", ADAMUON), ("normuon", NORMUON))
+}
 
 # -------------------------------------------------------------------------------------------------------------- models
 
@@ -125,32 +130,42 @@ BLOCKS = {
     "gated attention": Case(layers=1, output_gate=True),
     "gated attention, heads": Case(layers=1, output_gate=True, optimizer=HEADS),
     "latent attention": Case(layers=1, latent=True),
-    "latent attention, query latent, heads": Case(layers=1, latent=True, query_latent=True, optimizer=HEADS),
+    "latent attention, query latent, heads": Case(
+        layers=1, latent=True, query_latent=True, optimizer=HEADS
+    ),
     "latent attention, whole": Case(
         layers=1, latent=True, query_latent=True, optimizer={"muon_split_qkv": False}
     ),
-    "latent attention, fused latents": Case(layers=1, latent=True, query_latent=True, fused_down=True),
+    "latent attention, fused latents": Case(
+        layers=1, latent=True, query_latent=True, fused_down=True
+    ),
     "hybrid": Case(hybrid="MG*", output_gate=True),
     "hybrid, latent attention": Case(hybrid="M+", latent=True, query_latent=True),
     "hybrid, whole": Case(hybrid="MG", optimizer={"muon_split_qkv": False}),
     "experts": Case(layers=1, experts=3, swiglu=True, optimizer=GATED),
     "stacked experts": Case(layers=1, stacked=3, swiglu=True, optimizer=GATED),
     "stacked experts, whole": Case(layers=1, stacked=5, swiglu=True),
-    "routers excluded": Case(layers=1, experts=3, optimizer={"muon_exclude": ["router"]}, excluded=("router",)),
+    "routers excluded": Case(
+        layers=1, experts=3, optimizer={"muon_exclude": ["router"]}, excluded=("router",)
+    ),
     "more excluded": Case(
         layers=1,
         optimizer={"muon_exclude": ["layers.0.*fc1", "linear_pro?."], "muon_lr": 0.03},
         excluded=("layers.0.mlp.linear_fc1", "linear_proj"),
     ),
-}  # fmt: skip
+}
 """Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
 
 FROZEN = {
     "all but a layer and the embedding": Case(frozen=("layers.0", "word_embeddings")),
     "one norm weight": Case(trainable=("final_layernorm.weight",)),
     "one matrix": Case(trainable=("layers.1.mlp.linear_fc2.weight",)),
-    "matrices": Case(trainable=("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight")),
-    "all but matrices": Case(frozen=("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight")),
+    "matrices": Case(
+        trainable=("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight")
+    ),
+    "all but matrices": Case(
+        frozen=("linear_qkv.weight", "linear_proj.weight", "fc1.weight", "fc2.weight")
+    ),
 }
 
 CLIPPED = {
@@ -161,7 +176,9 @@ CLIPPED = {
     "biases of QKV alone": Case(attention=CLIP | {"add_bias_linear": False, "add_qkv_bias": True}),
     "latent attention": Case(latent=True, attention=CLIP),
     "latent attention, query latent": Case(latent=True, query_latent=True, attention=CLIP),
-    "projections with Adam": Case(optimizer={"muon_exclude": ["linear_qkv"]}, excluded=("linear_qkv",), attention=CLIP),
+    "projections with Adam": Case(
+        optimizer={"muon_exclude": ["linear_qkv"]}, excluded=("linear_qkv",), attention=CLIP
+    ),
 }
 
 # ------------------------------------------------------------------------------------------------------------- layouts
@@ -196,7 +213,10 @@ BLOCKS_OVER_LAYOUTS = {
     "tp2 dp2": TP.but(swiglu=True, optimizer={**GATED, **HEADS, **OVER_TP}),
     "hsdp": HSDP.but(swiglu=True, stacked=3, optimizer={**GATED, **HEADS}),
     "ep2": MOE.but(
-        swiglu=True, expert_parallel=2, optimizer={**GATED, "muon_exclude": ["router"]}, excluded=("router",)
+        swiglu=True,
+        expert_parallel=2,
+        optimizer={**GATED, "muon_exclude": ["router"]},
+        excluded=("router",),
     ),
     "hybrid tp2": TP.but(hybrid="MG*", output_gate=True, optimizer=OVER_TP),
     "hybrid, latent attention, tp2": TP.but(
@@ -207,9 +227,12 @@ BLOCKS_OVER_LAYOUTS = {
         tensor=4, heads=4, hidden=32, ffn=44, query_groups=2, optimizer={**HEADS, **OVER_TP}
     ),
     "fused latents, tp2": TP.but(
-        latent=True, query_latent=True, fused_down=True, optimizer={"muon_split_qkv": False, **OVER_TP}
+        latent=True,
+        query_latent=True,
+        fused_down=True,
+        optimizer={"muon_split_qkv": False, **OVER_TP},
     ),
-}  # fmt: skip
+}
 """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
 
 
@@ -218,7 +241,8 @@ def spread(cases: Mapping[str, Case], shift: int) -> dict[str, Case]:
     found = {}
     for number, (label, case) in enumerate(cases.items()):
         strategy = STRATEGIES[(number + shift) % len(STRATEGIES)]
-        is_own = strategy == "no_shard" and case.steps_for  # megatron-core's own Muon has one number of steps
+        # megatron-core's own Muon has one number of steps
+        is_own = strategy == "no_shard" and case.steps_for
         found[label] = case.but(strategy="optim" if is_own else strategy)
     return found
 
@@ -229,7 +253,9 @@ def of_all(cases: Mapping[str, Case], **optimizer: Any) -> dict[str, Case]:
 
 
 def of_layout(name: str, number: int) -> Group:
-    """A layout's cases: plain Muon under every strategy and by both exchanges, every variant under one strategy."""
+    """A layout's cases: plain Muon under every strategy and by both exchanges, every variant under
+    one strategy.
+    """
     ranks, case = LAYOUTS_OF_TABLE[name]
     cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED}
     cases["allgather"] = but(case, **GATHERED)
@@ -244,20 +270,27 @@ def of_layout(name: str, number: int) -> Group:
     variants["clip"] = case.but(attention=CLIP)
     for place, (label, variant) in enumerate(variants.items(), number):
         strategy = strategies[place % len(strategies)]
-        cases[label] = variant.but(outer="optim") if strategy == OUTER else variant.but(strategy=strategy)
+        cases[label] = (
+            variant.but(outer="optim") if strategy == OUTER else variant.but(strategy=strategy)
+        )
     return Group(
         ranks,
         cases,
         steps=5,
         same=(("optim_grads_params", "allgather"),),
         often=name == "hsdp tp2",
-        again=("delayed", "two_memories") if name in ("tp2 dp2", "hsdp tp2", "ep2 hsdp", "expert tp2") else (),
+        again=(
+            ("delayed", "two_memories")
+            if name in ("tp2 dp2", "hsdp tp2", "ep2 hsdp", "expert tp2")
+            else ()
+        ),
     )
 
 
 def _strategies() -> dict[str, Case]:
     return {strategy: Case(strategy=strategy) for strategy in STRATEGIES} | {
-        f"{strategy}, allgather": Case(strategy=strategy, optimizer=GATHERED) for strategy in SHARDED
+        f"{strategy}, allgather": Case(strategy=strategy, optimizer=GATHERED)
+        for strategy in SHARDED
     }
 
 
@@ -266,7 +299,10 @@ def _waves() -> Group:
     case = Case(layers=1, ffn=47)
     iterations = {"auto": {}, "standard": {"muon_ns": "standard"}, "gram": {"muon_ns": "gram"}}
     cases = {f"owner, {label}": but(case, **settings) for label, settings in iterations.items()}
-    cases |= {f"gathered, {label}": but(case, **settings, **GATHERED) for label, settings in iterations.items()}
+    cases |= {
+        f"gathered, {label}": but(case, **settings, **GATHERED)
+        for label, settings in iterations.items()
+    }
     cases["tiny"] = but(case, **TINY)
     same = tuple((f"owner, {label}", f"gathered, {label}") for label in iterations)
     return Group(4, cases, same=(*same, ("tiny", "gathered, auto")), again=("delayed",))
@@ -276,10 +312,17 @@ def _teams(ranks: int, size: str) -> Group:
     """All matrices cut, each over `size` ranks; twice the same bits. NorMuon has no teams."""
     cases = {"plain": Case(layers=1, ffn=47), "again": Case(layers=1, ffn=47), **BLOCKS}
     if ranks == 4 and size == "2":  # "ep2": groups of experts have one rank on some layouts
-        cases |= {f"{name} layout": case for name, case in BLOCKS_OVER_LAYOUTS.items() if name != "ep2"}
-    cases |= {name: VARIANTS[name].but(swiglu=True) for name in ("cautious", "hyperball", "steps by name")}
+        cases |= {
+            f"{name} layout": case for name, case in BLOCKS_OVER_LAYOUTS.items() if name != "ep2"
+        }
+    cases |= {
+        name: VARIANTS[name].but(swiglu=True) for name in ("cautious", "hyperball", "steps by name")
+    }
     if ranks < 4:
-        cases = {label: cases[label] for label in ("plain", "again", "gated mlp", "heads", "stacked experts, whole")}
+        cases = {
+            label: cases[label]
+            for label in ("plain", "again", "gated mlp", "heads", "stacked experts, whole")
+        }
     return Group(
         ranks,
         of_all(cases, muon_team_size=size),
@@ -291,15 +334,25 @@ def _teams(ranks: int, size: str) -> Group:
 
 def _variants_travel(ranks: int) -> Group:
     """How rows travel and where momentum lives changes no bit of a variant."""
-    ways = {"owner": {}, "waves": TINY, "allgather": GATHERED, "momentum on the host": {"muon_offload": "cpu"}}
+    ways = {
+        "owner": {},
+        "waves": TINY,
+        "allgather": GATHERED,
+        "momentum on the host": {"muon_offload": "cpu"},
+    }
     cases = {
         f"{label}, {way}": but(case, **settings)
         for label, case in VARIANTS.items()
         for way, settings in ways.items()
         if "muon_offload" not in settings or label in ("cautious", "hyperball")
     }
-    same = tuple(tuple(label for label in cases if label.startswith(f"{variant}, ")) for variant in VARIANTS)
-    shared = {f"shared {label}": but(case.but(strategy="no_shard"), **SHARED) for label, case in VARIANTS.items()}
+    same = tuple(
+        tuple(label for label in cases if label.startswith(f"{variant}, ")) for variant in VARIANTS
+    )
+    shared = {
+        f"shared {label}": but(case.but(strategy="no_shard"), **SHARED)
+        for label, case in VARIANTS.items()
+    }
     cases |= shared | {f"{label}, tiny": but(case, **TINY) for label, case in shared.items()}
     return Group(ranks, cases, steps=5, same=same, again=("delayed",) if ranks == 3 else ())
 
@@ -307,32 +360,80 @@ def _variants_travel(ranks: int) -> Group:
 REPLICATED = Case(layers=1, strategy="no_shard", optimizer=SHARED)
 
 TABLE: dict[str, Group] = {
-    **{f"strategies on {n}": Group(n, _strategies(), steps=5, often=n == 3, again=("delayed",) if n > 2 else (),
-                                   same=tuple((s, f"{s}, allgather") for s in SHARDED)) for n in (1, 2, 3, 4)},
+    **{
+        f"strategies on {n}": Group(
+            n,
+            _strategies(),
+            steps=5,
+            often=n == 3,
+            again=("delayed",) if n > 2 else (),
+            same=tuple((s, f"{s}, allgather") for s in SHARDED),
+        )
+        for n in (1, 2, 3, 4)
+    },
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
-    **{f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3) for n in (1, 2, 3, 4)},
-    **{f"clip on {n}": Group(n, spread(CLIPPED, n), steps=5,
-                             again=("two_memories",) if n == 2 else ()) for n in (1, 2, 3, 4)},
+    **{
+        f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3)
+        for n in (1, 2, 3, 4)
+    },
+    **{
+        f"clip on {n}": Group(
+            n, spread(CLIPPED, n), steps=5, again=("two_memories",) if n == 2 else ()
+        )
+        for n in (1, 2, 3, 4)
+    },
     "waves and iterations": _waves(),
-    **{f"shared on {n}": Group(n, {"plenty": REPLICATED, "tiny": but(REPLICATED, **TINY),
-                                   # Not every rank has a row of a matrix of two, in the plan's eyes.
-                                   "narrow": REPLICATED.but(ffn=2)},
-                               same=(("plenty", "tiny"),), often=n == 3, again=("delayed",)) for n in (1, 2, 3, 4)},
-    "settings and blocks, shared": Group(2, of_all({label: case.but(strategy="no_shard")
-                                                    for label, case in (SETTINGS | BLOCKS).items()}, **SHARED)),
+    **{
+        f"shared on {n}": Group(
+            n,
+            {
+                "plenty": REPLICATED,
+                "tiny": but(REPLICATED, **TINY),
+                # Not every rank has a row of a matrix of two, in the plan's
+                # eyes.
+                "narrow": REPLICATED.but(ffn=2),
+            },
+            same=(("plenty", "tiny"),),
+            often=n == 3,
+            again=("delayed",),
+        )
+        for n in (1, 2, 3, 4)
+    },
+    "settings and blocks, shared": Group(
+        2,
+        of_all(
+            {label: case.but(strategy="no_shard") for label, case in (SETTINGS | BLOCKS).items()},
+            **SHARED,
+        ),
+    ),
     "blocks, gathered": Group(2, of_all(BLOCKS, **GATHERED)),
     "blocks over layouts": Group(4, BLOCKS_OVER_LAYOUTS),
-    "blocks over two ranks": Group(2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid},
-                                   often=True),
+    "blocks over two ranks": Group(
+        2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid}, often=True
+    ),
     "blocks, hyperball": Group(3, of_all(BLOCKS, **HYPERBALL), steps=5),
     "blocks over layouts, hyperball": Group(4, of_all(BLOCKS_OVER_LAYOUTS, **HYPERBALL), steps=5),
-    **{f"teams of {size} on {n}": _teams(n, size) for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))},
+    **{
+        f"teams of {size} on {n}": _teams(n, size)
+        for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))
+    },
     **{f"variants travel on {n}": _variants_travel(n) for n in (3, 4)},
     **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3, 4)},
-    "clip, replicated parts": Group(  # Adam has the weights; Megatron-FSDP does not note where a part begins
-        4, {label: LAYOUTS_OF_TABLE[label][1].but(strategy="no_shard", attention=CLIP, excluded=("weight",),
-                                         optimizer={"muon_exclude": ["weight"], "muon_tp_mode": "blockwise"})
-            for label in ("tp2 dp2", "tp2, swiglu", "tp2 dp2, latent")}),
+    # Adam has the weights; Megatron-FSDP does not note where a part begins
+    "clip, replicated parts": Group(
+        4,
+        {
+            label: (
+                LAYOUTS_OF_TABLE[label][1].but(
+                    strategy="no_shard",
+                    attention=CLIP,
+                    excluded=("weight",),
+                    optimizer={"muon_exclude": ["weight"], "muon_tp_mode": "blockwise"},
+                )
+            )
+            for label in ("tp2 dp2", "tp2, swiglu", "tp2 dp2, latent")
+        },
+    ),
     **{name: of_layout(name, number) for number, name in enumerate(LAYOUTS_OF_TABLE)},
-}  # fmt: skip
+}

@@ -1,6 +1,8 @@
-"""Runs of the real command line for the tests: torchrun, a tiny model, a tiny data set, and what the log says.
+"""Runs of the real command line for the tests: torchrun, a tiny model, a tiny data set, and what
+the log says.
 
-A run is a subprocess in a directory of its own. Whatever happens to it, none of its processes outlives the call.
+A run is a subprocess in a directory of its own. Whatever happens to it, none of its processes
+outlives the call.
 """
 
 import contextlib
@@ -30,10 +32,35 @@ CAUTIOUS = ("--muon-cautious-weight-decay", "--weight-decay", "0.1")
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 
 TINY = (
-    *("--num-layers", "3", "--hidden-size", "39", "--ffn-hidden-size", "102", "--num-attention-heads", "3"),
-    *("--seq-length", "32", "--max-position-embeddings", "32", "--make-vocab-size-divisible-by", "1"),
+    *(
+        "--num-layers",
+        "3",
+        "--hidden-size",
+        "39",
+        "--ffn-hidden-size",
+        "102",
+        "--num-attention-heads",
+        "3",
+    ),
+    *(
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+        "--make-vocab-size-divisible-by",
+        "1",
+    ),
     *("--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--split", "90,10,0"),
-    *("--micro-batch-size", "2", "--lr", "0.01", "--lr-decay-style", "constant", "--log-interval", "1"),
+    *(
+        "--micro-batch-size",
+        "2",
+        "--lr",
+        "0.01",
+        "--lr-decay-style",
+        "constant",
+        "--log-interval",
+        "1",
+    ),
     *("--eval-iters", "0", "--seed", "7"),
 )
 """A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some ranks."""
@@ -55,10 +82,17 @@ class Iteration:
 
     @classmethod
     def parse(cls, number: str, rest: str) -> "Iteration":
-        # The line may end in another rank's: Megatron prints the text and the end of the line apart.
+        # The line may end in another rank's: Megatron prints the text and the end of the line
+        # apart.
         values = {name: float(value) for name, value in _FIELD.findall(rest)}
         loss, norm = (values.get(name, float("nan")) for name in ("lm loss", "grad norm"))
-        return cls(int(number), loss, norm, values["learning rate"], int(values["number of skipped iterations"]))
+        return cls(
+            int(number),
+            loss,
+            norm,
+            values["learning rate"],
+            int(values["number of skipped iterations"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -93,14 +127,18 @@ class Run:
 
 
 def environment(*, cold: bool = False) -> dict[str, str]:
-    """The environment of a command; what it starts with torchrun has everything imported unless it is `cold`."""
+    """The environment of a command; what it starts with torchrun has everything imported unless it
+    is `cold`.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     warmth = {} if cold else warm.PROCESS.environment()
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **warmth}
 
 
 def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what this process starts for the rest of a test, Pythons and torchruns, have everything imported."""
+    """Let what this process starts for the rest of a test, Pythons and torchruns, have everything
+    imported.
+    """
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", str(warm.PYTHON))
@@ -124,8 +162,17 @@ def torchrun(
         HangError: it took longer than `seconds`.
     """
     # --standalone takes a free port for the rendezvous and another for the process group.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env, cold=cold)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    return run(
+        [*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env, cold=cold
+    )
 
 
 def run(
@@ -136,9 +183,11 @@ def run(
     env: Mapping[str, str] | None = None,
     cold: bool = False,
 ) -> Run:
-    """Run a command in `cwd` with one thread per process; its output comes back with stdout and stderr together.
+    """Run a command in `cwd` with one thread per process; its output comes back with stdout and
+    stderr together.
 
-    A command of this interpreter runs in one that has everything imported, unless it is to start `cold`.
+    A command of this interpreter runs in one that has everything imported, unless it is to start
+    `cold`.
     """
     environ = environment(cold=cold) | dict(env or {})
     if command[0] == warm.COLD and not cold:
@@ -172,11 +221,34 @@ def end_tree(process: "subprocess.Popen[bytes]") -> None:
 
 
 def make_corpus(directory: Path) -> tuple[str, ...]:
-    """Write a tiny indexed data set, the bytes of 60 easily learnt documents; the flags to train on it."""
-    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "ranks", "share", "matrices")
+    """Write a tiny indexed data set, the bytes of 60 easily learnt documents; the flags to train on
+    it.
+    """
+    words = (
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "ranks",
+        "share",
+        "matrices",
+    )
     chance = random.Random(0)
     documents = (" ".join(chance.choices(words, k=120)) for _ in range(60))
     source = directory / "documents.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
     prepare([source], directory / "tiny")
-    return ("--data-path", str(directory / "tiny"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "257")
+    return (
+        "--data-path",
+        str(directory / "tiny"),
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "257",
+    )

@@ -1,19 +1,22 @@
 """Collectives over gloo that are as late as NCCL's may be: what was not waited for is not there.
 
-gloo carries a collective out beside the program, usually before anyone looks; NCCL promises nothing before the wait.
-Within `delayed_collectives` an asynchronous collective is carried out when it is waited for, and no earlier:
+gloo carries a collective out beside the program, usually before anyone looks; NCCL promises nothing
+before the wait. Within `delayed_collectives` an asynchronous collective is carried out when it is
+waited for, and no earlier:
 
     issue   what it will write is filled with NaN, an operand that it writes in place is put aside; nothing is sent
     wait    the ranks compare what they carry out; then what is sent is read, and what is received is written
     after   what was only sent is filled with NaN
 
-A rank sleeps at random, seeded, before both. The work keeps no buffer alive. So whoever reads a buffer too early reads
-NaN, and whoever changes what is sent too early sends the change; a buffer that is freed before the wait, or written to
-although it is being filled, and a collective that nobody waits for, are errors. Ranks that wait in different orders,
-which NCCL allows, would wait for each other here: they get an error that names two of them.
+A rank sleeps at random, seeded, before both. The work keeps no buffer alive. So whoever reads a
+buffer too early reads NaN, and whoever changes what is sent too early sends the change; a buffer
+that is freed before the wait, or written to although it is being filled, and a collective that
+nobody waits for, are errors. Ranks that wait in different orders, which NCCL allows, would wait for
+each other here: they get an error that names two of them.
 
-The methods of ProcessGroup are replaced, so that no function of torch.distributed and no group is left out; one that
-is not in the table below is refused. Collectives that are not asynchronous are delayed and compared, no more.
+The methods of ProcessGroup are replaced, so that no function of torch.distributed and no group is
+left out; one that is not in the table below is refused. Collectives that are not asynchronous are
+delayed and compared, no more.
 """
 
 from __future__ import annotations
@@ -38,9 +41,13 @@ from megatron_muon.core import collectives
 _IN_PLACE, _OUT_AND_IN, _NO_TENSORS = "in place", "out and in", "no tensors"
 _METHODS = {
     **dict.fromkeys(("allreduce", "broadcast", "reduce"), _IN_PLACE),
-    **dict.fromkeys(("allgather", "_allgather_base", "all_gather_single", "gather", "scatter"), _OUT_AND_IN),
+    **dict.fromkeys(
+        ("allgather", "_allgather_base", "all_gather_single", "gather", "scatter"), _OUT_AND_IN
+    ),
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), _OUT_AND_IN),
-    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"), _OUT_AND_IN),
+    **dict.fromkeys(
+        ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"), _OUT_AND_IN
+    ),
     "barrier": _NO_TENSORS,
 }
 """ProcessGroup's collectives, by what their first arguments are; some names are of newer versions of torch alone."""
@@ -70,13 +77,18 @@ def delayed_collectives(seed: int, *, patience_s: float = _PATIENCE_S) -> Iterat
         for name in list(vars(dist.ProcessGroup)):
             method = getattr(dist.ProcessGroup, name)
             if name in _METHODS or "-> c10d::Work" in (getattr(method, "__doc__", None) or ""):
-                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, _replacement(name, method, delays)))
-        # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they are.
+                stack.enter_context(
+                    mock.patch.object(dist.ProcessGroup, name, _replacement(name, method, delays))
+                )
+        # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they
+        # are.
         by_pairs = partial(dist.all_to_all_single, async_op=True)
         stack.enter_context(mock.patch.object(collectives, "exchange_pairs", by_pairs))
         yield
     if delays.under_way:
-        raise DelayedError(f"rank {delays.rank} never waited for {', '.join(map(str, delays.under_way))}")
+        raise DelayedError(
+            f"rank {delays.rank} never waited for {', '.join(map(str, delays.under_way))}"
+        )
 
 
 class _Delays:
@@ -97,7 +109,9 @@ class _Delays:
 
 def _replacement(name: str, method: Callable[..., Any], delays: _Delays) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"delayed collectives do not know ProcessGroup.{name}: add it to {__name__}")
+        raise NotImplementedError(
+            f"delayed collectives do not know ProcessGroup.{name}: add it to {__name__}"
+        )
 
     def issue(group: Any, *args: Any, **kwargs: Any) -> _Delayed:
         delays.sleep()
@@ -107,17 +121,30 @@ def _replacement(name: str, method: Callable[..., Any], delays: _Delays) -> Call
 
 
 class _Delayed:
-    """Stands for the work of a collective, which `wait` carries out. It has nothing else that a work has."""
+    """Stands for the work of a collective, which `wait` carries out. It has nothing else that a
+    work has.
+    """
 
     def __init__(
-        self, name: str, method: Callable[..., Any], delays: _Delays, group: Any, args: Any, kwargs: Any
+        self,
+        name: str,
+        method: Callable[..., Any],
+        delays: _Delays,
+        group: Any,
+        args: Any,
+        kwargs: Any,
     ) -> None:
         delays.issued[group.group_name] += 1
-        self._text = f"{name} {delays.issued[group.group_name]} of ranks {dist.get_process_group_ranks(group)}"
+        self._text = (
+            f"{name} {delays.issued[group.group_name]} of ranks"
+            f" {dist.get_process_group_ranks(group)}"
+        )
         self._method, self._delays, self._group = method, delays, group
         self._args, self._kwargs = args, kwargs
         options = [given for given in (*args, *kwargs.values()) if hasattr(given, "asyncOp")]
-        self._asynchronous = _METHODS[name] != _NO_TENSORS and all(given.asyncOp for given in options)
+        self._asynchronous = _METHODS[name] != _NO_TENSORS and all(
+            given.asyncOp for given in options
+        )
         self._in_place = _METHODS[name] == _IN_PLACE
         self._aside: list[torch.Tensor] = []
         if self._asynchronous:
@@ -155,7 +182,8 @@ class _Delayed:
         else:
             spans = [_span(tensor) for tensor in tensors]
 
-            def held(tensor: torch.Tensor) -> Any:  # an in-place all-gather sends a part of what it writes
+            # an in-place all-gather sends a part of what it writes
+            def held(tensor: torch.Tensor) -> Any:
                 first, end = _span(tensor)
                 overlaps = any(start < end and first < stop for start, stop in spans)
                 return tensor.clone() if overlaps else _Buffer(tensor)
@@ -167,14 +195,18 @@ class _Delayed:
 
     def _tensor(self, buffer: _Buffer) -> torch.Tensor:
         tensor = buffer.tensor()
-        return self._fail("one of its buffers was freed before the wait") if tensor is None else tensor
+        return (
+            self._fail("one of its buffers was freed before the wait") if tensor is None else tensor
+        )
 
     def _fail(self, what: str) -> Any:
         raise DelayedError(f"rank {self._delays.rank} waits for {self}: {what}")
 
     def _meet(self) -> None:
         """Wait until every rank of the group carries out this collective."""
-        mine = torch.frombuffer(bytearray(self._text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8)
+        mine = torch.frombuffer(
+            bytearray(self._text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8
+        )
         everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
         options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = self._delays.patience
@@ -198,7 +230,11 @@ class _Buffer:
     def tensor(self) -> torch.Tensor | None:
         """None where the memory was freed."""
         storage = self._storage()
-        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
+        return (
+            None
+            if storage is None
+            else torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
+        )
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

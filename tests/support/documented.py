@@ -1,6 +1,7 @@
 """The commands that README.md and docs/ show: finds them, and says how each is tried.
 
-A command is a line of an indented or fenced block that begins with a program; a backslash joins lines.
+A command is a line of an indented or fenced block that begins with a program; a backslash joins
+lines.
 """
 
 from __future__ import annotations
@@ -31,14 +32,20 @@ STAND_INS = {
 """Names that a reader replaces, and places that this machine lacks."""
 
 ELSEWHERE = {
-    r"torchrun .* pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "functional/test_command_line.py",
+    r"torchrun .* pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": (
+        "functional/test_command_line.py"
+    ),
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
     r"python -m benchmarks\.mixture": "functional/test_examples.py",
     r"megatron-muon doctor --gpu": "unit/test_gpu_checks.py",
-    r"torchrun --nproc-per-node 8 -m megatron_muon\.tools\.doctor\.gpu": "functional/test_doctor_gpu.py",
+    r"torchrun --nproc-per-node 8 -m megatron_muon\.tools\.doctor\.gpu": (
+        "functional/test_doctor_gpu.py"
+    ),
     r"megatron-muon plan --config .* --hardware my-h100.yaml": "unit/test_gpu_checks.py",
-    r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": "unit/test_plan_command.py",
+    r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": (
+        "unit/test_plan_command.py"
+    ),
     r"megatron-muon rehearse --config": "unit/test_plan_command.py",
     r"\./examples/": "functional/test_sweep.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
@@ -49,14 +56,22 @@ ELSEWHERE = {
 
 NOT_HERE = {
     **{pattern: f"tests/{file} runs it" for pattern, file in ELSEWHERE.items()},
-    r"megatron-muon data prepare --input \$\(": "reads the packages of the environment, found by the shell",
+    r"megatron-muon data prepare --input \$\(": (
+        "reads the packages of the environment, found by the shell"
+    ),
     r"source \.venv/bin/activate": "tests run in the environment that it activates",
-    r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
+    r"sudo scripts/slurm/local_cluster\.sh (start|stop)": (
+        "needs root and SLURM; test_slurm.py does it"
+    ),
     r"export SLURM_CONF=": "belongs to the local SLURM cluster",
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
-    r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
+    r"docker build -f scripts/containers/": (
+        "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py"
+    ),
     r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
-    r"python -m megatron_muon\.tools\.train\.node ": "needs a second machine; test_installed.py runs what a pod runs",
+    r"python -m megatron_muon\.tools\.train\.node ": (
+        "needs a second machine; test_installed.py runs what a pod runs"
+    ),
     r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
@@ -103,7 +118,9 @@ def commands(page: str) -> list[Command]:
     """The commands of a page, in their order."""
     found = []
     for block in blocks((ROOT / page).read_text("utf-8")):
-        found += [Command(page, number, text) for number, text in _joined(block) if PROGRAM.match(text)]
+        found += [
+            Command(page, number, text) for number, text in _joined(block) if PROGRAM.match(text)
+        ]
     return found
 
 
@@ -121,7 +138,9 @@ def copy_repository(folder: Path) -> None:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "local-nvme").mkdir()
-    tasks = re.findall(r"^    (--lr .*)$", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
+    tasks = re.findall(
+        r"^    (--lr .*)$", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE
+    )
     (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
 
 

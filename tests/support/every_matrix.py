@@ -1,7 +1,8 @@
 """Small models of transformers, and a reference that trains them on whole matrices.
 
-A model is trained once by the reference; its start and the gradients of its steps are kept. The optimizer under test
-gets parts of them (`placements`), and each rank compares what it holds with its part of what the reference has.
+A model is trained once by the reference; its start and the gradients of its steps are kept. The
+optimizer under test gets parts of them (`placements`), and each rank compares what it holds with
+its part of what the reference has.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {},
     "normuon": {"moment2_method": "normuon"},
-    "adamuon": {"moment2_method": "adamuon", "moment2_eps": 1e-2},  # of less, elements near zero are rounding alone
+    # of less, elements near zero are rounding alone
+    "adamuon": {"moment2_method": "adamuon", "moment2_eps": 1e-2},
     "hyperball": {"hyperball": True, "weight_decay": 0.0, "adamw_weight_decay": DECAY},
     "all-gather": {"exchange": "allgather"},
     "host": {"offload": "cpu"},
@@ -39,8 +41,10 @@ class Model:
     config: dict[str, Any]
     transposed: Sequence[str] = ()
     flatten: Mapping[str, bool] = field(default_factory=dict)
-    split: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)  # rows of the blocks, repeated
-    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "classifier", "bias")  # parts of names for AdamW
+    # rows of the blocks, repeated
+    split: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)
+    # parts of names for AdamW
+    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "classifier", "bias")
 
     def build(self) -> nn.Module:
         """The model, from seed 0."""
@@ -48,9 +52,14 @@ class Model:
 
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**self.config)
-        config._experts_implementation = "eager"  # grouped products want sizes in multiples of 16 bytes
+        # grouped products want sizes in multiples of 16 bytes
+        config._experts_implementation = "eager"
         is_vision = "image_size" in self.config
-        kind: Any = transformers.AutoModelForImageClassification if is_vision else transformers.AutoModelForCausalLM
+        kind: Any = (
+            transformers.AutoModelForImageClassification
+            if is_vision
+            else transformers.AutoModelForCausalLM
+        )
         return kind.from_config(config, attn_implementation="eager").train()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -68,7 +77,9 @@ class Model:
         if whole.ndim < 2 or (not flat and any(part in name for part in self.excluded)):
             return []
         parts = [whole.flatten(1)] if flat else list(whole.view(-1, *whole.shape[-2:]))
-        return [part.T for part in parts] if any(part in name for part in self.transposed) else parts
+        return (
+            [part.T for part in parts] if any(part in name for part in self.transposed) else parts
+        )
 
     def blocks(self, name: str, rows: int) -> list[slice]:
         """The rows of each of a matrix's blocks."""
@@ -80,15 +91,24 @@ class Model:
         assert ends[-1] == rows
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
-    def muon(self, parameters: Iterable[tuple[str, torch.Tensor]], **settings: Any) -> megatron_muon.Muon:
+    def muon(
+        self, parameters: Iterable[tuple[str, torch.Tensor]], **settings: Any
+    ) -> megatron_muon.Muon:
         """The optimizer under test."""
         mine = {"split": self.split, "transposed": self.transposed, "flatten": self.flatten}
-        common = {"lr": LR, "adamw_lr": ADAMW_LR, "weight_decay": DECAY, "fp32_matmul_prec": "highest"}
+        common = {
+            "lr": LR,
+            "adamw_lr": ADAMW_LR,
+            "weight_decay": DECAY,
+            "fp32_matmul_prec": "highest",
+        }
         return megatron_muon.Muon(parameters, **{**common, **mine, **settings})
 
 
 class ScannedLayer(nn.Module):
-    """Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have them."""
+    """Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +120,13 @@ class ScannedLayer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for ups, downs in zip(self.experts["up_proj"].unbind(), self.experts["down_proj"].unbind(), strict=True):
-            x = x + sum(torch.tanh(x @ up.mT) @ down.mT for up, down in zip(ups.unbind(), downs.unbind(), strict=True))
+        for ups, downs in zip(
+            self.experts["up_proj"].unbind(), self.experts["down_proj"].unbind(), strict=True
+        ):
+            x = x + sum(
+                torch.tanh(x @ up.mT) @ down.mT
+                for up, down in zip(ups.unbind(), downs.unbind(), strict=True)
+            )
         return x
 
 
@@ -118,7 +143,9 @@ class ScannedModel(nn.Module):
         x = self.embed(input_ids)
         for layer in self.model["layers"]:  # type: ignore[union-attr]
             x = layer(x)
-        loss = nn.functional.cross_entropy(self.lm_head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            self.lm_head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
+        )
         return SimpleNamespace(loss=loss)
 
 
@@ -157,9 +184,12 @@ _LATENT = {
 MODELS: dict[str, Model] = {
     "llama": Model({"model_type": "llama", **_TEXT}),
     "qwen3-moe": Model(
-        {"model_type": "qwen3_moe", **_TEXT, **_EXPERTS, "num_experts": 5}, split={"gate_up_proj": (10, 10)}
+        {"model_type": "qwen3_moe", **_TEXT, **_EXPERTS, "num_experts": 5},
+        split={"gate_up_proj": (10, 10)},
     ),
-    "deepseek-v3": Model({"model_type": "deepseek_v3", **_TEXT, **_EXPERTS, **_LATENT}, split={"kv_b_proj": (6, 5)}),
+    "deepseek-v3": Model(
+        {"model_type": "deepseek_v3", **_TEXT, **_EXPERTS, **_LATENT}, split={"kv_b_proj": (6, 5)}
+    ),
     "llama4": Model(  # stacks as (experts, inputs, outputs)
         {"model_type": "llama4_text", **_TEXT, "intermediate_size_mlp": 20, "num_local_experts": 4},
         transposed=("gate_up_proj", "experts.down_proj"),
@@ -172,7 +202,14 @@ MODELS: dict[str, Model] = {
     ),
     "scanned": Scanned({"vocab_size": 50}, split={"up_proj": (4, 6)}),
     "gpt2": Model(
-        {"model_type": "gpt2", "vocab_size": 50, "n_embd": 22, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        {
+            "model_type": "gpt2",
+            "vocab_size": 50,
+            "n_embd": 22,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 32,
+        },
         transposed=("c_attn", "c_proj", "c_fc"),
         split={"c_attn": (22, 22, 22)},
     ),
@@ -194,21 +231,26 @@ MODELS: dict[str, Model] = {
 class Whole:
     """A model's weights, and the reference's optimizers of them: whole matrices in one process."""
 
-    def __init__(self, model: Model, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Model, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    ) -> None:
         from tests.support.reference import SplitAdaptiveMuon, SplitHyperball, SplitMuon
 
         self.model, self.weights = model, {name: weight.clone() for name, weight in weights.items()}
         self._parts: dict[str, list[nn.Parameter]] = {}
         rest: list[dict[str, Any]] = []
         for name, weight in self.weights.items():
-            parts = [nn.Parameter(part) for part in model.matrices(name, weight)]  # which share the weight's memory
+            # which share the weight's memory
+            parts = [nn.Parameter(part) for part in model.matrices(name, weight)]
             for part in parts:
                 part.row_blocks = model.blocks(name, len(part))  # type: ignore[attr-defined]
             if not parts:
                 parts = [nn.Parameter(weight)]
                 rest.append({"params": parts, "weight_decay": DECAY if weight.ndim > 1 else 0.0})
             self._parts[name] = parts
-        taken = [part for parts in self._parts.values() for part in parts if hasattr(part, "row_blocks")]
+        taken = [
+            part for parts in self._parts.values() for part in parts if hasattr(part, "row_blocks")
+        ]
         given: dict[str, Any] = {
             "lr": LR,
             "momentum": 0.95,
@@ -221,16 +263,29 @@ class Whole:
         kind: Any = SplitHyperball if settings.get("hyperball") else SplitMuon
         if settings.get("moment2_method"):
             eps = settings.get("moment2_eps", 1e-8)
-            kind, more = SplitAdaptiveMuon, {"moment2_method": settings["moment2_method"], "beta2": 0.95, "eps": eps}
+            kind, more = (
+                SplitAdaptiveMuon,
+                {
+                    "moment2_method": settings["moment2_method"],
+                    "beta2": 0.95,
+                    "eps": eps,
+                },
+            )
             given |= more
         self._optimizers = [kind(taken, **given)]
         self._optimizers.append(torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), eps=1e-8))
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """One update from whole gradients; of a matrix whose gradient is missing or not finite, none."""
+        """One update from whole gradients; of a matrix whose gradient is missing or not finite,
+        none.
+        """
         for name, parts in self._parts.items():
             whole = gradients.get(name)
-            several = [None] * len(parts) if whole is None else self.model.matrices(name, whole) or [whole]
+            several = (
+                [None] * len(parts)
+                if whole is None
+                else self.model.matrices(name, whole) or [whole]
+            )
             for part, gradient in zip(parts, several, strict=True):
                 part.grad = gradient if gradient is not None and gradient.isfinite().all() else None
         for optimizer in self._optimizers:
@@ -239,7 +294,9 @@ class Whole:
 
 @dataclass(frozen=True)
 class Run:
-    """Weights at the start of a training by the reference, the gradients of each step, and the weights at the end."""
+    """Weights at the start of a training by the reference, the gradients of each step, and the
+    weights at the end.
+    """
 
     start: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor]]
@@ -259,14 +316,18 @@ def trained(name: str) -> Run:
                 p.copy_(whole.weights[key])
         module.zero_grad()
         module(**MODELS[name].batch(step)).loss.backward()
-        gradients.append({key: p.grad.clone() for key, p in module.named_parameters() if p.grad is not None})
+        gradients.append(
+            {key: p.grad.clone() for key, p in module.named_parameters() if p.grad is not None}
+        )
         whole.step(gradients[-1])
     return Run(start, gradients, whole.weights)
 
 
 @functools.cache
 def expected(name: str, settings: str) -> dict[str, torch.Tensor]:
-    """Weights after the gradients of `trained`: by the reference, or by one process where momentum is rounded."""
+    """Weights after the gradients of `trained`: by the reference, or by one process where momentum
+    is rounded.
+    """
     run, given = trained(name), SETTINGS[settings]
     if given.get("momentum_dtype"):
         weights = {key: nn.Parameter(weight.clone()) for key, weight in run.start.items()}

@@ -28,7 +28,8 @@ class Net(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+            for _ in range(2)
         )
         self.narrow, self.back = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
@@ -50,14 +51,18 @@ def device() -> str:
 
 
 def tokens(steps: int) -> list[torch.Tensor]:
-    """A batch for each step, the same on every rank: averages over ranks are the gradients of one process."""
+    """A batch for each step, the same on every rank: averages over ranks are the gradients of one
+    process.
+    """
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(WORDS, (4, 9), generator=generator).to(device()) for _ in range(steps)]
 
 
 @dataclass
 class Training:
-    """A model and its Muon as a framework gives them back; `whole` makes a parameter or state whole. Collective."""
+    """A model and its Muon as a framework gives them back; `whole` makes a parameter or state
+    whole. Collective.
+    """
 
     model: nn.Module
     optimizer: Any
@@ -73,7 +78,10 @@ class Training:
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole weights by name, as the optimizer has them. Collective."""
         names = self.optimizer.selection.names
-        return {name.replace("module.", ""): self.whole(parameter).clone() for parameter, name in names.items()}
+        return {
+            name.replace("module.", ""): self.whole(parameter).clone()
+            for parameter, name in names.items()
+        }
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +93,9 @@ def full_of_uneven(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     parts: list[Any] = [None] * dist.get_world_size(tensor.device_mesh.get_group(-1))
-    dist.all_gather_object(parts, tensor._local_tensor.detach().reshape(-1), group=tensor.device_mesh.get_group(-1))
+    dist.all_gather_object(
+        parts, tensor._local_tensor.detach().reshape(-1), group=tensor.device_mesh.get_group(-1)
+    )
     whole = torch.cat(parts)
     assert whole.numel() >= tensor.numel()
     return whole[: tensor.numel()].view(tensor.shape)  # replicas are equal
@@ -148,7 +158,9 @@ def megatron_fsdp(
     """
     library = importlib.import_module(package or MEGATRON_FSDP)
     options = {
-        "device_mesh": init_device_mesh(device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")),
+        "device_mesh": init_device_mesh(
+            device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")
+        ),
         "dp_shard_dim": "dp",
         "tp_dim": "tp",
         "fsdp_unit_modules": [nn.Sequential],
@@ -169,7 +181,9 @@ def experimental(package: str = "", **settings: Any) -> Training:
     library = importlib.import_module((package or MEGATRON_FSDP) + ".experimental")
     mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     flat = [library.Flat()]
-    placements = importlib.import_module(library.__name__ + ".placement").Placements(["dp"], flat, flat, flat)
+    placements = importlib.import_module(library.__name__ + ".placement").Placements(
+        ["dp"], flat, flat, flat
+    )
     model = Net().to(device())
     for module in (*model.layers, model):
         library.fully_shard(module, mesh, placements)

@@ -22,7 +22,9 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         **_: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -33,6 +35,9 @@ class FusedAdam(torch.optim.Optimizer):
                 state, gradient = self.state[parameter], parameter.grad
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 state["exp_avg"].lerp_(gradient, 1 - beta1)
-                state["exp_avg_sq"] = state["exp_avg_sq"] * beta2 + (1 - beta2) * gradient * gradient  # new memory
+                # new memory
+                state["exp_avg_sq"] = (
+                    state["exp_avg_sq"] * beta2 + (1 - beta2) * gradient * gradient
+                )
                 rms = state["exp_avg_sq"].div(1 - beta2**count).sqrt_().add_(group["eps"])
                 parameter.addcdiv_(state["exp_avg"], rms, value=-group["lr"] / (1 - beta1**count))

@@ -14,7 +14,9 @@ from tests.support.case import HYBRID, LATENT, QUERY_LATENT, SEQUENCE, STACKED, 
 def global_name(name: str, first_expert: int) -> str:
     """A parameter's name without wrappers, its expert counted over all ranks."""
     name = name.replace("module.", "")
-    return re.sub(r"local_experts\.(\d+)", lambda match: f"experts.{first_expert + int(match[1])}", name)
+    return re.sub(
+        r"local_experts\.(\d+)", lambda match: f"experts.{first_expert + int(match[1])}", name
+    )
 
 
 def cut_along(parameter: torch.Tensor) -> int | None:
@@ -28,7 +30,10 @@ def transformer_config(case: Case) -> Any:
 
     more: dict[str, Any] = _expert_settings(case) if case.experts else {}
     if case.latent:
-        more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
+        more |= LATENT | {
+            "rope_type": "rope",
+            "q_lora_rank": QUERY_LATENT if case.query_latent else None,
+        }
         more |= {"add_bias_linear": False}
     if case.hybrid:
         more |= HYBRID | {"is_hybrid_model": True, "normalization": "RMSNorm"}
@@ -97,7 +102,9 @@ def build_gpt(case: Case, config: Any) -> torch.nn.Module:
         first = get_expert_model_parallel_rank() * case.experts // case.expert_parallel
         for name, parameter in model.named_parameters():
             name = global_name(name, first)
-            parameter.copy_(_own_part(parameter, lambda shape, name=name: initial_value(name, shape)))
+            parameter.copy_(
+                _own_part(parameter, lambda shape, name=name: initial_value(name, shape))
+            )
             parameter.requires_grad_(case.trains(name))
     return model
 
@@ -110,8 +117,8 @@ def _gpt_model(case: Case, config: Any) -> Any:
         num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
     )
     if case.latent:
-        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
-        # steps with given gradients are made with such a model.
+        # The core attention of the local spec does not take two head sizes in 0.19. It has no
+        # parameters, and only steps with given gradients are made with such a model.
         spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
     if case.fused_down:  # --mla-down-proj-fusion, which the local spec passes over
         from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -148,7 +155,9 @@ def _hybrid_model(case: Case, config: Any) -> Any:
         )
 
 
-def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
+def _own_part(
+    parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]
+) -> torch.Tensor:
     """This tensor-parallel rank's part of a whole parameter's values."""
     from megatron.core import parallel_state
 
@@ -157,7 +166,9 @@ def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Te
         return whole(parameter.shape)
     dense = getattr(parameter, "allreduce", True)
     group = (
-        parallel_state.get_tensor_model_parallel_group if dense else parallel_state.get_expert_tensor_parallel_group
+        parallel_state.get_tensor_model_parallel_group
+        if dense
+        else parallel_state.get_expert_tensor_parallel_group
     )()
     shape = list(parameter.shape)
     shape[dim] *= group.size()

@@ -1,4 +1,6 @@
-"""Layers of hybrid models with stand-ins of the same parameters for what needs packages for GPUs; they never run."""
+"""Layers of hybrid models with stand-ins of the same parameters for what needs packages for GPUs;
+they never run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from megatron_muon.patching import Patches
 
 
 def build_without_kernels(changes: Patches) -> None:
-    """Let the layers of hybrid models be built without mamba-ssm, flash-linear-attention and Transformer Engine."""
+    """Let the layers of hybrid models be built without mamba-ssm, flash-linear-attention and
+    Transformer Engine.
+    """
     changes.replace(mamba_mixer, "HAVE_MAMBA_SSM", True)
     changes.replace(mamba_mixer, "ExtendedRMSNorm", lambda size, **_settings: _Norm(None, size))
     changes.replace(common, "HAVE_FLA", True)
@@ -28,7 +32,9 @@ def build_without_kernels(changes: Patches) -> None:
     changes.replace(multi_latent_attention, "TELinear", _Linear)
     changes.replace(absorbed_mla, "TELinear", _Linear)
     changes.replace(hybrid_block, "TENorm", _Norm)
-    changes.replace(hybrid_block, "TELayerNormColumnParallelLinear", TELayerNormColumnParallelLinear)
+    changes.replace(
+        hybrid_block, "TELayerNormColumnParallelLinear", TELayerNormColumnParallelLinear
+    )
 
 
 def local_layers(spec: Any) -> Any:
@@ -46,11 +52,18 @@ def local_layers(spec: Any) -> Any:
         if spec is theirs:
             return ours
     if isinstance(spec, functools.partial):
-        return functools.partial(spec.func, **{name: local_layers(part) for name, part in spec.keywords.items()})
+        return functools.partial(
+            spec.func, **{name: local_layers(part) for name, part in spec.keywords.items()}
+        )
     if isinstance(spec, list):
         return [local_layers(part) for part in spec]
-    if isinstance(spec, ModuleSpec) or (dataclasses.is_dataclass(spec) and not isinstance(spec, type)):
-        parts = {field.name: local_layers(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+    if isinstance(spec, ModuleSpec) or (
+        dataclasses.is_dataclass(spec) and not isinstance(spec, type)
+    ):
+        parts = {
+            field.name: local_layers(getattr(spec, field.name))
+            for field in dataclasses.fields(spec)
+        }
         return dataclasses.replace(spec, **parts)
     return spec
 
@@ -66,7 +79,9 @@ class _Norm(torch.nn.Module):
 
 
 class TELayerNormColumnParallelLinear(ColumnParallelLinear):
-    """The parameters of Transformer Engine's class of this name, by which Megatron-FSDP knows what is cut."""
+    """The parameters of Transformer Engine's class of this name, by which Megatron-FSDP knows what
+    is cut.
+    """
 
     def __init__(self, inputs: int, *sizes: int, config: Any, **settings: Any) -> None:
         super().__init__(inputs, *sizes, config=config, **settings)
@@ -77,5 +92,7 @@ class TELayerNormColumnParallelLinear(ColumnParallelLinear):
 class _Linear(torch.nn.Linear):
     """The parameters of Transformer Engine's linear layer."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any
+    ) -> None:
         super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)

@@ -26,7 +26,9 @@ class Killable:
         return [worker.answer()[1] for worker in self._ranks]
 
     def wait(self) -> list[int]:
-        """The exit status of each rank: 1 for an exception, the signal's negative number for a signal."""
+        """The exit status of each rank: 1 for an exception, the signal's negative number for a
+        signal.
+        """
         answers = [worker.answer() for worker in self._ranks]
         self._ranks = []
         return [what if kind == "died" else int(kind != "done") for kind, what in answers]
@@ -50,5 +52,7 @@ def wait_for_iteration(folder: Path, pids: list[int], number: int) -> None:
     while not log.exists() or text not in log.read_text(errors="replace"):
         said = log.read_text(errors="replace")[-3000:] if log.exists() else ""
         assert time.monotonic() < deadline, f"no iteration {number}\n{said}"
-        assert any(map(psutil.pid_exists, pids)), f"the ranks ended before iteration {number}\n{said}"
+        assert any(map(psutil.pid_exists, pids)), (
+            f"the ranks ended before iteration {number}\n{said}"
+        )
         time.sleep(0.02)

@@ -1,4 +1,6 @@
-"""Folders of runs as a training leaves them: events by the real SummaryWriter, facts, config and summary."""
+"""Folders of runs as a training leaves them: events by the real SummaryWriter, facts, config and
+summary.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from typing import Any
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
-FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
+FACTS = {
+    "muon_parameters": 1000,
+    "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000},
+}
 PEAK = 90.5 * 2**20
 
 
@@ -36,11 +41,19 @@ def make_run(
     skipped: int = 0,
     summary: bool = True,
 ) -> Path:
-    """Write a run of `steps` steps with a validation after every few; `args` are Megatron's, `run` adds to run.json."""
+    """Write a run of `steps` steps with a validation after every few; `args` are Megatron's, `run`
+    adds to run.json.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     folder.mkdir(parents=True)
-    of_megatron = {"seq_length": SEQ_LENGTH, "optimizer": optimizer, "lr": lr, "seed": seed, "train_iters": steps}
+    of_megatron = {
+        "seq_length": SEQ_LENGTH,
+        "optimizer": optimizer,
+        "lr": lr,
+        "seed": seed,
+        "train_iters": steps,
+    }
     of_megatron |= {"global_batch_size": BATCH, **(args or {})}
     began = 1000.0
     with SummaryWriter(log_dir=str(folder / "tensorboard")) as writer:
@@ -48,7 +61,12 @@ def make_run(
             writer.add_text(name, str(value), global_step=0, walltime=began)
         for step in range(1, steps + 1):
             now = began + step * STEP_S
-            scalars = {"lm loss": loss(step), "batch-size": BATCH, "iteration-time": STEP_S, "optimizer-time": 0.04}
+            scalars = {
+                "lm loss": loss(step),
+                "batch-size": BATCH,
+                "iteration-time": STEP_S,
+                "optimizer-time": 0.04,
+            }
             scalars["mem-max-allocated-bytes"] = PEAK
             if step % every == 0 and validation:
                 scalars["lm loss validation"] = loss(step) + 0.1
@@ -60,15 +78,32 @@ def make_run(
         if validation:  # the test set, under the same tag
             writer.add_scalar("lm loss validation", 9.0, steps, walltime=now)
     (folder / "tensorboard" / "facts.json").write_text(json.dumps(FACTS))
-    given = {"--optimizer": optimizer, "--lr": lr, "--seed": str(seed), "--train-iters": str(steps), **(flags or {})}
+    given = {
+        "--optimizer": optimizer,
+        "--lr": lr,
+        "--seed": str(seed),
+        "--train-iters": str(steps),
+        **(flags or {}),
+    }
     lines = [f"  {name}: {value}" for name, value in given.items()]
     (folder / "config.yaml").write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
     if summary:
         diverged = not math.isfinite(loss(steps))
-        found = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
+        found = {
+            "outcome": outcome,
+            "status": 0,
+            "diverged": diverged,
+            "seconds": 9.5,
+            "iterations": steps,
+        }
         (folder / "summary.json").write_text(json.dumps(found))
         started = {
-            **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "ranks": 2, "device": "cpu"},
+            **{
+                "command": "megatron-muon sweep ...",
+                "torchrun": "torchrun x",
+                "ranks": 2,
+                "device": "cpu",
+            },
             **{"commit": "abc", "dirty": False, "versions": {"python": "3.12.1"}},
             "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64"},
         }

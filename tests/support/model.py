@@ -1,4 +1,5 @@
-"""A case's model under the real Megatron-FSDP with the real optimizer, for tests that run on several ranks.
+"""A case's model under the real Megatron-FSDP with the real optimizer, for tests that run on
+several ranks.
 
 Runs in the workers; importing it imports no Megatron.
 """
@@ -66,22 +67,32 @@ class Trainer:
             pg_collection=self.groups,
         )
         self._buffer = self.model.param_and_grad_buffer
-        first = parallel_state.get_expert_model_parallel_rank() * case.experts // case.expert_parallel
+        first = (
+            parallel_state.get_expert_model_parallel_rank() * case.experts // case.expert_parallel
+        )
         self.parameters = {
-            global_name(name, first): parameter for name, parameter in self._buffer.optimizer_named_parameters
+            global_name(name, first): parameter
+            for name, parameter in self._buffer.optimizer_named_parameters
         }
         self.shapes = {}
-        for shapes in self._of_all_ranks({name: tuple(p.shape) for name, p in self.parameters.items()}):
+        for shapes in self._of_all_ranks(
+            {name: tuple(p.shape) for name, p in self.parameters.items()}
+        ):
             self.shapes.update(shapes)
         self.optimizer = _optimizer(case, self.model, self.groups)
         self._schedule = _schedule(case, self.optimizer, steps)
         config.grad_scale_func = self.optimizer.scale_loss
         if case.overlap or case.strategy in ("optim_grads", "optim_grads_params"):
-            config.no_sync_func = self.model.no_sync  # as megatron.training does under --overlap-grad-reduce
+            # as megatron.training does under --overlap-grad-reduce
+            config.no_sync_func = self.model.no_sync
         self.steps_done = 0
 
-    def step(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of) -> Any:
-        """One optimizer step with given whole gradients, written where Megatron-FSDP keeps the reduced ones."""
+    def step(
+        self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of
+    ) -> Any:
+        """One optimizer step with given whole gradients, written where Megatron-FSDP keeps the
+        reduced ones.
+        """
         self.optimizer.zero_grad()
         attach = self._buffer.update_main_grads
 
@@ -99,7 +110,8 @@ class Trainer:
         return result
 
     def train(self, tokens: torch.Tensor, *, micro_batches: int = 1) -> tuple[float, Any]:
-        """One training step as megatron.training makes it; the mean loss of the global batch, and step()'s result.
+        """One training step as megatron.training makes it; the mean loss of the global batch, and
+        step()'s result.
 
         Args:
             tokens: `(global batch, SEQUENCE + 1)`, the same on every rank.
@@ -107,7 +119,9 @@ class Trainer:
         """
         from megatron.core.distributed import finalize_model_grads
 
-        self.model.config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
+        self.model.config.finalize_model_grads_func = (
+            None if self.case.own_loop else finalize_model_grads
+        )
         ranks = self.groups.dp.size()
         mine = tokens.chunk(ranks)[self.groups.dp.rank()]
         assert len(mine) * ranks == len(tokens)
@@ -121,10 +135,14 @@ class Trainer:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter's main weight, whole, put together from the shards of all ranks."""
-        return self.assemble({name: p._local_tensor for name, p in self.parameters.items()}, self.shapes)
+        return self.assemble(
+            {name: p._local_tensor for name, p in self.parameters.items()}, self.shapes
+        )
 
     def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
-        """A slot of the optimizer state, whole, of every parameter that has it; no second moments under TP."""
+        """A slot of the optimizer state, whole, of every parameter that has it; no second moments
+        under TP.
+        """
         if slot != "momentum_buffer" and max(self.case.tensor, self.case.expert_tensor) > 1:
             return {}
         state = {name: state[slot] for name, state in self.states().items() if slot in state}
@@ -163,12 +181,16 @@ class Trainer:
             group = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
             if group.main_grad_buffer is None:
                 continue
-            place = group.main_grad_buffer.get_item(group.main_grad_buffer.param_idx[original], only_shard=sharded)
+            place = group.main_grad_buffer.get_item(
+                group.main_grad_buffer.param_idx[original], only_shard=sharded
+            )
             whole = gradient(name, self.shapes[name], self.steps_done)
             place.copy_(whole[self._place(name)].reshape(-1))
 
     def _place(self, name: str) -> tuple[slice, ...]:
-        """Which part of the whole parameter this rank's shard is, from Megatron-FSDP's own notes on where it cut."""
+        """Which part of the whole parameter this rank's shard is, from Megatron-FSDP's own notes on
+        where it cut.
+        """
         parameter = self.parameters[name]
         original, shard = parameter.orig_param, parameter._local_tensor
         starts = [0] * original.ndim
@@ -178,10 +200,15 @@ class Trainer:
         if (dim := cut_along(original)) is not None:
             group = self.groups.tp if getattr(original, "allreduce", True) else self.groups.expt_tp
             starts[dim] += group.rank() * original.shape[dim]
-        return tuple(slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True))
+        return tuple(
+            slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True)
+        )
 
-    def assemble(self, shards: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Whole tensors from the shards of all ranks; every element is there, and replicas agree to the last bit.
+    def assemble(
+        self, shards: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors from the shards of all ranks; every element is there, and replicas agree to
+        the last bit.
 
         Args:
             shards: this rank's, by the name of the parameter that is cut in the same way.
@@ -202,11 +229,15 @@ class Trainer:
                 values = whole.setdefault(name, torch.full(shape, torch.nan))
                 held = seen.setdefault(name, torch.zeros(shape, dtype=torch.int32))
                 twice = held[place] > 0
-                assert torch.equal(values[place][twice], shard[twice]), f"{name}: rank {rank} has other values"
+                assert torch.equal(values[place][twice], shard[twice]), (
+                    f"{name}: rank {rank} has other values"
+                )
                 values[place] = shard
                 held[place] += 1
         for name, held in seen.items():
-            assert held.min() == held.max() > 0, f"{name}: elements are held by {held.tolist()} ranks"
+            assert held.min() == held.max() > 0, (
+                f"{name}: elements are held by {held.tolist()} ranks"
+            )
         return whole
 
     @staticmethod
@@ -217,18 +248,27 @@ class Trainer:
 
 
 def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, float]:
-    """In a worker: gradient norm and number of zeros of the first step, by megatron-core's DDP and Adam on one rank."""
+    """In a worker: gradient norm and number of zeros of the first step, by megatron-core's DDP and
+    Adam on one rank.
+    """
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     assert world_size == 1
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = transformer_config(case)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), build_gpt(case, config))
+    model = DistributedDataParallel(
+        config, DistributedDataParallelConfig(), build_gpt(case, config)
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, log_num_zeros_in_grad=True), [model]
+        OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, log_num_zeros_in_grad=True),
+        [model],
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -257,7 +297,11 @@ def sabotaged(how: str) -> Iterator[None]:
                 chunk.updates[there] = orthogonalized(orthogonalizer, shard).view(-1)
             rows.apply(chunk)
 
-    orthogonalize, of_wave, end = Orthogonalizer.orthogonalize_stack, Exchange._orthogonalize, Hyperball.end
+    orthogonalize, of_wave, end = (
+        Orthogonalizer.orthogonalize_stack,
+        Exchange._orthogonalize,
+        Hyperball.end,
+    )
     skipped: list[Any] = []
 
     def skip_a_stack(self: Any, stack: Any, *rest: Any) -> Any:
@@ -277,7 +321,10 @@ def sabotaged(how: str) -> Iterator[None]:
     replaced = {
         "": (),
         "shard": ((Exchange, "run", orthogonalise_the_shard),),
-        "skip": ((Orthogonalizer, "orthogonalize_stack", skip_a_stack), (Exchange, "_orthogonalize", once_a_wave)),
+        "skip": (
+            (Orthogonalizer, "orthogonalize_stack", skip_a_stack),
+            (Exchange, "_orthogonalize", once_a_wave),
+        ),
         "norms": ((Hyperball, "end", norms_of_shards),),
     }
     with ExitStack() as stack:
@@ -321,7 +368,9 @@ def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
     )
 
 
-def _forward_backward(model: torch.nn.Module, tokens: torch.Tensor, micro_batches: int) -> list[Any]:
+def _forward_backward(
+    model: torch.nn.Module, tokens: torch.Tensor, micro_batches: int
+) -> list[Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     assert len(tokens) % micro_batches == 0

@@ -1,7 +1,9 @@
-"""Reads the file of an offline run of Weights & Biases: metrics and config, as an upload would send them.
+"""Reads the file of an offline run of Weights & Biases: metrics and config, as an upload would send
+them.
 
-The file is a log of LevelDB's form after a header of 7 bytes: blocks of 32 KiB with parts of records, each after a
-checksum, a length of two bytes and a type: whole (1), the first part of a record (2), another (3) or the last (4).
+The file is a log of LevelDB's form after a header of 7 bytes: blocks of 32 KiB with parts of
+records, each after a checksum, a length of two bytes and a type: whole (1), the first part of a
+record (2), another (3) or the last (4).
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[int, float]], dict[str, Any]]:
-    """Config, metrics by name and step, and the run itself (id, name, group), of the run in a folder."""
+    """Config, metrics by name and step, and the run itself (id, name, group), of the run in a
+    folder.
+    """
     config: dict[str, Any] = {}
     metrics: dict[str, dict[int, float]] = {}
     about: dict[str, Any] = {}
@@ -44,7 +48,11 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[int, float]], dic
         for item in (*record.config.update, *record.run.config.update):
             config["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
         if record.HasField("run"):
-            about = {"id": record.run.run_id, "name": record.run.display_name, "group": record.run.run_group}
+            about = {
+                "id": record.run.run_id,
+                "name": record.run.display_name,
+                "group": record.run.run_group,
+            }
         for item in record.history.item:
             name = "/".join(item.nested_key) or item.key
             metrics.setdefault(name, {})[record.history.step.num] = json.loads(item.value_json)

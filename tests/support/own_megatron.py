@@ -1,7 +1,8 @@
-"""A pretraining script of someone's own, as Megatron-LM's are, for tests/functional/test_own_megatron.py.
+"""A pretraining script of someone's own, as Megatron-LM's are, for
+tests/functional/test_own_megatron.py.
 
-The environment variable ENABLE says where it enables Muon: "first", or "last", after Megatron's functions have been
-imported by name, and again; else nowhere. It prints a checksum of the weights.
+The environment variable ENABLE says where it enables Muon: "first", or "last", after Megatron's
+functions have been imported by name, and again; else nowhere. It prints a checksum of the weights.
 """
 
 import os
@@ -43,7 +44,9 @@ def loss_func(loss_mask, output):
 def forward_step(data_iterator, model):
     models.add(model)
     batch = {name: value.cuda() for name, value in next(data_iterator).items()}
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
     return output, partial(loss_func, batch["loss_mask"])
 
 
@@ -66,11 +69,15 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
-    args = parse_args(lambda parser: parser.add_argument("--device") and parser)  # a flag of pretrain_gpt.py's name
+    # a flag of pretrain_gpt.py's name
+    args = parse_args(lambda parser: parser.add_argument("--device") and parser)
     validate_args(args, {"tokenizer_type": "GPT2BPETokenizer"})
     set_global_variables(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
     for model in models:
-        weights = [getattr(p, "_local_tensor", p).detach().cpu().numpy().tobytes() for p in model.parameters()]
+        weights = [
+            getattr(p, "_local_tensor", p).detach().cpu().numpy().tobytes()
+            for p in model.parameters()
+        ]
         sys.stdout.write(f"weights of rank {args.rank}: {zlib.crc32(b''.join(weights))}\n")

@@ -1,7 +1,9 @@
-"""Trains cases with given gradients on several ranks, and compares weights and state with the independent reference.
+"""Trains cases with given gradients on several ranks, and compares weights and state with the
+independent reference.
 
-Newton-Schulz runs in fp32 on both sides and on the same blocks, no sum depends on the number of ranks, and elementwise
-arithmetic is written in the same order. `tolerance` says what rounds all the same.
+Newton-Schulz runs in fp32 on both sides and on the same blocks, no sum depends on the number of
+ranks, and elementwise arithmetic is written in the same order. `tolerance` says what rounds all the
+same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ SLOTS = {"momentum": "momentum_buffer", "second moment": "moment2_buffer"}
 
 @dataclass(frozen=True)
 class Seen:
-    """Whole shapes, data-parallel ranks, and weights and state after the first step and after all `steps`."""
+    """Whole shapes, data-parallel ranks, and weights and state after the first step and after all
+    `steps`.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     ranks: int
@@ -30,7 +34,12 @@ class Seen:
 
 
 def run(
-    rank: int, world_size: int, *, cases: Mapping[str, Case], sabotage: Mapping[str, str] | None = None, steps: int = 3
+    rank: int,
+    world_size: int,
+    *,
+    cases: Mapping[str, Case],
+    sabotage: Mapping[str, str] | None = None,
+    steps: int = 3,
 ) -> Any:
     """In a worker: train every case, with the bug that `sabotage` names for it; a `Seen` of each."""
     seen: dict[str, Any] = {}
@@ -39,7 +48,9 @@ def run(
         seen[label] = Seen(trainer.shapes, trainer.groups.dp_cp.size(), steps, {})
         with sabotaged(sabotage[label] if sabotage else ""):
             for step in range(1, steps + 1):
-                assert (step_with_logits if case.clips else Trainer.step)(trainer)[0], f"{label}: a step was skipped"
+                assert (step_with_logits if case.clips else Trainer.step)(trainer)[0], (
+                    f"{label}: a step was skipped"
+                )
                 if step in (1, steps):
                     state = {kind: trainer.whole_state(slot) for kind, slot in SLOTS.items()}
                     seen[label].after[step] = {"weight": trainer.whole()} | state
@@ -47,11 +58,17 @@ def run(
 
 
 def step_with_logits(trainer: Trainer, *, scale: float = 1.0) -> Any:
-    """A step with given gradients, before which the attention of every layer has kept logits as in a forward pass."""
+    """A step with given gradients, before which the attention of every layer has kept logits as in
+    a forward pass.
+    """
     case, tensor_parallel = trainer.case, trainer.groups.tp
     here = case.heads // case.tensor
     mine = slice(tensor_parallel.rank() * here, (tensor_parallel.rank() + 1) * here)
-    cores = [module.core_attention for module in trainer.model.modules() if hasattr(module, "core_attention")]
+    cores = [
+        module.core_attention
+        for module in trainer.model.modules()
+        if hasattr(module, "core_attention")
+    ]
 
     def gradient(*what: Any) -> torch.Tensor:
         for layer, core in enumerate(cores):
@@ -63,23 +80,30 @@ def step_with_logits(trainer: Trainer, *, scale: float = 1.0) -> Any:
 
 
 def logits_of(case: Case, layer: int, step: int, rank: int) -> torch.Tensor:
-    """The largest logits of a layer's heads as one data-parallel rank sees them: about half are over the threshold."""
-    return case.attention["qk_clip_threshold"] + 0.5 * values_of(f"{layer}", (case.heads,), salt=f"logits{step}/{rank}")
+    """The largest logits of a layer's heads as one data-parallel rank sees them: about half are
+    over the threshold.
+    """
+    return case.attention["qk_clip_threshold"] + 0.5 * values_of(
+        f"{layer}", (case.heads,), salt=f"logits{step}/{rank}"
+    )
 
 
 def tolerance(case: Case) -> float:
     """How far weights and state may be from the reference.
 
-    Under `no_shard` nothing, as upstream's own class runs there: the last bit agrees. A sharded Muon multiplies blocks
-    of equal shape in batches and iterates some of them by their Gram matrix: products that round otherwise, by 1e-7 of
-    an update of size 0.01 in a step. Teams sum in another order too, norms add up over ranks. Adaptive Muon divides by
-    a second moment: for AdaMuon an element near zero turns such a rounding into a part of an update of size 0.05; with
-    cautious decay its sign decides, too.
+    Under `no_shard` nothing, as upstream's own class runs there: the last bit agrees. A sharded
+    Muon multiplies blocks of equal shape in batches and iterates some of them by their Gram matrix:
+    products that round otherwise, by 1e-7 of an update of size 0.01 in a step. Teams sum in another
+    order too, norms add up over ranks. Adaptive Muon divides by a second moment: for AdaMuon an
+    element near zero turns such a rounding into a part of an update of size 0.05; with cautious
+    decay its sign decides, too.
     """
     settings = case.settings
     if settings["optimizer"] == "adaptive_muon":
         normuon = settings.get("adaptive_muon_moment2_method") == "normuon"
-        return (4e-6 if normuon else 1e-4) * (10 if settings.get("muon_cautious_weight_decay") else 1)
+        return (4e-6 if normuon else 1e-4) * (
+            10 if settings.get("muon_cautious_weight_decay") else 1
+        )
     if settings.get("muon_team_size", "1") != "1":
         return 4e-6
     if case.frozen or case.trainable is not None:
@@ -96,14 +120,22 @@ def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "")
     for step in range(1, seen.steps + 1):
         reference.step()
         if case.clips:
-            clipped += reference.clip(lambda layer, before=step - 1: largest_logits(case, layer, before, seen.ranks))
+            clipped += reference.clip(
+                lambda layer, before=step - 1: largest_logits(case, layer, before, seen.ranks)
+            )
         if step in seen.after:
             for kind, found in seen.after[step].items():
                 expected = reference.whole() if kind == "weight" else reference.state(SLOTS[kind])
                 if kind == "weight":  # some frozen ones are not the optimizer's
-                    expected = {name: value for name, value in expected.items() if name in found or case.trains(name)}
+                    expected = {
+                        name: value
+                        for name, value in expected.items()
+                        if name in found or case.trains(name)
+                    }
                 offloaded = kind != "weight" and case.settings.get("muon_offload", "none") != "none"
-                if offloaded or (kind == "second moment" and max(case.tensor, case.expert_tensor) > 1):
+                if offloaded or (
+                    kind == "second moment" and max(case.tensor, case.expert_tensor) > 1
+                ):
                     continue  # not put together
                 assert found.keys() == expected.keys(), f"{label}: {kind}"
                 for name in expected:
@@ -112,14 +144,18 @@ def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "")
                         expected[name],
                         rtol=0.0,
                         atol=tolerance(case) if atol is None else atol,
-                        msg=lambda text, n=name, k=kind, s=step: f"{label} {n}, {k} after {s} steps: {text}",
+                        msg=lambda text, n=name, k=kind, s=step: (
+                            f"{label} {n}, {k} after {s} steps: {text}"
+                        ),
                     )
     assert clipped or not case.clips, f"{label}: nothing to clip"
 
 
 def largest_logits(case: Case, layer: int, step: int, ranks: int) -> Sequence[float]:
     """Of each head, the largest logit that any rank has seen."""
-    return torch.stack([logits_of(case, layer, step, rank) for rank in range(ranks)]).amax(0).tolist()
+    return (
+        torch.stack([logits_of(case, layer, step, rank) for rank in range(ranks)]).amax(0).tolist()
+    )
 
 
 def assert_same_bits(one: Seen, other: Seen, label: str = "") -> None:
@@ -127,13 +163,18 @@ def assert_same_bits(one: Seen, other: Seen, label: str = "") -> None:
     for step in one.after.keys() & other.after.keys():
         for kind, tensors in one.after[step].items():
             others = other.after[step][kind]
-            assert not tensors or not others or tensors.keys() == others.keys(), label  # offloaded state is not seen
+            # offloaded state is not seen
+            assert not tensors or not others or tensors.keys() == others.keys(), label
             for name in tensors.keys() & others.keys():
-                assert torch.equal(tensors[name], others[name]), f"{label}: {name}, {kind} after {step} steps"
+                assert torch.equal(tensors[name], others[name]), (
+                    f"{label}: {name}, {kind} after {step} steps"
+                )
 
 
 class Step(NamedTuple):
-    """A training step's mean loss, gradient norm, zeros among the gradients and largest attention logit."""
+    """A training step's mean loss, gradient norm, zeros among the gradients and largest attention
+    logit.
+    """
 
     loss: float
     norm: float
@@ -145,7 +186,13 @@ Curve = list[Step]
 
 
 def curves(
-    rank: int, world_size: int, *, cases: Mapping[str, Case], steps: int, micro_batches: int = 1, same: bool = False
+    rank: int,
+    world_size: int,
+    *,
+    cases: Mapping[str, Case],
+    steps: int,
+    micro_batches: int = 1,
+    same: bool = False,
 ) -> dict[str, Curve]:
     """In a worker: train every case on batches of its own for each step, or always the `same` one."""
     seen: dict[str, Curve] = {label: [] for label in cases}

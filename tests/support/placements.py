@@ -1,4 +1,6 @@
-"""Every way in which ranks hold the weights of a model, as DTensors on one mesh or several, cut by `torch.chunk`."""
+"""Every way in which ranks hold the weights of a model, as DTensors on one mesh or several, cut by
+`torch.chunk`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Cut:
     sets: tuple[tuple[int, ...], ...] = ()
 
     def of(self, shape: Sequence[int]) -> list[Placement]:
-        """The placements of a parameter: Replicate for dimensions that it lacks, rows of a convolution."""
+        """The placements of a parameter: Replicate for dimensions that it lacks, rows of a
+        convolution.
+        """
         is_convolution = len(shape) > 3 and shape[-1] == shape[-2]
         found: list[Placement] = []
         for place, one in enumerate(self.placements.split()):
@@ -38,7 +42,9 @@ class Cut:
             if one == "R" or dim >= len(shape):
                 found.append(Replicate())
             elif one[0] == "s":
-                later = zip(self.placements.split()[place + 1 :], self.mesh[place + 1 :], strict=True)
+                later = zip(
+                    self.placements.split()[place + 1 :], self.mesh[place + 1 :], strict=True
+                )
                 factor = math.prod(size for other, size in later if other == f"S{dim}")
                 found.append(_StridedShard(dim, split_factor=factor))
             else:
@@ -50,7 +56,10 @@ PLAIN = Cut((), "")
 
 
 def _along(placements: str, experts: str = "") -> dict[int, tuple[Cut, Cut]]:
-    return {size: (Cut((size,), placements), Cut((size,), experts or placements)) for size in (1, 2, 3, 4)}
+    return {
+        size: (Cut((size,), placements), Cut((size,), experts or placements))
+        for size in (1, 2, 3, 4)
+    }
 
 
 def _on(mesh: tuple[int, ...], dense: str, experts: str) -> dict[int, tuple[Cut, Cut]]:
@@ -101,9 +110,18 @@ def _mesh(shape: tuple[int, ...], sets: tuple[tuple[int, ...], ...]) -> tuple[De
     return meshes[number], number, len(sets)
 
 
-def part_of(whole: torch.Tensor, mesh: tuple[int, ...], place: Sequence[int], placements: Sequence[Placement]) -> Any:
-    """What a rank holds: one axis of the mesh cuts after the other, _StridedShard last, as FSDP does after EP or TP."""
-    for axis in sorted(range(len(mesh)), key=lambda axis: isinstance(placements[axis], _StridedShard)):
+def part_of(
+    whole: torch.Tensor,
+    mesh: tuple[int, ...],
+    place: Sequence[int],
+    placements: Sequence[Placement],
+) -> Any:
+    """What a rank holds: one axis of the mesh cuts after the other, _StridedShard last, as FSDP
+    does after EP or TP.
+    """
+    for axis in sorted(
+        range(len(mesh)), key=lambda axis: isinstance(placements[axis], _StridedShard)
+    ):
         cut = placements[axis]
         if not isinstance(cut, Replicate):
             pieces = whole.chunk(mesh[axis], dim=cut.dim)  # type: ignore[attr-defined]
@@ -118,7 +136,9 @@ class Held:
     def __init__(self, layout: str) -> None:
         self._cuts = LAYOUTS[layout][dist.get_world_size() if dist.is_initialized() else 1]
 
-    def _cut(self, name: str, whole: torch.Tensor) -> tuple[Cut, torch.Tensor, tuple[DeviceMesh, int, int] | None]:
+    def _cut(
+        self, name: str, whole: torch.Tensor
+    ) -> tuple[Cut, torch.Tensor, tuple[DeviceMesh, int, int] | None]:
         cut = self._cuts[".experts." in name]
         if cut == PLAIN:
             return cut, whole, None
@@ -144,14 +164,21 @@ class Held:
         if found is None:
             return local
         return DTensor.from_local(
-            local, found[0], cut.of(whole.shape), run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+            local,
+            found[0],
+            cut.of(whole.shape),
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.contiguous().stride(),
         )
 
     def parameters(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
         """Parameters with these values."""
         return {name: nn.Parameter(self.tensor(name, whole)) for name, whole in wholes.items()}
 
-    def give(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+    def give(
+        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+    ) -> None:
         """Give parameters their parts of whole gradients, none where there is none."""
         for name, p in parameters.items():
             p.grad = self.tensor(name, gradients[name]) if name in gradients else None
@@ -197,7 +224,9 @@ def in_watched_memory(parameter: torch.Tensor) -> Any:
 
 def bits(parameters: Mapping[str, torch.Tensor]) -> bytes:
     """All that this rank holds."""
-    return b"".join(np.ascontiguousarray(local_of(p).numpy()).tobytes() for p in parameters.values())
+    return b"".join(
+        np.ascontiguousarray(local_of(p).numpy()).tobytes() for p in parameters.values()
+    )
 
 
 def tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:

@@ -1,9 +1,10 @@
 """A pool of worker processes that run one function on several gloo ranks.
 
-The workers live for the whole test run, forked from the process that has imported torch and Megatron (warm.py). A
-worker forks a child for each task: gloo keeps threads of every process group until its process ends (a few hundred
-tasks would leave thousands of them polling), and what a task leaves behind cannot reach the next one. A task that
-fails, hangs or dies ends the pool, and the next one starts a fresh one.
+The workers live for the whole test run, forked from the process that has imported torch and
+Megatron (warm.py). A worker forks a child for each task: gloo keeps threads of every process group
+until its process ends (a few hundred tasks would leave thousands of them polling), and what a task
+leaves behind cannot reach the next one. A task that fails, hangs or dies ends the pool, and the
+next one starts a fresh one.
 """
 
 from __future__ import annotations
@@ -50,9 +51,15 @@ class Pool:
         self._tasks = 0
 
     def __call__(
-        self, world_size: int, function: Callable[..., Any], *, timeout_s: float = ANSWER_S, **kwargs: Any
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *,
+        timeout_s: float = ANSWER_S,
+        **kwargs: Any,
     ) -> list[Any]:
-        """Run `function(rank, world_size, **kwargs)` on every rank; what the ranks returned, by rank.
+        """Run `function(rank, world_size, **kwargs)` on every rank; what the ranks returned, by
+        rank.
 
         Args:
             world_size: number of ranks.
@@ -121,7 +128,9 @@ class Pool:
 
 
 class _Worker:
-    """One worker process and the parent's end of its pipe. What it sends is pickled without torch's shared memory."""
+    """One worker process and the parent's end of its pipe. What it sends is pickled without torch's
+    shared memory.
+    """
 
     def __init__(self, index: int, folder: Path) -> None:
         self.log = folder / f"worker-{index}-{time.monotonic_ns()}.log"
@@ -145,7 +154,9 @@ class _Worker:
             os.killpg(self.pid, number)
 
     def answer(self) -> tuple[str, Any]:
-        """Wait for what becomes of a task: ("started", id), ("done", result), ("raised", text), ("died", status)."""
+        """Wait for what becomes of a task: ("started", id), ("done", result), ("raised", text),
+        ("died", status).
+        """
         try:
             found: tuple[str, Any] = self.connection.recv()
         except (EOFError, ConnectionError):
@@ -163,7 +174,9 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
     deadline = time.monotonic() + timeout_s
     while len(answers) < len(workers):
         waiting = {worker.connection: worker for worker in workers if worker not in answers}
-        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready = multiprocessing.connection.wait(
+            list(waiting), max(0.0, deadline - time.monotonic())
+        )
         if not ready:
             for worker in waiting.values():
                 worker.signal(signal.SIGUSR1)  # see faulthandler below: it says where it is
@@ -198,7 +211,8 @@ def _work(index: int, address: str) -> None:
         except (EOFError, ConnectionError):
             return
         importlib.import_module(task[0])  # once for all tasks of a module
-        gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
+        # what is shared with children stays shared: a collection in one would write to every page
+        gc.freeze()
         child = os.fork()
         if child == 0:
             connection.send(("started", os.getpid()))
@@ -210,7 +224,13 @@ def _work(index: int, address: str) -> None:
 
 
 def _answer(
-    rank: int, module: str, name: str, world_size: int, store: str, around: Any, kwargs: dict[str, Any]
+    rank: int,
+    module: str,
+    name: str,
+    world_size: int,
+    store: str,
+    around: Any,
+    kwargs: dict[str, Any],
 ) -> bytes:
     import torch.distributed as dist
 
@@ -223,9 +243,13 @@ def _answer(
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
         os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world_size),
         )
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as torchrun does; the process group is there
+        # as torchrun does; the process group is there
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
         function = getattr(importlib.import_module(module), name)
         with contextlib.ExitStack() as stack:
             if around is not None:

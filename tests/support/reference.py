@@ -1,7 +1,9 @@
-"""An independent optimizer on whole matrices in one process: what sharded training has to reproduce.
+"""An independent optimizer on whole matrices in one process: what sharded training has to
+reproduce.
 
-Muon is emerging-optimizers' own class (torch.optim.Muon iterates in bf16 only), with a QKV split by row indices; the
-rest is torch's AdamW or Adam, or emerging-optimizers' Lion. Nothing of megatron_muon or of Megatron is used.
+Muon is emerging-optimizers' own class (torch.optim.Muon iterates in bf16 only), with a QKV split by
+row indices; the rest is torch's AdamW or Adam, or emerging-optimizers' Lion. Nothing of
+megatron_muon or of Megatron is used.
 """
 
 from __future__ import annotations
@@ -14,11 +16,21 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.support.case import HYBRID, LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
+from tests.support.case import (
+    HYBRID,
+    LATENT,
+    QUERY_LATENT,
+    Case,
+    cosine,
+    gradient_of,
+    initial_value,
+)
 
 
 def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon takes a parameter: 2D or a stack of experts, and neither embedding nor output layer nor excluded."""
+    """Whether Muon takes a parameter: 2D or a stack of experts, and neither embedding nor output
+    layer nor excluded.
+    """
     if any(part in name for part in ("embedding", "output_layer", *case.excluded)):
         return False
     return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
@@ -27,7 +39,8 @@ def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
 def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] | None:
     """The rows of each block of a matrix, or of one expert of a stack; None for one block.
 
-    Walks through the heads of Megatron's fused matrices row by row and says what each row belongs to.
+    Walks through the heads of Megatron's fused matrices row by row and says what each row belongs
+    to.
     """
     settings, owner = case.settings, []
     if "linear_qkv." in name:
@@ -35,15 +48,27 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
         kinds = ["query"] * in_group + ["gate"] * (in_group * case.output_gate) + ["key", "value"]
         owner = [(kind, head, width) for head, kind in enumerate(kinds * case.query_groups)]
     elif "in_proj" in name:
-        owner = [(kind, kind, rows // case.tensor) for _ in range(case.tensor) for kind, rows in in_projection(name)]
+        owner = [
+            (kind, kind, rows // case.tensor)
+            for _ in range(case.tensor)
+            for kind, rows in in_projection(name)
+        ]
     elif "linear_kv_up_proj" in name:
-        owner = [(kind, (kind, head), LATENT[size])
-                 for head in range(case.heads)
-                 for kind, size in (("key", "qk_head_dim"), ("value", "v_head_dim"))]  # fmt: skip
+        owner = [
+            (kind, (kind, head), LATENT[size])
+            for head in range(case.heads)
+            for kind, size in (("key", "qk_head_dim"), ("value", "v_head_dim"))
+        ]
     elif "linear_q_up_proj" in name or "linear_q_proj" in name:
-        owner = [("query", head, LATENT["qk_head_dim"] + LATENT["qk_pos_emb_head_dim"]) for head in range(case.heads)]
+        owner = [
+            ("query", head, LATENT["qk_head_dim"] + LATENT["qk_pos_emb_head_dim"])
+            for head in range(case.heads)
+        ]
     elif "linear_kv_down_proj" in name:
-        owner = [("latent", "latent", LATENT["kv_lora_rank"]), ("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
+        owner = [
+            ("latent", "latent", LATENT["kv_lora_rank"]),
+            ("rotary", "rotary", LATENT["qk_pos_emb_head_dim"]),
+        ]
     elif "linear_qkv_down_proj" in name:
         owner = [("query", "query", QUERY_LATENT), ("latent", "latent", LATENT["kv_lora_rank"])]
         owner += [("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
@@ -67,19 +92,33 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
 
 
 def in_projection(name: str) -> list[tuple[str, int]]:
-    """The parts of Mamba's or GatedDeltaNet's `in_proj` and their rows, in the order of their forward passes."""
+    """The parts of Mamba's or GatedDeltaNet's `in_proj` and their rows, in the order of their
+    forward passes.
+    """
     size = HYBRID
     if "mixer" in name:
         heads, state = size["mamba_num_heads"], size["mamba_num_groups"] * size["mamba_state_dim"]
         inner = heads * size["mamba_head_dim"]
         return [("z", inner), ("x", inner), ("B", state), ("C", state), ("dt", heads)]
-    keys, values = (size[f"linear_num_{kind}_heads"] * size[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
+    keys, values = (
+        size[f"linear_num_{kind}_heads"] * size[f"linear_{kind}_head_dim"]
+        for kind in ("key", "value")
+    )
     heads = size["linear_num_value_heads"]
-    return [("query", keys), ("key", keys), ("value", values), ("z", values), ("beta", heads), ("alpha", heads)]
+    return [
+        ("query", keys),
+        ("key", keys),
+        ("value", values),
+        ("z", values),
+        ("beta", heads),
+        ("alpha", heads),
+    ]
 
 
 def rows_to_scale(case: Case, name: str, gamma: list[float]) -> Iterator[tuple[int, float]]:
-    """Each row of a projection with its factor of QK-clip, by walking through the heads; `gamma` is of each group."""
+    """Each row of a projection with its factor of QK-clip, by walking through the heads; `gamma` is
+    of each group.
+    """
     alpha = case.attention["qk_clip_alpha"]
     unit: list[tuple[str, int]] = []
     if "linear_qkv." in name:
@@ -108,7 +147,9 @@ class SplitMuon(Muon):
 
 
 class SplitAdaptiveMuon(AdaptiveMuon):
-    """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by its own shape."""
+    """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by
+    its own shape.
+    """
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
         self.blocks = p.row_blocks  # type: ignore[attr-defined]
@@ -125,7 +166,9 @@ class SplitHyperball(SplitMuon, MuonHyperball):
 
 
 class _Cautious:
-    """Decay as https://arxiv.org/abs/2510.12402 has it, where an update of one of the classes above is known."""
+    """Decay as https://arxiv.org/abs/2510.12402 has it, where an update of one of the classes above
+    is known.
+    """
 
     param_groups: list[dict[str, Any]]
 
@@ -133,7 +176,9 @@ class _Cautious:
         pass
 
     def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
-        group = next(group for group in self.param_groups if any(p is one for one in group["params"]))
+        group = next(
+            group for group in self.param_groups if any(p is one for one in group["params"])
+        )
         p.sub_(torch.where(update * p >= 0.0, p, 0.0), alpha=group["lr"] * group["weight_decay"])
 
 
@@ -146,7 +191,9 @@ class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
 
 
 class Reference:
-    """The whole model's parameters and their optimizers. Experts of a stack are parameters of their own."""
+    """The whole model's parameters and their optimizers. Experts of a stack are parameters of their
+    own.
+    """
 
     def __init__(self, case: Case, shapes: dict[str, tuple[int, ...]], *, steps: int = 10) -> None:
         torch.set_num_threads(1)
@@ -157,7 +204,9 @@ class Reference:
         rest = []
         for name, shape in shapes.items():
             value = initial_value(name, shape)
-            self.weights[name] = [torch.nn.Parameter(part) for part in (value if len(shape) == 3 else [value])]
+            self.weights[name] = [
+                torch.nn.Parameter(part) for part in (value if len(shape) == 3 else [value])
+            ]
             if not case.trains(name):
                 continue
             for weight in self.weights[name]:
@@ -172,7 +221,9 @@ class Reference:
         if rest:
             self.optimizers.append(self._scalar(rest))
 
-    def step(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of) -> None:
+    def step(
+        self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of
+    ) -> None:
         """One update from whole gradients."""
         settings = self.case.settings
         for name, parts in self.weights.items():
@@ -211,7 +262,11 @@ class Reference:
 
     def state(self, slot: str) -> dict[str, torch.Tensor]:
         """A slot of the state of every matrix, `momentum_buffer` or `moment2_buffer`."""
-        states = {weight: state for optimizer in self.optimizers for weight, state in optimizer.state.items()}
+        states = {
+            weight: state
+            for optimizer in self.optimizers
+            for weight, state in optimizer.state.items()
+        }
         return {
             name: self._joined(name, [states[part][slot] for part in parts])
             for name, parts in self.weights.items()
@@ -219,7 +274,9 @@ class Reference:
         }
 
     def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]).detach().clone()
+        return (
+            (torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]).detach().clone()
+        )
 
     def _muon(self, matrices: list[torch.nn.Parameter], ns_steps: int) -> torch.optim.Optimizer:
         settings = self.case.settings
@@ -237,7 +294,13 @@ class Reference:
         }
         cautious = settings.get("muon_cautious_weight_decay", False)
         if settings["optimizer"] == "muon":
-            kind = SplitHyperball if settings.get("muon_hyperball") else CautiousMuon if cautious else SplitMuon
+            kind = (
+                SplitHyperball
+                if settings.get("muon_hyperball")
+                else CautiousMuon
+                if cautious
+                else SplitMuon
+            )
             return kind(matrices, **common)
         adaptive = CautiousAdaptiveMuon if cautious else SplitAdaptiveMuon
         return adaptive(

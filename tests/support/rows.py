@@ -1,4 +1,6 @@
-"""The rows of a step for tests of exchanges, matrix by matrix, without an optimizer; and a whole matrix's update."""
+"""The rows of a step for tests of exchanges, matrix by matrix, without an optimizer; and a whole
+matrix's update.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Chunk
 
 
-def orthogonalized(orthogonalizer: Orthogonalizer, matrix: torch.Tensor, split: RowSplit | None = None) -> torch.Tensor:
+def orthogonalized(
+    orthogonalizer: Orthogonalizer, matrix: torch.Tensor, split: RowSplit | None = None
+) -> torch.Tensor:
     """The scaled update of a whole matrix `(rows, cols)` fp32, zero where it is not finite."""
     described = Matrix("w", (matrix.shape[0], matrix.shape[1]), split=split)  # type: ignore[arg-type]
     update = matrix.clone()
@@ -37,7 +41,9 @@ class ByMatrix:
     """
 
     def __init__(
-        self, rows: Callable[[int], torch.Tensor], apply: Callable[[int, torch.Tensor], None] = lambda _, __: None
+        self,
+        rows: Callable[[int], torch.Tensor],
+        apply: Callable[[int, torch.Tensor], None] = lambda _, __: None,
     ) -> None:
         self.prepared: list[int] = []
         self.applied: list[int] = []
@@ -46,7 +52,9 @@ class ByMatrix:
     def prepare(self, chunk: Chunk) -> None:
         for held in chunk.rows:
             self.prepared.append(held.of)
-            chunk.prepared[held.start : held.start + held.shard.numel].copy_(self._rows(held.of).reshape(-1))
+            chunk.prepared[held.start : held.start + held.shard.numel].copy_(
+                self._rows(held.of).reshape(-1)
+            )
 
     def packed(self, chunk: Chunk) -> None:
         chunk.prepared.fill_(torch.nan)

@@ -60,7 +60,9 @@ def model_of(config: str, *, attention: str = "sdpa", **changes: Any) -> Any:
     kind, settings = CONFIGS[config]
     torch.manual_seed(0)
     made: PretrainedConfig = getattr(transformers, kind)(**{**settings, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation=attention).train()
+    model = transformers.AutoModelForCausalLM.from_config(
+        made, attn_implementation=attention
+    ).train()
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(p, std=0.3)

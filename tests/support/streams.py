@@ -1,8 +1,9 @@
-"""A GPU's streams and driver, and the host's threads, on paper: operations run at once, in the program's order.
+"""A GPU's streams and driver, and the host's threads, on paper: operations run at once, in the
+program's order.
 
-Of each it is noted what its stream, or its thread, knows of the others by the waits that the program asked for: every
-access to memory must come after the accesses of others that it may meet, else a GPU may run them in any order. How fast
-a GPU is, it does not tell.
+Of each it is noted what its stream, or its thread, knows of the others by the waits that the
+program asked for: every access to memory must come after the accesses of others that it may meet,
+else a GPU may run them in any order. How fast a GPU is, it does not tell.
 """
 
 from __future__ import annotations
@@ -154,7 +155,11 @@ class Gpu(TorchDispatchMode):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(store, "ThreadPoolExecutor", lambda count, name, _: Threads(self, name))
         for name, writes in (("read", True), ("write", False)):
-            monkeypatch.setattr(MomentumFile, name, self._watched(getattr(MomentumFile, name), f"disk {name}", writes))
+            monkeypatch.setattr(
+                MomentumFile,
+                name,
+                self._watched(getattr(MomentumFile, name), f"disk {name}", writes),
+            )
 
     def _new_stream(self, device: Any = None) -> Stream:
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
@@ -174,7 +179,9 @@ class Gpu(TorchDispatchMode):
             yield
         self.thread = before
 
-    def _watched(self, move: Callable[..., None], operation: str, writes: bool) -> Callable[..., None]:
+    def _watched(
+        self, move: Callable[..., None], operation: str, writes: bool
+    ) -> Callable[..., None]:
         def watched(file: MomentumFile, offset: int, buffer: torch.Tensor) -> None:
             self._run(self.thread, operation, [(buffer, writes)])
             move(file, offset, buffer)
@@ -183,7 +190,9 @@ class Gpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns):
+        if any(
+            value.alias_info and not value.alias_info.is_write for value in func._schema.returns
+        ):
             return result  # a view
         found = [
             (tensor, bool(argument.alias_info and argument.alias_info.is_write))
@@ -192,7 +201,9 @@ class Gpu(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor)
         ]
         if "empty" not in func.name():
-            found += [(tensor, True) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+            found += [
+                (tensor, True) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)
+            ]
         self.current.wait_for(self.thread)  # which asks for it
         self._run(self.current, func._schema.name, found)
         return result
@@ -206,12 +217,16 @@ class Gpu(TorchDispatchMode):
         if not tensor.numel():
             return
         start = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         end = start + (last + 1) * tensor.element_size()
         self._alive.append(tensor.untyped_storage())
         access = Access(start, end, writes, line.name, line.clock[line.name], operation)
         of_storage = self.accesses.setdefault(tensor.untyped_storage().data_ptr(), [])
         for other in of_storage:
             if other.start < end and start < other.end and (writes or other.writes):
-                assert line.clock.get(other.line, 0) >= other.tick, f"{access} does not wait for {other}"
+                assert line.clock.get(other.line, 0) >= other.tick, (
+                    f"{access} does not wait for {other}"
+                )
         of_storage.append(access)

@@ -1,7 +1,8 @@
-"""Whole training runs in the pool's workers: `launch.main`, which is what pretrain_gpt.py calls, without its imports.
+"""Whole training runs in the pool's workers: `launch.main`, which is what pretrain_gpt.py calls,
+without its imports.
 
-A run through torchrun spends nearly all of its time on imports. Here a worker that has imported everything forks a
-child for each run, so that many layouts can be tried in the time of one.
+A run through torchrun spends nearly all of its time on imports. Here a worker that has imported
+everything forks a child for each run, so that many layouts can be tried in the time of one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Trainings:
         ranks: the pool.
         folder: where they run; the flags' paths are relative to it.
         flags: flags of every run, in front.
-        batch: sequences of a step where the flags do not say; each rank has its share in one micro-batch.
+        batch: sequences of a step where the flags do not say; each rank has its share in one
+            micro-batch.
     """
 
     ranks: Pool
@@ -32,14 +34,23 @@ class Trainings:
     batch: int | None = None
 
     def __call__(self, *flags: str, ranks: int = 2) -> Run:
-        """Train with these flags too; the exit status, and what the ranks printed, one after the other."""
-        answers = self.ranks(ranks, train, argv=self.line(*flags, ranks=ranks), folder=str(self.folder))
-        assert len({status for status, _ in answers}) == 1, "\n".join(text[-3000:] for _, text in answers)
+        """Train with these flags too; the exit status, and what the ranks printed, one after the
+        other.
+        """
+        answers = self.ranks(
+            ranks, train, argv=self.line(*flags, ranks=ranks), folder=str(self.folder)
+        )
+        assert len({status for status, _ in answers}) == 1, "\n".join(
+            text[-3000:] for _, text in answers
+        )
         return Run(answers[0][0], "".join(text for _, text in answers), 0.0)
 
     def line(self, *flags: str, ranks: int = 2) -> list[str]:
         """The command line of a run."""
-        sizes = {"--global-batch-size": self.batch, "--micro-batch-size": self.batch and self.batch // ranks}
+        sizes = {
+            "--global-batch-size": self.batch,
+            "--micro-batch-size": self.batch and self.batch // ranks,
+        }
         batch = [word for flag, size in sizes.items() if size for word in (flag, str(size))]
         return [*self.flags, *batch, *flags]
 
@@ -51,7 +62,8 @@ def train(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[
     from megatron_muon.megatron import launch
 
     sys.modules["__main__"].installed.undo()  # the worker's patches: the run installs its own
-    torch.distributed.destroy_process_group = lambda *_: None  # the pool's end needs it, and the process ends then
+    # the pool's end needs it, and the process ends then
+    torch.distributed.destroy_process_group = lambda *_: None
     launch._SECONDS_FOR_FIRST_RANK = 0.0  # nobody ends the others
     os.chdir(folder)
     log = Path(folder) / f"run-{os.getpid()}.log"

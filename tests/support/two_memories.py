@@ -1,19 +1,21 @@
-"""A GPU's memory beside the host's, on the CPU: what asks for CUDA gets memory that no operation may mix with other.
+"""A GPU's memory beside the host's, on the CPU: what asks for CUDA gets memory that no operation
+may mix with other.
 
-The CPU stands in for a GPU in tests, so host and device memory are one there, and code that mixes them works. Within
-`two_memories` every tensor has a place, kept with its storage: cuda:0 where the program asked for that device, or
-computed from what lies there; else cpu. `Tensor.device` is that place, `to`, `cpu` and `cuda` copy between places, and
-these are errors, as on a GPU:
+The CPU stands in for a GPU in tests, so host and device memory are one there, and code that mixes
+them works. Within `two_memories` every tensor has a place, kept with its storage: cuda:0 where the
+program asked for that device, or computed from what lies there; else cpu. `Tensor.device` is that
+place, `to`, `cpu` and `cuda` copy between places, and these are errors, as on a GPU:
 
     an operation on both, other than a copy, an index or a number without dimensions
     a collective on host memory: NCCL has none
     a view of a DTensor whose local tensor lies elsewhere than where the DTensor was made
     `numpy()` of a tensor on the device
 
-DDP makes its buckets without Python: memory of which nobody has said the place may be written to and reduced.
+DDP makes its buckets without Python: memory of which nobody has said the place may be written to
+and reduced.
 
-All else is real: values, gloo, Megatron, and the store's path for GPUs, with streams that have always run. Threads are
-not watched; those of the store copy and do nothing else.
+All else is real: values, gloo, Megatron, and the store's path for GPUs, with streams that have
+always run. Threads are not watched; those of the store copy and do nothing else.
 """
 
 from __future__ import annotations
@@ -52,9 +54,16 @@ def two_memories() -> Iterator[None]:
     driver = Driver()
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            *((torch, name, _made) for name in constructors | {"from_numpy", *devices._LIKE} if hasattr(torch, name)),
+            *(
+                (torch, name, _made)
+                for name in constructors | {"from_numpy", *devices._LIKE}
+                if hasattr(torch, name)
+            ),
             *((torch.Tensor, name, _made) for name in devices._NEW),
-            *((torch.Tensor, name, around) for name, around in {"to": _to, "type": _type, "numpy": _numpy}.items()),
+            *(
+                (torch.Tensor, name, around)
+                for name, around in {"to": _to, "type": _type, "numpy": _numpy}.items()
+            ),
         ):
             original = getattr(torch._C.TensorBase if name in ("to", "type") else owner, name)
             stack.enter_context(mock.patch.object(owner, name, value(original)))
@@ -62,11 +71,16 @@ def two_memories() -> Iterator[None]:
             (torch.Tensor, "device", property(place)),
             (torch.Tensor, "cpu", lambda self, **_: self.to(CPU)),
             (torch.Tensor, "cuda", lambda self, *_, **__: self.to(GPU)),
-            (torch.nn.Module, "cuda", lambda self, device=None: self._apply(lambda tensor: tensor.to(GPU))),
+            (
+                torch.nn.Module,
+                "cuda",
+                lambda self, device=None: self._apply(lambda tensor: tensor.to(GPU)),
+            ),
             (torch.cuda, "cudart", lambda: driver),
             (DeviceMesh, "__init__", DeviceMesh.__init__.__wrapped__),
             (c10d, "_get_object_coll_device", lambda group=None: "cuda"),
-            (funcol, "_maybe_wrap_tensor", funcol.wait_tensor),  # else a tensor that waits, on torch's own cuda:0
+            # else a tensor that waits, on torch's own cuda:0
+            (funcol, "_maybe_wrap_tensor", funcol.wait_tensor),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_Apart())
@@ -74,7 +88,9 @@ def two_memories() -> Iterator[None]:
 
 
 def place(tensor: torch.Tensor) -> torch.device:
-    """The device of a tensor: a DTensor's is that of its local tensor when it was first seen, as it is made there."""
+    """The device of a tensor: a DTensor's is that of its local tensor when it was first seen, as it
+    is made there.
+    """
     real: torch.device = _real_device(tensor)
     if real.type != "cpu":
         return real
@@ -98,10 +114,14 @@ class _Apart(TorchDispatchMode):
         kwargs = kwargs or {}
         found = _tensors(args, kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
-            is_view = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
+            is_view = any(
+                value.alias_info and not value.alias_info.is_write for value in func._schema.returns
+            )
             for tensor in (each for each in found if isinstance(each, DTensor)):
                 if place(tensor) != (local := place(tensor._local_tensor)) and is_view:
-                    raise PlaceError(f"{func}: a DTensor made on {place(tensor)} has its local tensor on {local}")
+                    raise PlaceError(
+                        f"{func}: a DTensor made on {place(tensor)} has its local tensor on {local}"
+                    )
             return NotImplemented  # the operations on local tensors come here by themselves
         found = [each for each in found if _real_device(each).type == "cpu"]
         storages = [each.untyped_storage() for each in found]
@@ -112,7 +132,9 @@ class _Apart(TorchDispatchMode):
             for each, where in zip(found, known, strict=True)
             if where == GPU or (each.dim() and (where or id(each) not in written))
         }
-        is_collective = func.namespace in ("c10d", "_c10d_functional") and func.name() != "c10d::barrier"
+        is_collective = (
+            func.namespace in ("c10d", "_c10d_functional") and func.name() != "c10d::barrier"
+        )
         mixes = len(places) > 1 and func.name().split(".")[0] not in _COPIES
         if mixes or (is_collective and CPU in known):
             shown = ", ".join(f"{tuple(each.shape)} on {place(each)}" for each in found)
@@ -127,7 +149,9 @@ class _Apart(TorchDispatchMode):
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
-    """The tensors in lists, tuples and dicts; torch's own function for that takes most of an operation's time."""
+    """The tensors in lists, tuples and dicts; torch's own function for that takes most of an
+    operation's time.
+    """
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -148,7 +172,9 @@ def _named(device: Any) -> torch.device | None:
 
 
 def _made(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a tensor, on the device that is named or, without one, that of its first argument."""
+    """A function that makes a tensor, on the device that is named or, without one, that of its
+    first argument.
+    """
 
     def make_there(*args: Any, **kwargs: Any) -> Any:
         like = [each for each in args[:1] if isinstance(each, torch.Tensor)]
@@ -156,7 +182,9 @@ def _made(make: Callable[..., Any]) -> Callable[..., Any]:
         made = make(*args, **kwargs)
         if _real_device(made).type != "cpu":
             return made
-        is_shared = any(made.untyped_storage()._cdata == each.untyped_storage()._cdata for each in like)
+        is_shared = any(
+            made.untyped_storage()._cdata == each.untyped_storage()._cdata for each in like
+        )
         return _put(made.clone() if is_shared and place(made) != where else made, where)
 
     return make_there
@@ -175,7 +203,9 @@ def _to(move: Callable[..., Any]) -> Callable[..., Any]:
         if where == place(self):
             return move(self, **kwargs)
         return (
-            move(self, where, **kwargs) if where.type == "meta" else _put(move(self, **kwargs | {"copy": True}), where)
+            move(self, where, **kwargs)
+            if where.type == "meta"
+            else _put(move(self, **kwargs | {"copy": True}), where)
         )
 
     return to
@@ -186,7 +216,11 @@ def _type(name_of: Callable[..., Any]) -> Callable[..., Any]:
 
     def type_(self: torch.Tensor, dtype: Any = None) -> Any:
         name = name_of(self) if dtype is None else ""
-        return (name.replace("torch.", "torch.cuda.") if place(self) == GPU else name) if name else self.to(dtype)
+        return (
+            (name.replace("torch.", "torch.cuda.") if place(self) == GPU else name)
+            if name
+            else self.to(dtype)
+        )
 
     return type_
 

@@ -1,10 +1,12 @@
-"""Types the commands of README.md and docs/ where the quickstart has run, and watches the quickstart's files.
+"""Types the commands of README.md and docs/ where the quickstart has run, and watches the
+quickstart's files.
 
     python -m tests.support.typed [PAGE...]
 
-Each command runs in a shell, page by page, in the order of the page. The variable STEPS (2) shortens trainings to that
-many iterations and takes one point and one seed of a sweep; with STEPS= every command runs at its whole length. A line
-for each command says how it went; the exit status is 1 if one failed or changed a file of the quickstart.
+Each command runs in a shell, page by page, in the order of the page. The variable STEPS (2)
+shortens trainings to that many iterations and takes one point and one seed of a sweep; with STEPS=
+every command runs at its whole length. A line for each command says how it went; the exit status is
+1 if one failed or changed a file of the quickstart.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ import time
 from pathlib import Path
 
 from tests.support import cli, warm
-from tests.support.documented import LEFT_OUT, Command, commands, copy_repository, pages, with_stand_ins
+from tests.support.documented import (
+    LEFT_OUT,
+    Command,
+    commands,
+    copy_repository,
+    pages,
+    with_stand_ins,
+)
 
 STEPS = os.environ.get("STEPS", "2")
 SMALL = "--micro-batch-size 1 --global-batch-size 12 --seq-length 64 --max-position-embeddings 64"
@@ -53,7 +62,9 @@ def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of each file of the quickstart's run and data, by its path."""
     files = [*(folder / "runs/quickstart").rglob("*"), *(folder / "data").glob("stdlib.*")]
     return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.is_file()
     }
 
 
@@ -63,14 +74,20 @@ def prepare(folder: Path) -> dict[str, str]:
     binaries = Path(sys.executable).parent
     (folder / ".venv").symlink_to(binaries.parent)
     (folder / "bin").mkdir()
-    starts = {"python": "", "torchrun": "-m torch.distributed.run", "megatron-muon": str(binaries / "megatron-muon")}
+    starts = {
+        "python": "",
+        "torchrun": "-m torch.distributed.run",
+        "megatron-muon": str(binaries / "megatron-muon"),
+    }
     for name, arguments in starts.items():
         script = f'#!/bin/sh\nexec "${{PYTHON_EXEC:-{warm.COLD}}}" {arguments} "$@"\n'
         (folder / "bin" / name).write_text(script, "utf-8")
         (folder / "bin" / name).chmod(0o755)
     env = {"PATH": f"{folder / 'bin'}:{binaries}:{os.environ['PATH']}", "PET_STANDALONE": "1"}
     cli.run(
-        ["bash", "-c", f"megatron-muon quickstart --nproc 2 -- {SHORT if STEPS else ''}"], folder, env=env
+        ["bash", "-c", f"megatron-muon quickstart --nproc 2 -- {SHORT if STEPS else ''}"],
+        folder,
+        env=env,
     ).checked()
     return env
 
@@ -79,7 +96,8 @@ def type_command(command: Command, folder: Path, env: dict[str, str]) -> str:
     """Type a command; what is wrong, or nothing."""
     before = digests(folder)
     try:
-        cold = re.search(r"-m benchmarks\.|examples/", command.text)  # they ask for a GPU before the CPU
+        # they ask for a GPU before the CPU
+        cold = re.search(r"-m benchmarks\.|examples/", command.text)
         line, seconds = ["bash", "-c", shortened(command.text)], 600 if STEPS else 36_000
         run = cli.run(line, folder, seconds=seconds, env=env, cold=bool(cold))
         wrong = f"status {run.returncode}\n{run.tail[-2000:]}" if run.returncode else ""
@@ -100,13 +118,17 @@ def main(chosen: list[str]) -> int:
                 if run.is_dir() and run.name != "quickstart":
                     shutil.rmtree(run)
             for command in commands(page):
-                reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
+                reason = next(
+                    (why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)),
+                    "",
+                )
                 started = time.monotonic()
                 wrong = "" if reason else type_command(command, folder, env)
                 failed |= bool(wrong)
                 how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
                 print(
-                    f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""),
+                    f"{how}, {time.monotonic() - started:.0f} s: {command}"
+                    + (f"\n{wrong}" if wrong else ""),
                     flush=True,
                 )
     return failed

@@ -1,15 +1,18 @@
-"""A Python that has imported torch and Megatron before it is started, for the command lines of the tests.
+"""A Python that has imported torch and Megatron before it is started, for the command lines of the
+tests.
 
-A run of a tiny model takes two seconds and its imports twenty. So one process imports all of it once and forks for each
-`python ...` that a test runs, and for the workers of the pool. Where pytest runs in several processes (`-n 2`) they
-share it. `warm_python` beside this module stands for the interpreter: it hands its arguments,
-environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
-`warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
+A run of a tiny model takes two seconds and its imports twenty. So one process imports all of it
+once and forks for each `python ...` that a test runs, and for the workers of the pool. Where pytest
+runs in several processes (`-n 2`) they share it. `warm_python` beside this module stands for the
+interpreter: it hands its arguments, environment, folder and streams to that process, passes signals
+on and ends with the child's status. A child has `warm_python` as `sys.executable` too, and torchrun
+takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
-What differs from a cold start: imports print nothing, CUDA is the CPU's stand-in from the start, the interpreter is not
-taken down at the end, where threads that still run may crash it, and the child is not a descendant of who started it.
-Tests of examples, of the bare command line, of how often a run ends well and of how processes are found and ended start
-cold (`cli.run(..., cold=True)`).
+What differs from a cold start: imports print nothing, CUDA is the CPU's stand-in from the start,
+the interpreter is not taken down at the end, where threads that still run may crash it, and the
+child is not a descendant of who started it. Tests of examples, of the bare command line, of how
+often a run ends well and of how processes are found and ended start cold (`cli.run(...,
+cold=True)`).
 """
 
 from __future__ import annotations
@@ -66,16 +69,28 @@ class WarmPython:
         return {SOCKET: self._address, "PYTHON_EXEC": str(PYTHON)}
 
     def start(self, *, shared: bool = False) -> None:
-        """Start it without waiting for its imports; `shared`: for the processes that this one starts too."""
+        """Start it without waiting for its imports; `shared`: for the processes that this one
+        starts too.
+        """
         with self._lock:
             if self._process is not None or SHARED in os.environ:
                 return
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+            environ = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONWARNINGS": "ignore",
+            }
             with self._log.open("wb") as stream:
                 self._process = subprocess.Popen(
                     [COLD, "-m", "tests.support.warm", self._address],
-                    cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True,
-                )  # fmt: skip
+                    cwd=ROOT,
+                    env=environ,
+                    stdin=subprocess.PIPE,
+                    stdout=stream,
+                    stderr=stream,
+                    start_new_session=True,
+                )
             if shared:
                 os.environ[SHARED] = self._address
 
@@ -123,33 +138,42 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _watch(connection: socket.socket, child: int) -> None:
-    """Pass signals on to the child, and its end to who started it; if that one is gone, end the child."""
+    """Pass signals on to the child, and its end to who started it; if that one is gone, end the
+    child.
+    """
     ended = os.pidfd_open(child)
     while True:
         ready, _, _ = select.select([connection, ended], [], [])
         if ended in ready:
             with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+                connection.sendall(
+                    f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode()
+                )
             os._exit(0)
         number = connection.recv(1)
         if number:
             os.kill(child, number[0])
         else:
-            with contextlib.suppress(ProcessLookupError):  # it has a session of its own as soon as it runs
+            # it has a session of its own as soon as it runs
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
             os.kill(child, signal.SIGKILL)
             os._exit(0)
 
 
 def become(command: dict[str, Any]) -> tuple[str, str]:
-    """Take on a command's folder, environment and arguments; what is to run: `-m`, `-c` or `file`, and its name."""
+    """Take on a command's folder, environment and arguments; what is to run: `-m`, `-c` or `file`,
+    and its name.
+    """
     os.setsid()
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["environ"])
     sys.executable = str(PYTHON)
     sys.stdout, sys.stderr = (
-        os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        os.fdopen(
+            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
         for number in (1, 2)
     )
     arguments = command["argv"]
@@ -194,13 +218,17 @@ def import_everything() -> None:
     import megatron_muon.offload.run
     import megatron_muon.tools.train.command
 
-    # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a second in all.
+    # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a
+    # second in all.
     factory = megatron.training.argument_utils.ArgumentGroupFactory
-    read = functools.cache(functools.partial(factory._get_field_docstrings, factory.__new__(factory)))
+    read = functools.cache(
+        functools.partial(factory._get_field_docstrings, factory.__new__(factory))
+    )
     factory._get_field_docstrings = lambda _self, config: read(config)
     megatron_muon.megatron.flags.arguments.build_parser()
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    for module in tuple(sys.modules.values()):  # DTensor's fake tensors keep tracebacks, which quote the source
+    # DTensor's fake tensors keep tracebacks, which quote the source
+    for module in tuple(sys.modules.values()):
         if str(file := getattr(module, "__file__", "")).endswith(".py"):
             linecache.getlines(str(file))
 

@@ -9,10 +9,15 @@ import pytest
 
 
 def wide_but(often: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases as parameters of a test, `wide` but for those that are made often; a tuple is several of them."""
+    """The cases as parameters of a test, `wide` but for those that are made often; a tuple is
+    several of them.
+    """
     cases = list(cases)
     assert all(case in cases for case in often), [case for case in often if case not in cases]
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in often else pytest.mark.wide)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in often else pytest.mark.wide,
+        )
         for case in cases
     ]

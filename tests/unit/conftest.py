@@ -11,7 +11,9 @@ settings.load_profile("shared machines")
 
 @pytest.fixture(autouse=True)
 def device():
-    """Takes back the CPU backend that a command installed for its process: a later test found no CUDA meshes."""
+    """Takes back the CPU backend that a command installed for its process: a later test found no
+    CUDA meshes.
+    """
     before = (cpu := sys.modules.get("megatron_muon.cpu")) is not None and cpu.installed()
     yield
     if not before and (cpu := sys.modules.get("megatron_muon.cpu")) is not None:
@@ -28,7 +30,9 @@ def parser():
 
 @pytest.fixture
 def patches(monkeypatch):
-    """Undone before what a test put in the place of upstream's functions, or that would be put back for good."""
+    """Undone before what a test put in the place of upstream's functions, or that would be put back
+    for good.
+    """
     from megatron_muon.patching import Patches
 
     with Patches() as patches:

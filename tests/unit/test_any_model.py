@@ -38,12 +38,15 @@ def matrices() -> list[nn.Parameter]:
 def torch_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.optim.Muon always iterates in bf16; its own source in fp32."""
     source = inspect.getsource(torch_muon._zeropower_via_newtonschulz)
-    in_bf16 = r"grad\.bfloat16\(\)|grad\.to\(dtype=torch\.bfloat16, copy=True\)"  # up to torch 2.14, and from 2.15 on
+    # up to torch 2.14, and from 2.15 on
+    in_bf16 = r"grad\.bfloat16\(\)|grad\.to\(dtype=torch\.bfloat16, copy=True\)"
     source, replaced = re.subn(in_bf16, "grad.clone()", source)
     assert replaced == 1
     names = dict(vars(torch_muon))
     exec(source, names)
-    monkeypatch.setattr(torch_muon, "_zeropower_via_newtonschulz", names["_zeropower_via_newtonschulz"])
+    monkeypatch.setattr(
+        torch_muon, "_zeropower_via_newtonschulz", names["_zeropower_via_newtonschulz"]
+    )
 
 
 GIVEN: list[dict[str, Any]] = [
@@ -57,7 +60,9 @@ GIVEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("given", [*GIVEN, {"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7}])
 def test_ten_steps_are_those_of_torch_in_fp32(torch_in_fp32: None, given: dict[str, Any]) -> None:
-    """Products are formed in another order: 1e-6 of weights of size 1 to 4, which move by 0.02 to 0.2 a step."""
+    """Products are formed in another order: 1e-6 of weights of size 1 to 4, which move by 0.02 to
+    0.2 a step.
+    """
     of_torch = {name: value for name, value in given.items() if name != "ns"}
     expected = trained(torch.optim.Muon(matrices(), lr=0.02, **of_torch))
     found = trained(megatron_muon.Muon(matrices(), lr=0.02, fp32_matmul_prec="highest", **given))
@@ -76,7 +81,10 @@ def test_ten_steps_are_those_of_torch_in_bf16() -> None:
 
 def test_defaults_are_those_of_torch_but_for_eps() -> None:
     ours = inspect.signature(megatron_muon.Muon).parameters
-    others = {name: parameter.default for name, parameter in inspect.signature(torch.optim.Muon).parameters.items()}
+    others = {
+        name: parameter.default
+        for name, parameter in inspect.signature(torch.optim.Muon).parameters.items()
+    }
     assert others.pop("eps") == EPS
     assert ours["eps"].default == 0.0
     assert {name: ours[name].default for name in others} == others
@@ -85,7 +93,10 @@ def test_defaults_are_those_of_torch_but_for_eps() -> None:
 def test_eps_means_what_it_means_in_torch(torch_in_fp32: None) -> None:
     """Momentum far smaller than eps makes a small update."""
     updates = []
-    for make, more in ((torch.optim.Muon, {}), (megatron_muon.Muon, {"fp32_matmul_prec": "highest"})):
+    for make, more in (
+        (torch.optim.Muon, {}),
+        (megatron_muon.Muon, {"fp32_matmul_prec": "highest"}),
+    ):
         for size in (1e-10, 1e-4):
             p = nn.Parameter(torch.zeros(6, 8))
             p.grad = size * torch.eye(6, 8)
@@ -98,21 +109,35 @@ def test_eps_means_what_it_means_in_torch(torch_in_fp32: None) -> None:
 def test_the_rest_is_torchs_adamw() -> None:
     model, twin = Model(), Model()
     twin.load_state_dict(model.state_dict())
-    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=1e-2, adamw_weight_decay=0.3)
+    optimizer = megatron_muon.Muon(
+        model.named_parameters(), lr=0.02, adamw_lr=1e-2, adamw_weight_decay=0.3
+    )
     names = [name for name, p in model.named_parameters() if p in optimizer.selection.why]
     rest = [p for name, p in twin.named_parameters() if name in names]
     vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
     adamw = torch.optim.AdamW(
-        [{"params": [p for p in rest if p.ndim > 1]}, vectors], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.3
+        [{"params": [p for p in rest if p.ndim > 1]}, vectors],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.3,
     )
     for step in range(5):
         for each, stepped in ((model, optimizer), (twin, adamw)):
             give_gradients(each.parameters(), step)
             stepped.step()
-    assert names == ["scale", "embed_tokens.weight", "conv.weight", "conv.bias", "layers.0.bias", "layers.1.bias",
-                     "lm_head.weight"]  # fmt: skip
+    assert names == [
+        "scale",
+        "embed_tokens.weight",
+        "conv.weight",
+        "conv.bias",
+        "layers.0.bias",
+        "layers.1.bias",
+        "lm_head.weight",
+    ]
     for name in names:
-        torch.testing.assert_close(model.get_parameter(name), twin.get_parameter(name), rtol=0.0, atol=0.0)
+        torch.testing.assert_close(
+            model.get_parameter(name), twin.get_parameter(name), rtol=0.0, atol=0.0
+        )
 
 
 def test_it_is_an_optimizer_as_torchs_are() -> None:
@@ -146,7 +171,10 @@ def test_a_parameter_without_gradient_is_passed_over() -> None:
     optimizer.step()
     untouched = {model.layers[0].weight, model.lm_head.weight}
     before = {p: p.detach().clone() for p in model.parameters()}
-    state = {p: {slot: value.clone() for slot, value in optimizer.state[p].items()} for p in model.parameters()}
+    state = {
+        p: {slot: value.clone() for slot, value in optimizer.state[p].items()}
+        for p in model.parameters()
+    }
     give_gradients(model.parameters(), 1)
     for p in untouched:
         p.grad = None
@@ -175,10 +203,15 @@ def test_a_gradient_that_is_not_finite_changes_its_matrix_not_at_all() -> None:
 
 def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -> None:
     p, other, bf16 = (
-        nn.Parameter(torch.eye(4, dtype=dtype)) for dtype in (torch.float64, torch.float64, torch.bfloat16)
+        nn.Parameter(torch.eye(4, dtype=dtype))
+        for dtype in (torch.float64, torch.float64, torch.bfloat16)
     )
     optimizer = megatron_muon.Muon([p, other, bf16], lr=0.1)
-    p.grad, other.grad, bf16.grad = torch.ones_like(p), torch.full_like(other, 1e300), torch.ones_like(bf16)
+    p.grad, other.grad, bf16.grad = (
+        torch.ones_like(p),
+        torch.full_like(other, 1e300),
+        torch.ones_like(bf16),
+    )
     optimizer.step()
     changed = [not torch.equal(each, torch.eye(4, dtype=each.dtype)) for each in (p, other, bf16)]
     assert changed == [True, False, True]
@@ -186,7 +219,9 @@ def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -
 
 
 def test_state_that_is_missing_or_frozen_later() -> None:
-    """AdamW's state of a new head starts at zero; a layer frozen after construction keeps what it has."""
+    """AdamW's state of a new head starts at zero; a layer frozen after construction keeps what it
+    has.
+    """
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters())
     trained(optimizer, steps=2)
@@ -212,14 +247,24 @@ def test_frozen_parameters_have_no_state() -> None:
 
 
 KEPT: list[dict[str, Any]] = [
-    *({}, {"momentum_dtype": "int8"}, {"offload": "cpu"}, {"moment2_method": "adamuon"}, {"moment2_method": "normuon"}),
+    *(
+        {},
+        {"momentum_dtype": "int8"},
+        {"offload": "cpu"},
+        {"moment2_method": "adamuon"},
+        {"moment2_method": "normuon"},
+    ),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", KEPT)
-def test_state_dicts_go_on_as_if_nothing_had_happened(dtype: torch.dtype, settings: dict[str, Any]) -> None:
-    """Story: torch's own loading put momentum on the parameters' device, in their dtype, before a store took it."""
+def test_state_dicts_go_on_as_if_nothing_had_happened(
+    dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
+    """Story: torch's own loading put momentum on the parameters' device, in their dtype, before a
+    store took it.
+    """
 
     def made() -> tuple[Model, megatron_muon.Muon]:
         torch.manual_seed(0)
@@ -237,7 +282,9 @@ def test_state_dicts_go_on_as_if_nothing_had_happened(dtype: torch.dtype, settin
     steps(first, optimizer, range(3))
     second, again = made()
     seen: list[set[str]] = []
-    again.register_load_state_dict_pre_hook(lambda _, state: seen.append(set().union(*state["state"].values())))
+    again.register_load_state_dict_pre_hook(
+        lambda _, state: seen.append(set().union(*state["state"].values()))
+    )
     second.load_state_dict(first.state_dict())
     again.load_state_dict(saved := optimizer.state_dict())
     assert seen == [{"step", "exp_avg", "exp_avg_sq"}], "torch casts these alone"
@@ -249,7 +296,9 @@ def test_state_dicts_go_on_as_if_nothing_had_happened(dtype: torch.dtype, settin
     assert all(map(torch.equal, whole.parameters(), second.parameters()))
     beside = "adamuon" if settings.get("moment2_method") == "normuon" else "normuon"
     other = megatron_muon.Muon(second.named_parameters(), moment2_method=beside)
-    with pytest.raises(UserError, match=r"has (no|\(8, [16]\)) moment2_buffer of layers\.0\.weight"):
+    with pytest.raises(
+        UserError, match=r"has (no|\(8, [16]\)) moment2_buffer of layers\.0\.weight"
+    ):
         other.load_state_dict(optimizer.state_dict())
 
 
@@ -271,11 +320,15 @@ def test_a_matrix_of_zeros_is_named_in_the_first_step() -> None:
     """When the optimizer is made weights may not be there yet."""
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters(), weight_decay=0.0, hyperball=True)
-    name, zero = next((n, p) for n, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p])
+    name, zero = next(
+        (n, p) for n, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p]
+    )
     with torch.no_grad():
         zero.zero_()
     give_gradients(model.parameters())
-    with pytest.raises(UserError, match=f"^hyperball keeps the norm .*, and {name} is zero: .* by exclude"):
+    with pytest.raises(
+        UserError, match=f"^hyperball keeps the norm .*, and {name} is zero: .* by exclude"
+    ):
         optimizer.step()
 
 
@@ -287,7 +340,10 @@ def test_a_grad_scaler_is_refused_before_the_step_and_a_disabled_one_is_not() ->
     before = [p.detach().clone() for p in model.parameters()]
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(UserError, match=r"^GradScaler is for fp16, which Muon does not support: .*; train in bf16 .*$"):
+    with pytest.raises(
+        UserError,
+        match=r"^GradScaler is for fp16, which Muon does not support: .*; train in bf16 .*$",
+    ):
         scaler.step(optimizer)
     assert all(map(torch.equal, model.parameters(), before))
     assert optimizer._step_supports_amp_scaling is False

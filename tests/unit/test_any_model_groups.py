@@ -1,4 +1,6 @@
-"""Parameter groups of `megatron_muon.Muon`: order, decay, splits, and parameters that change under the optimizer."""
+"""Parameter groups of `megatron_muon.Muon`: order, decay, splits, and parameters that change under
+the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,17 @@ def backward(model: nn.Module) -> None:
 
 def head_and_layers(model: Model) -> tuple[list[Any], list[Any]]:
     named = list(model.named_parameters())
-    return [item for item in named if "layers" not in item[0]], [item for item in named if "layers" in item[0]]
+    return [item for item in named if "layers" not in item[0]], [
+        item for item in named if "layers" in item[0]
+    ]
 
 
 def test_groups_stay_in_the_order_given_and_parts_that_selection_makes_come_last() -> None:
-    """AdamW's groups came after Muon's, so that schedules with a function for each group served the wrong ones."""
+    """AdamW's groups came after Muon's, so that schedules with a function for each group served the
+    wrong ones.
+    """
     rest, layers = head_and_layers(Model())
-    (weight0, bias0, weight1, bias1) = layers
+    weight0, bias0, weight1, bias1 = layers
     given = [
         {"params": rest, "optimizer": "adamw", "lr": 1.0, "name": "rest"},
         {"params": [weight0, bias0], "lr": 2.0, "weight_decay": 0.3},
@@ -40,10 +46,30 @@ def test_groups_stay_in_the_order_given_and_parts_that_selection_makes_come_last
         {"params": [weight1], "lr": 4.0},
     ]
     optimizer = megatron_muon.Muon(given)
-    found = [(group["optimizer"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
-    assert found == [("adamw", 1.0, 7 - 2), ("muon", 2.0, 1), ("adamw", 3.0, 1), ("muon", 4.0, 1), ("adamw", 2.0, 1)]
-    assert [group.get("name") for group in optimizer.param_groups] == ["rest", None, None, None, None]
-    assert [group.get("initial_lr") for group in optimizer.param_groups] == [None, None, 7.0, None, None]
+    found = [
+        (group["optimizer"], group["lr"], len(group["params"])) for group in optimizer.param_groups
+    ]
+    assert found == [
+        ("adamw", 1.0, 7 - 2),
+        ("muon", 2.0, 1),
+        ("adamw", 3.0, 1),
+        ("muon", 4.0, 1),
+        ("adamw", 2.0, 1),
+    ]
+    assert [group.get("name") for group in optimizer.param_groups] == [
+        "rest",
+        None,
+        None,
+        None,
+        None,
+    ]
+    assert [group.get("initial_lr") for group in optimizer.param_groups] == [
+        None,
+        None,
+        7.0,
+        None,
+        None,
+    ]
     functions = [lambda step, number=number: 0.1 * number for number in range(5)]
     torch.optim.lr_scheduler.LambdaLR(optimizer, functions)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -64,12 +90,16 @@ def test_steps_do_not_depend_on_the_order_of_groups() -> None:
         ]
         if turned:
             groups.reverse()
-        optimizer = megatron_muon.Muon(groups, lr=0.02, fp32_matmul_prec="highest", momentum_dtype="int8")
+        optimizer = megatron_muon.Muon(
+            groups, lr=0.02, fp32_matmul_prec="highest", momentum_dtype="int8"
+        )
         for _ in range(2):
             optimizer.zero_grad()
             backward(model)
             optimizer.step()
-            again = megatron_muon.Muon(groups, lr=0.7, fp32_matmul_prec="highest", momentum_dtype="int8")
+            again = megatron_muon.Muon(
+                groups, lr=0.7, fp32_matmul_prec="highest", momentum_dtype="int8"
+            )
             again.load_state_dict(optimizer.state_dict())
             optimizer = again
         after.append([p.detach().clone() for p in model.parameters()])
@@ -95,11 +125,15 @@ def test_vectors_decay_only_where_their_group_asks(asks: bool) -> None:
 
 def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
     layers = nn.ModuleList(
-        nn.ModuleDict({"qkv": nn.Linear(8, 16), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 24 if n else 8)})
+        nn.ModuleDict(
+            {"qkv": nn.Linear(8, 16), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 24 if n else 8)}
+        )
         for n in range(12)
     )
     model = nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(8, 10)})
-    optimizer = megatron_muon.Muon(model.named_parameters(), split={"qkv": (8, 4, 4)}, exclude=["layers.1.up"])
+    optimizer = megatron_muon.Muon(
+        model.named_parameters(), split={"qkv": (8, 4, 4)}, exclude=["layers.1.up"]
+    )
     _, table = optimizer.table().split("\n\n")
     assert [re.sub(" +", " ", line) for line in table.splitlines()] == [
         "muon 12 16 x 8 layers.*.qkv.weight (blocks of 8, 2 x 4 rows)",
@@ -128,7 +162,9 @@ def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
         ((8, 4, 4), (8, 4, 4)),
     ],
 )
-def test_a_split_repeats_to_fill_the_rows_and_steps_as_separate_matrices(split: Any, rows: tuple[int, ...]) -> None:
+def test_a_split_repeats_to_fill_the_rows_and_steps_as_separate_matrices(
+    split: Any, rows: tuple[int, ...]
+) -> None:
     """A number split nothing, and equal parts were gathered into two matrices."""
     start, gradient = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(2))
     after = []
@@ -151,7 +187,10 @@ ROWS = torch.arange(16)
     [
         ("interleaved", [ROWS[0::2], ROWS[1::2]]),
         (("interleaved",), [ROWS[0::2], ROWS[1::2]]),
-        (("interleaved", 4, 2, 2), [ROWS.view(2, 8)[:, part].flatten() for part in (slice(4), [4, 5], [6, 7])]),
+        (
+            ("interleaved", 4, 2, 2),
+            [ROWS.view(2, 8)[:, part].flatten() for part in (slice(4), [4, 5], [6, 7])],
+        ),
         ("whole", [ROWS]),
     ],
 )
@@ -163,13 +202,17 @@ def test_interleaved_rows_of_a_matrix_or_of_each_in_a_stack_step_as_separate_mat
     """Story: halves of `[g0, u0, g1, u1, ...]` mixed gate and up, and `(L, E, m, n)` was refused."""
     start, gradient = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2))
     given: dict[str, Any] = {"lr": 0.1, "fp32_matmul_prec": "highest"}
-    p = nn.Parameter((start.mT if transposed else start).clone(memory_format=torch.contiguous_format))
+    p = nn.Parameter(
+        (start.mT if transposed else start).clone(memory_format=torch.contiguous_format)
+    )
     p.grad = (gradient.mT if transposed else gradient).contiguous()
     more = {"stacks": ["w"]} if len(shape) > 2 else {}
     more |= {"transposed": ["w"]} if transposed else {}
     megatron_muon.Muon([("w", p)], split={"w": split}, **given, **more).step()
     found = (p.detach().mT if transposed else p.detach()).reshape(-1, 16, 8)
-    for now, before, of_matrix in zip(found, start.view(-1, 16, 8), gradient.view(-1, 16, 8), strict=True):
+    for now, before, of_matrix in zip(
+        found, start.view(-1, 16, 8), gradient.view(-1, 16, 8), strict=True
+    ):
         for rows in blocks:
             alone = nn.Parameter(before[rows].clone())
             alone.grad = of_matrix[rows].clone()
@@ -190,8 +233,12 @@ def exchanged(optimizer: torch.optim.Optimizer, old: nn.Module, new: nn.Module) 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum_dtype": "int8"}])
 @pytest.mark.parametrize("through_state", [False, True])
-def test_parameters_exchanged_in_groups_are_taken_up(settings: dict[str, Any], through_state: bool) -> None:
-    """As accelerate exchanges them; the step ended in KeyError: 'exp_avg'. Schedules and hooks go on."""
+def test_parameters_exchanged_in_groups_are_taken_up(
+    settings: dict[str, Any], through_state: bool
+) -> None:
+    """As accelerate exchanges them; the step ended in KeyError: 'exp_avg'. Schedules and hooks go
+    on.
+    """
     torch.manual_seed(0)
     old, new, twin = Model(), Model(), Model()
     twin.load_state_dict(new.state_dict())
@@ -213,14 +260,18 @@ def test_parameters_exchanged_in_groups_are_taken_up(settings: dict[str, Any], t
     assert called == [1, 1]
     assert optimizer.table() == other.table()
     assert all(map(torch.equal, new.parameters(), twin.parameters()))
-    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        group["lr"] for group in other.param_groups
+    ]
     exchanged(optimizer, new, twin)
     with pytest.raises(UserError, match="exchanged after steps, so their state would be lost"):
         optimizer.step()
 
 
 def test_parameters_that_were_exchanged_leave_memory() -> None:
-    """Frozen ones stayed: of a model that trains in a small part, all of it, unsharded on every rank."""
+    """Frozen ones stayed: of a model that trains in a small part, all of it, unsharded on every
+    rank.
+    """
     old, new = Model(), Model()
     for model in (old, new):
         model.layers[0].requires_grad_(False)
@@ -241,21 +292,30 @@ def halved(model: Model, _: Any) -> None:
 
 
 def turned(model: Model, _: Any) -> None:
-    """As `model.to(memory_format=torch.channels_last)` does; steps moved a copy, and the weights stayed."""
+    """As `model.to(memory_format=torch.channels_last)` does; steps moved a copy, and the weights
+    stayed.
+    """
     weight = model.conv.weight
     weight.data = weight.data.mT.contiguous().mT
 
 
 CHANGES: dict[str, tuple[Callable[[Model, megatron_muon.Muon], Any], str]] = {
     "a group": (
-        lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]}),
+        lambda _, optimizer: optimizer.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, 2))]}
+        ),
         "give it all parameters then",
     ),
     "into a group": (
-        lambda _, optimizer: optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2, 2))),
+        lambda _, optimizer: optimizer.param_groups[0]["params"].append(
+            nn.Parameter(torch.ones(2, 2))
+        ),
         "param_groups have 10 parameters, and had 9 when the optimizer was made",
     ),
-    "rows": (halved, r"layers\.0\.weight was \(8, 6\) in torch.float32 on cpu when .* and is \(4, 6\)"),
+    "rows": (
+        halved,
+        r"layers\.0\.weight was \(8, 6\) in torch.float32 on cpu when .* and is \(4, 6\)",
+    ),
     "memory": (turned, r"^conv\.weight is not contiguous, strides .* leave it out of flatten="),
     "dtype": (
         lambda model, _: model.to(torch.bfloat16),
@@ -266,7 +326,9 @@ CHANGES: dict[str, tuple[Callable[[Model, megatron_muon.Muon], Any], str]] = {
 
 @pytest.mark.parametrize("settings", [{}, {"offload": "cpu"}])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_after_the_optimizer_was_made_is_refused(change: str, settings: dict[str, Any]) -> None:
+def test_what_changes_after_the_optimizer_was_made_is_refused(
+    change: str, settings: dict[str, Any]
+) -> None:
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters(), flatten={"conv": True}, **settings)
     act, message = CHANGES[change]
@@ -290,7 +352,8 @@ def test_an_optimizer_made_before_the_model_was_sharded_is_an_error_at_its_first
             setattr(module, name, nn.Parameter(p.detach().clone()))
     backward(model)
     with pytest.raises(
-        UserError, match=r"^layers\.0\.weight has no gradient at the first step, and no other .*; if the"
+        UserError,
+        match=r"^layers\.0\.weight has no gradient at the first step, and no other .*; if the",
     ):
         optimizer.step()
 
@@ -303,7 +366,9 @@ def test_what_is_unfrozen_later_is_an_error_and_what_was_made_before_freezing_tr
     backward(model)
     optimizer.step()
     model.layers[0].requires_grad_(True)
-    with pytest.raises(UserError, match=r"^layers\.0\.weight was frozen when .*; make the optimizer while all that"):
+    with pytest.raises(
+        UserError, match=r"^layers\.0\.weight was frozen when .*; make the optimizer while all that"
+    ):
         optimizer.step()
     model.zero_grad()
     optimizer = megatron_muon.Muon(model.named_parameters())
@@ -319,7 +384,9 @@ def test_what_is_unfrozen_later_is_an_error_and_what_was_made_before_freezing_tr
 
 
 def test_a_compiled_step_is_left_as_it_is() -> None:
-    """It ended in an error of torch.compile's, after half a minute. What calls a step may be compiled too."""
+    """It ended in an error of torch.compile's, after half a minute. What calls a step may be
+    compiled too.
+    """
     after = []
     for wrapped in (lambda step: step, lambda step: torch.compile(step, backend="eager"), None):
         torch.manual_seed(0)
@@ -364,7 +431,9 @@ def test_a_state_of_torchs_muon_loads_where_it_means_the_same(given: dict[str, A
     if given not in ({}, {"eps": 1e-7}):
         other = megatron_muon.Muon([p])
         name = next(iter(given))
-        with pytest.raises(UserError, match=rf"^the state to load has {name}=.*; make this Muon with it"):
+        with pytest.raises(
+            UserError, match=rf"^the state to load has {name}=.*; make this Muon with it"
+        ):
             other.load_state_dict(before.state_dict())
         assert other.param_groups[0]["lr"] == 1e-3, "nothing is loaded"
 
@@ -376,7 +445,10 @@ def test_a_state_of_another_optimizer_is_refused(kind: Any) -> None:
     before = kind([p], lr=0.02, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     p.grad = torch.ones(4, 4)
     before.step()
-    with pytest.raises(UserError, match=r"is of another optimizer: its groups have .*foreach, .*, which Muon does not"):
+    with pytest.raises(
+        UserError,
+        match=r"is of another optimizer: its groups have .*foreach, .*, which Muon does not",
+    ):
         megatron_muon.Muon([p]).load_state_dict(before.state_dict())
 
 
@@ -389,7 +461,9 @@ def test_a_setting_of_the_whole_optimizer_in_a_group_is_refused_at_the_step() ->
         group["nesterov"] = True
     optimizer.step()
     optimizer.param_groups[0]["nesterov"] = False
-    with pytest.raises(UserError, match=r"nesterov=False in parameter group 0 has no effect.*pass it to Muon"):
+    with pytest.raises(
+        UserError, match=r"nesterov=False in parameter group 0 has no effect.*pass it to Muon"
+    ):
         optimizer.step()
 
 
@@ -399,5 +473,7 @@ def test_a_norm_that_is_cast_before_the_first_step_is_named() -> None:
     optimizer = megatron_muon.Muon(model)
     model.scale.data = model.scale.data.bfloat16()
     give_gradients(model.parameters())
-    with pytest.raises(UserError, match=r"scale was \(\) in torch.float32 .* and is \(\) in torch.bfloat16"):
+    with pytest.raises(
+        UserError, match=r"scale was \(\) in torch.float32 .* and is \(\) in torch.bfloat16"
+    ):
         optimizer.step()

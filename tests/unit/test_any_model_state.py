@@ -1,4 +1,6 @@
-"""`megatron_muon.Muon` in one process: lost momentum, state dicts, casts, sparse gradients, the default dtype."""
+"""`megatron_muon.Muon` in one process: lost momentum, state dicts, casts, sparse gradients, the
+default dtype.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,31 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    net = nn.ModuleDict({"embed": nn.Embedding(5, 16), "up": nn.Linear(16, 24), "down": nn.Linear(24, 16)})
+    net = nn.ModuleDict(
+        {"embed": nn.Embedding(5, 16), "up": nn.Linear(16, 24), "down": nn.Linear(24, 16)}
+    )
     return net.to(dtype)
 
 
 def make(net: nn.Module, **settings: Any) -> megatron_muon.Muon:
-    return megatron_muon.Muon(net.named_parameters(), **{"lr": 0.1, "fp32_matmul_prec": "highest", **settings})
+    return megatron_muon.Muon(
+        net.named_parameters(), **{"lr": 0.1, "fp32_matmul_prec": "highest", **settings}
+    )
 
 
 def values(net: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-# ------------------------------------------------------------------------------------------------ momentum on disk
+# ------------------------------------------------------------------------------------------------
+# momentum on disk
 
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> tuple[nn.Module, megatron_muon.Muon, Callable[[], None]]:
-    """A model after a step with momentum on disk, and what makes the file lose its end ahead of what is read."""
+    """A model after a step with momentum on disk, and what makes the file lose its end ahead of
+    what is read.
+    """
     net = model()
     optimizer = make(net, offload="nvme", offload_dir=str(tmp_path))
     give_gradients(net.parameters())
@@ -62,13 +71,17 @@ def on_disk(tmp_path: Path) -> tuple[nn.Module, megatron_muon.Muon, Callable[[],
 
 
 @pytest.mark.parametrize("reader", ["step", "state_dict", "momentum_state"])
-def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(on_disk: Any, reader: str) -> None:
+def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(
+    on_disk: Any, reader: str
+) -> None:
     """Story: a step went on from zeros, and so did the next checkpoint, with correct checksums."""
     net, optimizer, cut = on_disk
     give_gradients(net.parameters(), 1)
     before = values(net)
     cut()
-    lost = r"rank 0 cannot read momentum in a file of .*; momentum of \w+\.weight is lost on this rank"
+    lost = (
+        r"rank 0 cannot read momentum in a file of .*; momentum of \w+\.weight is lost on this rank"
+    )
     with pytest.raises(OffloadError, match=lost):
         getattr(optimizer, reader)()
     with pytest.raises(OffloadError, match="start again from a checkpoint"):
@@ -79,7 +92,9 @@ def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(on_disk
     optimizer.close()
 
 
-def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(on_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(
+    on_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the buffer does not hold is read in the step, when other matrices may have moved."""
     net, optimizer, _ = on_disk
     optimizer.stores[0].read(0)  # what was read ahead is dropped
@@ -94,7 +109,9 @@ def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(on_disk: Any, monke
         return read(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(OffloadError, match=r"Input/output error; momentum of down.weight is lost on this rank"):
+    with pytest.raises(
+        OffloadError, match=r"Input/output error; momentum of down.weight is lost on this rank"
+    ):
         optimizer.step()
     assert torch.equal(net["down"].weight, before[3])
     assert all(value.isfinite().all() for value in values(net))
@@ -104,7 +121,9 @@ def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(on_disk: Any, monke
     optimizer.close()
 
 
-def test_a_write_that_fails_is_told_once_and_loses_nothing(on_disk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_is_told_once_and_loses_nothing(
+    on_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, optimizer, _ = on_disk
     other = model()
     undisturbed = make(other)
@@ -131,11 +150,15 @@ def test_a_closed_optimizer_says_so(on_disk: Any) -> None:
     state = optimizer.state_dict()
     optimizer.close()
     for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
-        with pytest.raises(UserError, match=r"^this optimizer was closed, and its momentum with it; make another one$"):
+        with pytest.raises(
+            UserError,
+            match=r"^this optimizer was closed, and its momentum with it; make another one$",
+        ):
             use()
 
 
-# ------------------------------------------------------------------------------------------------ state dicts
+# ------------------------------------------------------------------------------------------------
+# state dicts
 
 
 def test_int8_momentum_of_a_matrix_without_gradient_keeps_its_bits() -> None:
@@ -152,13 +175,16 @@ def test_int8_momentum_of_a_matrix_without_gradient_keeps_its_bits() -> None:
     assert torch.equal(optimizer.stores[0].read(0), before)
 
 
-# ------------------------------------------------------------------------------------------------ around a step
+# ------------------------------------------------------------------------------------------------
+# around a step
 
 
 def trained(
     settings: dict[str, Any], *, autocast: bool = False, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Weights after three steps and a load, with a default dtype that is set once the model is there."""
+    """Weights after three steps and a load, with a default dtype that is set once the model is
+    there.
+    """
     net = model()
     if dtype is not None:
         torch.set_default_dtype(dtype)
@@ -171,14 +197,17 @@ def trained(
     return values(net)
 
 
-AROUND: dict[str, dict[str, Any]] = {"default dtype": {"dtype": torch.bfloat16}, "autocast": {"autocast": True}}
+AROUND: dict[str, dict[str, Any]] = {
+    "default dtype": {"dtype": torch.bfloat16},
+    "autocast": {"autocast": True},
+}
 
 
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dtypes_set_around_a_step_change_no_bit(variant: str, around: str) -> None:
-    """Story: with bf16 as default, as many scripts set it, two variants crashed and one was less exact; inside of
-    autocast the iteration ran in bf16, whatever fp32_matmul_prec asked for.
+    """Story: with bf16 as default, as many scripts set it, two variants crashed and one was less
+    exact; inside of autocast the iteration ran in bf16, whatever fp32_matmul_prec asked for.
     """
     expected = trained(VARIANTS[variant])
     try:
@@ -205,5 +234,8 @@ def test_sparse_gradients_are_refused(matrices: Any) -> None:
     net = nn.ModuleDict({"embed": nn.Embedding(5, 16, sparse=True), "up": nn.Linear(16, 24)})
     optimizer = make(net, matrices=matrices)
     net["up"](net["embed"](torch.tensor([1]))).sum().backward()
-    with pytest.raises(UserError, match=r"^the gradient of embed.weight is sparse .*: make its module with sparse=F"):
+    with pytest.raises(
+        UserError,
+        match=r"^the gradient of embed.weight is sparse .*: make its module with sparse=F",
+    ):
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Defaults that are filled in, errors of the parser, and help; test_refusals.py has what is checked of flags."""
+"""Defaults that are filled in, errors of the parser, and help; test_refusals.py has what is checked
+of flags.
+"""
 
 import pytest
 
@@ -23,15 +25,25 @@ def defaults(parser, line: str = "", device: str = "cpu") -> list[str]:
     [
         ("", "cpu", False, "--distributed-backend gloo --num-workers 0", "fsdp_dtensor"),
         ("", "cpu", True, "--transformer-impl local", "fsdp_dtensor"),
-        (FSDP, "cpu", False, "--ckpt-format fsdp_dtensor --use-distributed-optimizer", "--muon-tp-mode"),
+        (
+            FSDP,
+            "cpu",
+            False,
+            "--ckpt-format fsdp_dtensor --use-distributed-optimizer",
+            "--muon-tp-mode",
+        ),
         ("", "cuda", False, "--transformer-impl local", "gloo"),
-        ("", "cuda", True, NO_FUSED_GRADIENTS, "--transformer-impl"),  # Apex's, and not Transformer Engine's
-        # megatron-core 0.19 divides by it, has no default, and ended in a TypeError after all set-up
+        # Apex's, and not Transformer Engine's
+        ("", "cuda", True, NO_FUSED_GRADIENTS, "--transformer-impl"),
+        # megatron-core 0.19 divides by it, has no default, and ended in a TypeError after all
+        # set-up
         ("", "cuda", True, "--eval-interval 1000", "gloo"),
         ("--eval-interval=10", "cuda", True, NO_FUSED_GRADIENTS, "--eval-interval"),
     ],
 )
-def test_a_run_gets_what_its_device_and_fsdp_need(parser, monkeypatch, line, device, has_te, filled, absent):
+def test_a_run_gets_what_its_device_and_fsdp_need(
+    parser, monkeypatch, line, device, has_te, filled, absent
+):
     monkeypatch.setattr(arguments, "has_transformer_engine", lambda: has_te)
     found = " ".join(defaults(parser, line, device))
     assert filled in found
@@ -42,16 +54,26 @@ def test_defaults_are_what_can_be_typed(parser):
     """They are shown to the user, put before the user's flags, and parsed."""
     filled = defaults(parser, FSDP)
     args = parse(parser, filled)
-    assert (args.ckpt_format, args.distributed_backend, args.transformer_impl) == ("fsdp_dtensor", "gloo", "local")
+    assert (args.ckpt_format, args.distributed_backend, args.transformer_impl) == (
+        "fsdp_dtensor",
+        "gloo",
+        "local",
+    )
     assert args.use_distributed_optimizer
     assert defaults(parser, " ".join([FSDP, *filled])) == []
 
 
 @pytest.mark.parametrize(
     "chosen",
-    ["--ckpt-format torch_dist", "--ckpt-format=torch_dist", "--num-workers=4", "--transformer-impl transformer_engine",
-     "--no-persist-layer-norm", "--use-distributed-optimizer"],
-)  # fmt: skip
+    [
+        "--ckpt-format torch_dist",
+        "--ckpt-format=torch_dist",
+        "--num-workers=4",
+        "--transformer-impl transformer_engine",
+        "--no-persist-layer-norm",
+        "--use-distributed-optimizer",
+    ],
+)
 def test_what_the_user_chose_is_not_filled_in(parser, chosen):
     flag = chosen.replace("=", " ").split()[0]
     assert flag in defaults(parser, FSDP)
@@ -67,22 +89,35 @@ def test_the_other_half_of_a_pair_counts_as_chosen(parser):
 
 
 def test_tensor_parallel_matrices_are_orthogonalised_whole_unless_a_run_says_otherwise(parser):
-    """Megatron-core 0.19 has blockwise, whose training depends on the tensor parallel size; its main branch has not."""
+    """Megatron-core 0.19 has blockwise, whose training depends on the tensor parallel size; its
+    main branch has not.
+    """
     for muon in (MUON, ADAPTIVE):
-        for cut in ("--tensor-model-parallel-size=2", "--expert-tensor-parallel-size=2", "--use-checkpoint-args"):
+        for cut in (
+            "--tensor-model-parallel-size=2",
+            "--expert-tensor-parallel-size=2",
+            "--use-checkpoint-args",
+        ):
             assert "--muon-tp-mode duplicated" in " ".join(defaults(parser, f"{muon} {cut}"))
-            assert "--muon-tp-mode" not in defaults(parser, f"{muon} {cut} --muon-tp-mode blockwise")
+            assert "--muon-tp-mode" not in defaults(
+                parser, f"{muon} {cut} --muon-tp-mode blockwise"
+            )
         assert "--muon-tp-mode" not in defaults(parser, f"{muon} --tensor-model-parallel-size 1")
     for others in (ADAM, "--optimizer muon"):
         assert "--muon-tp-mode" not in defaults(parser, f"{others} {TP2}")
-    assert MuonOptimizerConfig().muon_tp_mode == parse(parser, defaults(parser, f"{MUON} {TP2}")).muon_tp_mode
+    assert (
+        MuonOptimizerConfig().muon_tp_mode
+        == parse(parser, defaults(parser, f"{MUON} {TP2}")).muon_tp_mode
+    )
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf16):
     """bf16 Newton-Schulz without hardware bf16 is up to 800 times slower than fp32."""
     monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: bf16)
-    assert parse(parser, defaults(parser)).muon_fp32_matmul_prec == ("medium" if bf16 else "highest")
+    assert parse(parser, defaults(parser)).muon_fp32_matmul_prec == (
+        "medium" if bf16 else "highest"
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +126,10 @@ def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf1
         ("--hidden-sise=64", "unknown flag --hidden-sise; did you mean --hidden-size?"),
         ("--qqqqzzzz", "unknown flag --qqqqzzzz; see pretrain_gpt.py --help"),
         ("--num-layers 2 muon", "unexpected argument 'muon': flags begin with --"),
-        ("--num-layers 2 -train-iters 5", "unexpected argument '-train-iters': flags begin with --"),
+        (
+            "--num-layers 2 -train-iters 5",
+            "unexpected argument '-train-iters': flags begin with --",
+        ),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--muon-exchange pigeon", "argument --muon-exchange: invalid choice: 'pigeon'"),
         ("--num-layers 2 --help", "unknown flag --help; see pretrain_gpt.py --help"),
@@ -107,8 +145,17 @@ def test_a_mistake_is_a_user_error_with_the_nearest_flag(parser, line, message):
 
 def test_muons_flags_keep_upstreams_defaults(parser):
     args = parse(parser, [])
-    assert (args.muon_momentum, args.muon_num_ns_steps, args.muon_scale_mode) == (0.9, 5, "spectral")
-    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (None, None, "owner", "auto")
+    assert (args.muon_momentum, args.muon_num_ns_steps, args.muon_scale_mode) == (
+        0.9,
+        5,
+        "spectral",
+    )
+    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (
+        None,
+        None,
+        "owner",
+        "auto",
+    )
     assert parse(parser, ["--num-layers", "2", "--num-layers", "3"]).num_layers == 3
 
 

@@ -1,4 +1,6 @@
-"""Factors of QK-clip, the rows they are for, and the logits that local attention keeps, against plain loops."""
+"""Factors of QK-clip, the rows they are for, and the logits that local attention keeps, against
+plain loops.
+"""
 
 import math
 from types import SimpleNamespace
@@ -27,7 +29,9 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
     alpha=st.floats(0.05, 0.95),
 )
 def test_a_group_is_scaled_by_its_largest_logit(groups, in_group, logits, alpha):
-    """Whatever the number of heads; logits at most at the threshold, negative ones too, change no bit."""
+    """Whatever the number of heads; logits at most at the threshold, negative ones too, change no
+    bit.
+    """
     logits = logits[: groups * in_group]
     group_of = torch.tensor([head // in_group for head in range(len(logits))])
     found = factors(torch.tensor(logits), group_of, groups=groups, alpha=alpha, threshold=100.0)
@@ -56,12 +60,22 @@ def test_rows_of_projections_are_those_of_the_attention():
 
 
 def local_attention(**changes):
-    settings = {"num_layers": 1, "hidden_size": 6, "num_attention_heads": 3, "masked_softmax_fusion": False, **changes}
-    return DotProductAttention(TransformerConfig(**settings), 1, AttnMaskType.causal, "self", pg_collection=ALONE)
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 6,
+        "num_attention_heads": 3,
+        "masked_softmax_fusion": False,
+        **changes,
+    }
+    return DotProductAttention(
+        TransformerConfig(**settings), 1, AttnMaskType.causal, "self", pg_collection=ALONE
+    )
 
 
 @pytest.mark.parametrize("mask", ["given", "made by the softmax"])
-@pytest.mark.parametrize("changes", [{}, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}]
+)
 def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask, changes):
     """Over micro-batches, without those that the mask hides, and without those of an evaluation."""
     attention = local_attention(**changes)
@@ -69,25 +83,37 @@ def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask,
     record_max_logits(attention)
     record_max_logits(attention)
     assert attention.current_max_attn_logits is None
-    batches = [torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    batches = [
+        torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
+    ]
     for scores in batches:
         scores[:, :, 0, -1] = 1e3  # in the future
     future = torch.ones(1, 1, 4, 4).tril().logical_not()
     if mask != "given":  # made on a GPU
-        monkeypatch.setattr(fused_softmax, "get_default_causal_mask", lambda _size, mask=future[0, 0]: mask)
+        monkeypatch.setattr(
+            fused_softmax, "get_default_causal_mask", lambda _size, mask=future[0, 0]: mask
+        )
         future = None
     expected = [
         max(
-            float(scores[b, head, q, k]) for scores in batches for b in range(2) for q in range(4) for k in range(q + 1)
+            float(scores[b, head, q, k])
+            for scores in batches
+            for b in range(2)
+            for q in range(4)
+            for k in range(q + 1)
         )
         for head in range(3)
     ]
     for scores in batches:
-        probabilities = attention.scale_mask_softmax(scores.clone().requires_grad_().clone(), future)
+        probabilities = attention.scale_mask_softmax(
+            scores.clone().requires_grad_().clone(), future
+        )
         assert probabilities.requires_grad
     found = attention.current_max_attn_logits
     assert not found.requires_grad
-    torch.testing.assert_close(found, torch.tensor(expected) * (3 if changes else 1), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found, torch.tensor(expected) * (3 if changes else 1), rtol=0, atol=0
+    )
     attention.eval()
     attention.scale_mask_softmax(batches[0] + 1e4, future)
     assert attention.current_max_attn_logits is found
@@ -95,7 +121,9 @@ def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask,
 
 def test_a_fused_softmax_is_refused():
     with pytest.raises(UserError, match="use --no-masked-softmax-fusion"):
-        record_max_logits(local_attention(masked_softmax_fusion=True, bf16=True, params_dtype=torch.bfloat16))
+        record_max_logits(
+            local_attention(masked_softmax_fusion=True, bf16=True, params_dtype=torch.bfloat16)
+        )
 
 
 class Attention(SelfAttention):
@@ -103,7 +131,13 @@ class Attention(SelfAttention):
 
     def __init__(self, core, **changes):
         torch.nn.Module.__init__(self)
-        settings = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 4, "qk_clip": True, **changes}
+        settings = {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "num_attention_heads": 4,
+            "qk_clip": True,
+            **changes,
+        }
         self.config, self.core_attention = TransformerConfig(**settings), core
 
 
@@ -111,7 +145,10 @@ class Attention(SelfAttention):
     ("attention", "message"),
     [
         (torch.nn.Linear(2, 2), "--qk-clip: the model has no attention; leave --qk-clip out"),
-        (Attention(torch.nn.Identity()), "is a Attention with Identity, which keeps no logits; use megatron-core's"),
+        (
+            Attention(torch.nn.Identity()),
+            "is a Attention with Identity, which keeps no logits; use megatron-core's",
+        ),
         (
             Attention(local_attention(), num_attention_heads=2),
             "layers.0 has num_attention_heads 2, where the model has 4; use layers of one kind",

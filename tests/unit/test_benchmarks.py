@@ -1,4 +1,6 @@
-"""The benchmarks: arguments, tables of given figures, errors, the floor; published steps against their simulation."""
+"""The benchmarks: arguments, tables of given figures, errors, the floor; published steps against
+their simulation.
+"""
 
 import functools
 import importlib.util
@@ -32,7 +34,12 @@ from megatron_muon.tools.train import processes
 
 STEP = ("--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
-    "machine": {"processor": "a processor", "cores": 2, "load_average_before": 0.5, "system": "Linux"},
+    "machine": {
+        "processor": "a processor",
+        "cores": 2,
+        "load_average_before": 0.5,
+        "system": "Linux",
+    },
     "versions": {},
     "commit": "0123456789",
 }
@@ -64,25 +71,70 @@ def step_results():
         "rates": {"matmul_gflop_per_s": 123.0, "bandwidth_gb_per_s": 1.5, "ns_gflop": 1.0},
         "methods": {
             "owner": method,
-            "adam": {**method, "median_ms": 60.0, "phases_ms": {"apply": 60.0}, "exchange_bytes_per_rank": 0},
+            "adam": {
+                **method,
+                "median_ms": 60.0,
+                "phases_ms": {"apply": 60.0},
+                "exchange_bytes_per_rank": 0,
+            },
         },
     }
-    setting = {"hidden_size": 64, "num_layers": 1, "matrices": [], "team_size": [], "ranks": 2, "ns_dtype": "bf16"}
+    setting = {
+        "hidden_size": 64,
+        "num_layers": 1,
+        "matrices": [],
+        "team_size": [],
+        "ranks": 2,
+        "ns_dtype": "bf16",
+    }
     plan = {"matrices_of_teams": {}}
-    return {"bench": "step", **step._with_ratios(figures), "plan": plan, "setting": setting, **PROVENANCE}
+    return {
+        "bench": "step",
+        **step._with_ratios(figures),
+        "plan": plan,
+        "setting": setting,
+        **PROVENANCE,
+    }
 
 
 def test_arguments_reach_the_specification():
     spec = step.step_spec(parsed(*STEP))
-    assert (spec.ranks, spec.ns_dtype, spec.repeat, spec.peers, spec.offload) == (2, "bf16", 5, [], [])
+    assert (spec.ranks, spec.ns_dtype, spec.repeat, spec.peers, spec.offload) == (
+        2,
+        "bf16",
+        5,
+        [],
+        [],
+    )
     assert spec.methods == ["owner", "allgather", "allgather-tuned", "adam"]
     spec = step.step_spec(
-        parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
+        parsed(
+            *STEP,
+            "--ns-dtype",
+            "fp32",
+            "--methods",
+            "adam",
+            "owner",
+            "adam",
+            "--buffer-mb",
+            "0.5",
+            "--repeat",
+            "3",
+        )
     )
-    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
+    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == (
+        "fp32",
+        ["adam", "owner"],
+        0.5,
+        3,
+    )
     given = ("--ranks", "4", "--matrices", "8192x1024", "8x96x64", "--team-size", "4", "1", "4")
     spec = step.step_spec(parsed(*given))
-    assert (spec.matrices, spec.team_size, spec.variants) == ([(1, 8192, 1024), (8, 96, 64)], ["4", "1"], [])
+    assert (spec.matrices, spec.team_size, spec.variants) == (
+        [(1, 8192, 1024), (8, 96, 64)],
+        ["4", "1"],
+        [],
+    )
     spec = step.step_spec(parsed(*given, "--variants", "hyperball", "cautious"))
     assert spec.variants == ["hyperball", "cautious"]
 
@@ -106,15 +158,39 @@ def installed(monkeypatch):
         (["--ranks", "2", "--matrices", "8192"], "8192 is not ROWSxCOLS or COUNTxROWSxCOLS"),
         (["--ranks", "2", "--matrices", "0x64x64"], "0x64x64 is not ROWSxCOLS"),
         (["--ranks", "2"], "give --hidden-size H and --num-layers L, or --matrices"),
-        (["--ranks", "2", "--hidden-size", "64"], "give --hidden-size H and --num-layers L, or --matrices"),
-        ([*STEP, "--matrices", "64x64"], "give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"),
-        ([*STEP, "--team-size", "4"], "--team-size 4 is more than --ranks 2; lower it, or raise --ranks"),
-        ([*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"], "--ranks 2 --hidden-size 63: it takes shards of eq"),
-        (["--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7", "7x64"], "multiple of 2 as rows of each"),
-        ([*STEP, "--peers", "muonium"], "takes CUDA tensors alone, and peers are measured on CPU; leave muonium out"),
-        ([*STEP, "--peers", "dtensor-muon"], "takes CUDA tensors alone, and peers are measured on CPU; leave dtensor"),
+        (
+            ["--ranks", "2", "--hidden-size", "64"],
+            "give --hidden-size H and --num-layers L, or --matrices",
+        ),
+        (
+            [*STEP, "--matrices", "64x64"],
+            "give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone",
+        ),
+        (
+            [*STEP, "--team-size", "4"],
+            "--team-size 4 is more than --ranks 2; lower it, or raise --ranks",
+        ),
+        (
+            [*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"],
+            "--ranks 2 --hidden-size 63: it takes shards of eq",
+        ),
+        (
+            ["--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7", "7x64"],
+            "multiple of 2 as rows of each",
+        ),
+        (
+            [*STEP, "--peers", "muonium"],
+            "takes CUDA tensors alone, and peers are measured on CPU; leave muonium out",
+        ),
+        (
+            [*STEP, "--peers", "dtensor-muon"],
+            "takes CUDA tensors alone, and peers are measured on CPU; leave dtensor",
+        ),
         ([*STEP, "--peers", "deepspeed", "--device", "cuda"], "type --device cpu"),
-        ([*STEP, "--offload", "nvme", "--offload-dir", "/nowhere"], "--offload-dir /nowhere: cannot write there: No"),
+        (
+            [*STEP, "--offload", "nvme", "--offload-dir", "/nowhere"],
+            "--offload-dir /nowhere: cannot write there: No",
+        ),
         ([*STEP, "--offload", "nvme"], "--offload nvme and --offload-dir DIR go together"),
         ([*STEP, "--momentum-dtype", "bf16"], "--momentum-dtype bf16 needs --offload"),
         ([*STEP, "--json", "absent/x.json"], "there is no directory"),
@@ -128,7 +204,9 @@ def test_usage_errors(argv, said, capsys, installed):
 @pytest.mark.parametrize("peer", step.PEERS)
 def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install '\.\[bench\]'"):
+    with pytest.raises(
+        UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install '\.\[bench\]'"
+    ):
         step.step_spec(parsed(*STEP, "--peers", peer))
 
 
@@ -152,7 +230,14 @@ def test_step_table(monkeypatch):
     assert results["ratios"] == {"owner_over_floor": 1.5, "adam_over_owner": 0.04}
     text = shown(json.loads(json.dumps(results)), monkeypatch)
     owner = next(line for line in text.splitlines() if "owner" in line and "1,500.0" in line)
-    assert [cell.strip() for cell in owner.split("│")[1:-1]] == ["owner", "1,500.0", "1,400.0", "1.50", "50.00", "7.00"]
+    assert [cell.strip() for cell in owner.split("│")[1:-1]] == [
+        "owner",
+        "1,500.0",
+        "1,400.0",
+        "1.50",
+        "50.00",
+        "7.00",
+    ]
     assert any("orthogonalize" in line and "1,200.0" in line for line in text.splitlines())
     assert "commit 0123456789" in text
     assert "teams" not in text
@@ -186,7 +271,9 @@ def test_train_table(monkeypatch):
 
 
 def test_train_table_with_further_flags(monkeypatch):
-    """Runs of a round are neighbours, so a machine that is slower in one round does not change the ratio."""
+    """Runs of a round are neighbours, so a machine that is slower in one round does not change the
+    ratio.
+    """
     rounds = [(100.0, 101.0), (200.0, 206.0), (300.0, 303.0)]
     runs = {
         "muon": [bench_train.TrainRun((plain,), 2048, 1000) for plain, _ in rounds],
@@ -196,7 +283,9 @@ def test_train_table_with_further_flags(monkeypatch):
     figures = bench_train.figures(runs)
     assert figures["compared_step_ms"] == 206.0
     assert figures["compared_over_muon"] == pytest.approx(1.01)
-    text = shown({"bench": "train", **figures, "compared_flags": "--qk-clip", **PROVENANCE}, monkeypatch)
+    text = shown(
+        {"bench": "train", **figures, "compared_flags": "--qk-clip", **PROVENANCE}, monkeypatch
+    )
     assert "Muon with --qk-clip / Muon: 1.010" in text
     assert "101 206 303" in text
 
@@ -217,11 +306,15 @@ def test_floors_products_do_the_operations_that_are_counted(kind, method, precis
     iteration = Iteration(steps=steps, precision=precision, method=method, products=kind)
     for team in (1, 2, 4):
         done = products(block, iteration, batch=3, team=team)
-        assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(*block, team)
+        assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(
+            *block, team
+        )
 
 
 def test_the_floor_counts_what_a_team_sends():
-    """Two ranks own 64x16 alone or together: half of it there and back, or no rows and half of three sums, twice."""
+    """Two ranks own 64x16 alone or together: half of it there and back, or no rows and half of
+    three sums, twice.
+    """
     orthogonalizer = Orthogonalizer(Iteration(method=GRAM, precision="medium"))
     layout = layout_of(2, [(1, 64, 16)])
     rules = TeamRules(orthogonalizer.iteration.cost, [0, 0], 2)
@@ -229,7 +322,8 @@ def test_the_floor_counts_what_a_team_sends():
     assert [len(team.ranks) for team in together.teams] == [2]
     assert sorted(map(sum, _travels(alone, orthogonalizer))) == [32 * 16 * 2] * 2
     sums = 3 * 16 * 16 * 4
-    assert _travels(together, orthogonalizer) == [[0, sums], [sums, 0]]  # rows lie where they are needed
+    # rows lie where they are needed
+    assert _travels(together, orthogonalizer) == [[0, sums], [sums, 0]]
     for team, plan in ((1, alone), (2, together)):
         work = sum(product.flops * count for product, count in _work(plan, orthogonalizer).items())
         assert work == team * orthogonalizer.iteration.flops(64, 16, team)
@@ -251,7 +345,9 @@ def test_environment_keeps_what_the_user_set(monkeypatch):
 
 
 def test_environment_finds_the_modules_that_an_experiment_names(monkeypatch):
-    """ENV_VARS may say where a dataset's or tokenizer's code lies; the user's own variable wins over it."""
+    """ENV_VARS may say where a dataset's or tokenizer's code lies; the user's own variable wins
+    over it.
+    """
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert processes.environment(1)["PYTHONPATH"] == str(processes.ROOT)
     asked = {"PYTHONPATH": "of-the-file"}
@@ -260,7 +356,9 @@ def test_environment_finds_the_modules_that_an_experiment_names(monkeypatch):
     assert processes.environment(1, settings=asked)["PYTHONPATH"] == f"{processes.ROOT}:of-the-user"
 
 
-@pytest.mark.parametrize(("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
 def test_a_signal_ends_a_bench(tmp_path, monkeypatch, number, end):
     monkeypatch.setattr(processes, "watch", lambda *_, **__: processes.Ended(1, number))
     with pytest.raises(end):
@@ -270,16 +368,27 @@ def test_a_signal_ends_a_bench(tmp_path, monkeypatch, number, end):
 def test_a_training_is_measured_by_pretrain_gpt_under_torchrun(monkeypatch):
     watched = mock.Mock(return_value=processes.Ended(1, signal.SIGINT))
     monkeypatch.setattr(processes, "watch", watched)
-    assert bench_train.run(["--config", "configs/quickstart.yaml", "--steps", "2", "--warmup", "1"]) == 130
+    assert (
+        bench_train.run(["--config", "configs/quickstart.yaml", "--steps", "2", "--warmup", "1"])
+        == 130
+    )
     line = watched.call_args.args[0]
-    for part in (["-m", "torch.distributed.run"], ["--config", "configs/quickstart.yaml"], ["--train-iters", "2"]):
+    for part in (
+        ["-m", "torch.distributed.run"],
+        ["--config", "configs/quickstart.yaml"],
+        ["--train-iters", "2"],
+    ):
         assert " ".join(part) in " ".join(line)
     program = line[line.index("--config") - 1]
     assert Path(program).exists() or importlib.util.find_spec(program), program
 
 
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
-    command = [sys.executable, "-c", "print('first'); print('what went wrong'); raise SystemExit(3)"]
+    command = [
+        sys.executable,
+        "-c",
+        "print('first'); print('what went wrong'); raise SystemExit(3)",
+    ]
     with pytest.raises(RunFailedError, match="the run ended with status 3"):
         run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err
@@ -289,11 +398,22 @@ def test_the_hosts_matrices_keep_rows_shards_and_kinds():
     wide = Layout(2, (row_sharded("a", (64, 4096), [40, 24]), row_sharded("b", (64, 512), [0, 64])))
     found = narrow(wide)
     assert [matrix.shape for matrix in found.matrices] == [(64, 16), (64, 8)]
-    assert [(shard.rank, shard.rows, shard.cols) for shard in found.matrices[0].shards] == [(0, 40, 16), (1, 24, 16)]
+    assert [(shard.rank, shard.rows, shard.cols) for shard in found.matrices[0].shards] == [
+        (0, 40, 16),
+        (1, 24, 16),
+    ]
 
 
 def test_the_host_of_a_shipped_model_is_measured():
-    command = [sys.executable, "-m", "benchmarks.host", "--configs", "configs/quickstart.yaml", "--ranks", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.host",
+        "--configs",
+        "configs/quickstart.yaml",
+        "--ranks",
+        "4",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     *_, line = run.stdout.splitlines()
@@ -313,10 +433,14 @@ def test_the_page_has_what_the_backtest_prints(monkeypatch, capsys):
 
 
 def test_one_restart_counts_what_its_authors_say():
-    """6 a + 14 units of n^3 for a block of sides n and a n: gram-newton-schulz with symmetric products."""
+    """6 a + 14 units of n^3 for a block of sides n and a n: gram-newton-schulz with symmetric
+    products.
+    """
     iteration = backtest.OneRestart(method=GRAM, products=KERNEL)
     counts, n, ratio = iteration.counts(GRAM), 1024, 4
-    assert (2 * counts.gram * ratio / 2 + counts.square + counts.symmetric + 2 * counts.wide * ratio) == 6 * ratio + 14
+    assert (
+        2 * counts.gram * ratio / 2 + counts.square + counts.symmetric + 2 * counts.wide * ratio
+    ) == 6 * ratio + 14
     halved = backtest.OneRestart("quintic", 5, "medium", GRAM, backtest.SYMMETRIC)
     assert halved.flops(n, ratio * n) == (6 * ratio + 14) * n**3
 
@@ -325,7 +449,11 @@ def test_the_models_have_their_published_sizes():
     dense = backtest.COPIES * backtest.numel(backtest.DENSE_MATRICES)
     experts = backtest.COPIES * backtest.EXPERT * backtest.numel(backtest.EXPERT_MATRICES)
     assert dense + experts == pytest.approx(120e9, rel=0.04)  # without embeddings
-    embeddings = {backtest.QWEN_1B: 151936 * 1536, backtest.LLAMA_3B: 2 * 128256 * 3072,
-                  backtest.QWEN_7B: 2 * 152064 * 3584, backtest.LLAMA_8B: 2 * 128256 * 4096}  # fmt: skip
+    embeddings = {
+        backtest.QWEN_1B: 151936 * 1536,
+        backtest.LLAMA_3B: 2 * 128256 * 3072,
+        backtest.QWEN_7B: 2 * 152064 * 3584,
+        backtest.LLAMA_8B: 2 * 128256 * 4096,
+    }
     for model, others in embeddings.items():
         assert backtest.numel(model.matrices) + others == pytest.approx(model.parameters, rel=0.005)

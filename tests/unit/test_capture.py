@@ -1,4 +1,6 @@
-"""What a CUDA graph needs of a step: the same operations on the same memory, and no value that the host reads."""
+"""What a CUDA graph needs of a step: the same operations on the same memory, and no value that the
+host reads.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Enqueued(TorchDispatchMode):
-    """Every operation, with numbers and the memory that it works on: addresses of before the step, as they are."""
+    """Every operation, with numbers and the memory that it works on: addresses of before the step,
+    as they are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,16 +55,26 @@ class Enqueued(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":
-            self.operations.append((func, *(self._seen(one) for one in tree_leaves((args, kwargs)))))
+            self.operations.append(
+                (func, *(self._seen(one) for one in tree_leaves((args, kwargs))))
+            )
         if not func.is_view and all(value.alias_info is None for value in func._schema.returns):
-            self._made |= {one.untyped_storage()._cdata for one in tree_leaves(result) if torch.is_tensor(one)}
+            self._made |= {
+                one.untyped_storage()._cdata for one in tree_leaves(result) if torch.is_tensor(one)
+            }
         return result
 
     def _seen(self, one: Any) -> Any:
         if not torch.is_tensor(one):
             return one
         storage = one.untyped_storage()._cdata
-        return "made" if storage in self._made else storage, one.storage_offset(), one.shape, one.stride(), one.dtype
+        return (
+            "made" if storage in self._made else storage,
+            one.storage_offset(),
+            one.shape,
+            one.stride(),
+            one.dtype,
+        )
 
 
 @contextlib.contextmanager
@@ -68,9 +82,13 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
     """The Muon of rank 1 of four on fake tensors."""
     recorder = Recorder(1, machine.DEVICE)
     with machine.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
-        layout = Layout(RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)))
+        layout = Layout(
+            RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES))
+        )
         held = Held(layout, dist.new_group(range(RANKS)), machine.DEVICE, [1] * len(SHAPES))
-        parameters = [torch.nn.Parameter(torch.empty(r // 4, c, device=machine.DEVICE)) for r, c in SHAPES]
+        parameters = [
+            torch.nn.Parameter(torch.empty(r // 4, c, device=machine.DEVICE)) for r, c in SHAPES
+        ]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         config = MuonOptimizerConfig(**{**SETTINGS, **settings})
@@ -90,7 +108,9 @@ def number(value: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> None:
-    """With another learning rate in between, as a scheduler fills it in. A fake tensor has no value to read."""
+    """With another learning rate in between, as a scheduler fills it in. A fake tensor has no value
+    to read.
+    """
     with on_fake_gpu(**VARIANTS[variant]) as muon:
         group = muon.param_groups[0]
         group["lr"] = number(0.1).view(1)  # of any shape
@@ -106,14 +126,25 @@ def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> N
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_learning_rate_in_a_tensor_steps_as_the_number_does(variant: str) -> None:
-    """Story: with `cuda_graph=True`, MuonHyperball took the address of the tensor for the learning rate."""
-    settings = {"optimizer": "muon", "lr": 0.1, "weight_decay": 0.1, "muon_fp32_matmul_prec": "highest"}
+    """Story: with `cuda_graph=True`, MuonHyperball took the address of the tensor for the learning
+    rate.
+    """
+    settings = {
+        "optimizer": "muon",
+        "lr": 0.1,
+        "weight_decay": 0.1,
+        "muon_fp32_matmul_prec": "highest",
+    }
     config = MuonOptimizerConfig(**{**settings, **VARIANTS[variant]})
-    layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES)))
+    layout = Layout(
+        1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES))
+    )
     found = []
     for as_tensor in (False, True):
         generator = torch.Generator().manual_seed(0)
-        parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+        parameters = [
+            torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES
+        ]
         held = Held(layout, Alone(), torch.device("cpu"), [1] * len(SHAPES))  # type: ignore[arg-type]
         names = {parameter: f"w{i}" for i, parameter in enumerate(parameters)}
         muon = make_muon([{"params": parameters}], held, config, names, offload=None)
@@ -140,9 +171,11 @@ def test_a_number_of_the_host_would_be_captured() -> None:
 
 
 class RecordedGraph(TorchDispatchMode):
-    """Stands for a CUDA graph: has the operations of a step, on the tensors that they had, to be run again.
+    """Stands for a CUDA graph: has the operations of a step, on the tensors that they had, to be
+    run again.
 
-    Capturing changes no weight. An operation that makes a tensor gives its values to the tensor that it made at first.
+    Capturing changes no weight. An operation that makes a tensor gives its values to the tensor
+    that it made at first.
     """
 
     def __init__(self, values: list[torch.Tensor]) -> None:
@@ -202,8 +235,12 @@ class Captured:
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(0.1, 0.1), (0.1, 0.0), (0.0, 0.1)])
-def test_replayed_steps_are_those_that_run(monkeypatch: pytest.MonkeyPatch, lr: float, weight_decay: float) -> None:
-    """Captured once, at the third step, also where a rate begins at zero; with rates that a scheduler changes."""
+def test_replayed_steps_are_those_that_run(
+    monkeypatch: pytest.MonkeyPatch, lr: float, weight_decay: float
+) -> None:
+    """Captured once, at the third step, also where a rate begins at zero; with rates that a
+    scheduler changes.
+    """
     plain, captured = (Captured(monkeypatch, lr=lr, weight_decay=weight_decay) for _ in range(2))
     captured.capture()
     for number in range(1, 6):
@@ -229,7 +266,9 @@ def test_a_load_has_the_step_captured_anew(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("moved", ["gradient", "missing", "lr", "weight_decay", "momentum"])
-def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+def test_what_a_captured_step_reads_may_not_move(
+    monkeypatch: pytest.MonkeyPatch, moved: str
+) -> None:
     """A schedule of momentum, as OneCycleLR's, had no effect."""
     captured = Captured(monkeypatch)
     captured.capture()
@@ -243,20 +282,28 @@ def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch
     else:
         group[moved] = 0.5
     before = weight.detach().clone()
-    with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
+    with pytest.raises(
+        UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"
+    ):
         captured.muon.step()
     assert torch.equal(weight, before)
 
 
-def test_a_captured_step_refuses_new_values_of_a_tensor_that_it_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learning rate in another dtype, or on another device, is read by the host when the step is captured."""
+def test_a_captured_step_refuses_new_values_of_a_tensor_that_it_cannot_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A learning rate in another dtype, or on another device, is read by the host when the step is
+    captured.
+    """
     captured = Captured(monkeypatch)
     captured.capture()
     rate = captured.muon.param_groups[0]["lr"] = torch.tensor([0.1], dtype=torch.float64)
     for number in range(1, 5):
         captured.step(number)
     rate.fill_(0.05)
-    with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
+    with pytest.raises(
+        UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"
+    ):
         captured.step(5)
 
 

@@ -1,6 +1,7 @@
 """Which checkpoints are complete and as they were written, and how one takes its place.
 
-Story: of 30 flipped bits 22 were loaded without a word, and so was a rank's file of another iteration.
+Story: of 30 flipped bits 22 were loaded without a word, and so was a rank's file of another
+iteration.
 """
 
 from __future__ import annotations
@@ -66,17 +67,29 @@ def test_complete_checkpoints(save_dir: Path, latest: Path) -> None:
     names = {entry.name for entry in latest.iterdir()}
     assert names == {".metadata", "__0_0.distcp", files.CHECKSUMS}
     sums = json.loads((latest / files.CHECKSUMS).read_text())["crc32"]
-    assert sums == {name: f"{zlib.crc32((latest / name).read_bytes()):08x}" for name in names - {files.CHECKSUMS}}
+    assert sums == {
+        name: f"{zlib.crc32((latest / name).read_bytes()):08x}"
+        for name in names - {files.CHECKSUMS}
+    }
 
 
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda folder: os.truncate(folder / "__0_0.distcp", 1000), "__0_0.distcp is cut short: 1,000 of "),
+        (
+            lambda folder: os.truncate(folder / "__0_0.distcp", 1000),
+            "__0_0.distcp is cut short: 1,000 of ",
+        ),
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
-        (lambda folder: (folder / ".metadata").unlink(), "has no .metadata: its save did not finish"),
+        (
+            lambda folder: (folder / ".metadata").unlink(),
+            "has no .metadata: its save did not finish",
+        ),
         (lambda folder: os.truncate(folder / ".metadata", 100), ".metadata cannot be read"),
-        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(7)), ".metadata holds a int"),
+        (
+            lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(7)),
+            ".metadata holds a int",
+        ),
         (lambda folder: folder.rename(folder.parent / "elsewhere"), "does not exist"),
     ],
 )
@@ -91,7 +104,9 @@ def test_damage_without_checksums(save_dir: Path, latest: Path, damage, says: st
 
 
 def test_thirty_flipped_bits(save_dir: Path, latest: Path) -> None:
-    """Anywhere in the files, those of the metadata and of the checksums included; a run finds the first two alone."""
+    """Anywhere in the files, those of the metadata and of the checksums included; a run finds the
+    first two alone.
+    """
     rng = random.Random(5)
     paths = sorted(latest.iterdir())
     for flip in range(30):
@@ -101,7 +116,7 @@ def test_thirty_flipped_bits(save_dir: Path, latest: Path) -> None:
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        (found, remedy) = found_by_doctor(save_dir)
+        found, remedy = found_by_doctor(save_dir)
         assert f"{path.name} is damaged" in found, flip
         assert "--ckpt-step 4" in remedy
         if path.suffix != ".distcp":  # which the ranks compare together
@@ -121,10 +136,15 @@ def test_a_file_of_another_iteration(save_dir: Path, latest: Path, name: str) ->
     assert f"{accused} is damaged: its CRC-32 is " in found_by_doctor(save_dir)[0]
 
 
-def test_one_that_was_written_without_loads_with_a_note(save_dir: Path, latest: Path, capsys) -> None:
+def test_one_that_was_written_without_loads_with_a_note(
+    save_dir: Path, latest: Path, capsys
+) -> None:
     (latest / files.CHECKSUMS).unlink()
     loading._require_sound(latest, verify=True)
-    assert "iter_0000008 was written without checksums; what its files hold is not verified" in capsys.readouterr().out
+    assert (
+        "iter_0000008 was written without checksums; what its files hold is not verified"
+        in capsys.readouterr().out
+    )
     assert "was written without checksums" in " ".join(found_by_doctor(save_dir, "note"))
 
 
@@ -134,7 +154,9 @@ def test_without_verification_damaged_checksums_do_not_count(latest: Path, text:
     sums = latest / files.CHECKSUMS
     sums.unlink()
     sums.mkdir() if text == "a directory" else sums.write_text(text)
-    with pytest.raises(UserError, match=r"checksums\.json .*; --no-verify-checkpoint loads without it; .*-step 4$"):
+    with pytest.raises(
+        UserError, match=r"checksums\.json .*; --no-verify-checkpoint loads without it; .*-step 4$"
+    ):
         loading._require_sound(latest, verify=True)
     loading._require_sound(latest, verify=False)
     (latest / "__0_0.distcp").write_bytes(b"short")
@@ -147,7 +169,9 @@ def test_ranks_share_the_files() -> None:
     sums = dict.fromkeys([".metadata", *(f"__{rank}_0.distcp" for rank in range(12))], 0)
     for ranks in (1, 5, 12, 20):
         shares = [files.share(sums, rank, ranks) for rank in range(ranks)]
-        assert sorted(name for share in shares for name in share) == sorted(sums.keys() - {".metadata"})
+        assert sorted(name for share in shares for name in share) == sorted(
+            sums.keys() - {".metadata"}
+        )
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
     assert files.share(sums, 11, 12) == ["__11_0.distcp"]
 
@@ -157,7 +181,9 @@ def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
     tracker = save_dir / files.TRACKER
     tracker.write_text(text, "latin1")
-    with pytest.raises(UserError, match=rf"instead of an iteration; .* iteration 8: type echo 8 > {tracker}$"):
+    with pytest.raises(
+        UserError, match=rf"instead of an iteration; .* iteration 8: type echo 8 > {tracker}$"
+    ):
         files.latest(save_dir)
     tracker.unlink()
     assert files.latest(save_dir) is None
@@ -207,7 +233,11 @@ def test_the_same_iteration_again(save_dir: Path, latest: Path) -> None:
     files.finish(latest)
     assert (latest / ".metadata").stat().st_ino != before
     assert sorted(entry.name for entry in latest.iterdir()) == [".metadata", "__0_0.distcp"]
-    assert sorted(entry.name for entry in save_dir.iterdir()) == ["iter_0000004", "iter_0000008", files.TRACKER]
+    assert sorted(entry.name for entry in save_dir.iterdir()) == [
+        "iter_0000004",
+        "iter_0000008",
+        files.TRACKER,
+    ]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -1,4 +1,6 @@
-"""What of a checkpoint a run asks for, on real files of one process: other names, other optimizers, other models."""
+"""What of a checkpoint a run asks for, on real files of one process: other names, other optimizers,
+other models.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,12 @@ def written(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return content.read_entries(folder)
 
 
-def adamw(prefix: str, *, step: float, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")) -> dict[str, Any]:
+def adamw(
+    prefix: str, *, step: float, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")
+) -> dict[str, Any]:
     """torch's: a count for each parameter; a SwiGLU's fc1 is two, with settings of one."""
-    slots = {name: value + 1 - step for name, value in ADAM.items()}  # zeros in a run, something in a checkpoint
+    # zeros in a run, something in a checkpoint
+    slots = {name: value + 1 - step for name, value in ADAM.items()}
     state = {f"{prefix}{name}": {**slots, "step": torch.tensor(step)} for name in names}
     return {"state": state, "param_to_group_meta": groups(prefix, {"eps": 1e-8})}
 
@@ -39,16 +44,23 @@ def groups(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}{name}": settings for name in ("norm", "fc1")}
 
 
-def fused(prefix: str, *, step: Any, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")) -> dict[str, Any]:
+def fused(
+    prefix: str, *, step: Any, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")
+) -> dict[str, Any]:
     """As Transformer Engine's FusedAdam keeps it: a count for each group."""
     return {
-        "state": {f"{prefix}{name}": {slot: torch.clone(value) for slot, value in ADAM.items()} for name in names},
+        "state": {
+            f"{prefix}{name}": {slot: torch.clone(value) for slot, value in ADAM.items()}
+            for name in names
+        },
         "param_to_group_meta": groups(prefix, {"eps": 1e-8, "step": step}),
     }
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_count_by_parameter_goes_on_as_a_count_by_group(tmp_path: Path, capturable: bool, capsys: Any) -> None:
+def test_a_count_by_parameter_goes_on_as_a_count_by_group(
+    tmp_path: Path, capturable: bool, capsys: Any
+) -> None:
     """It was dropped without a word, and Adam's first updates were up to 2.2 times too large."""
     entries = written(tmp_path, {"optimizer": adamw("module.", step=7.0)})
     run = fused("module.", step=torch.zeros(1, dtype=torch.int) if capturable else 0)
@@ -90,10 +102,16 @@ def test_counts_that_differ_within_a_group_are_told(tmp_path: Path, capsys: Any)
     assert "the checkpoint has 3 to 7 steps in one" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("module.", "module.module."), ("module.module.", "module.")])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("module.", "module.module."), ("module.module.", "module.")]
+)
 def test_names_of_another_precision(tmp_path: Path, theirs: str, ours: str) -> None:
-    """bf16 puts one more `module.` in front of the optimizer's names: all of its state was said to be missing."""
-    entries = written(tmp_path, {"optimizer": adamw(theirs, step=7.0), "model": {"module.norm": torch.ones(2)}})
+    """bf16 puts one more `module.` in front of the optimizer's names: all of its state was said to
+    be missing.
+    """
+    entries = written(
+        tmp_path, {"optimizer": adamw(theirs, step=7.0), "model": {"module.norm": torch.ones(2)}}
+    )
     run = adamw(ours, step=0.0)
     assert content.wrappers(content.optimized(entries)) == theirs
     assert content.wrappers(run["param_to_group_meta"]) == ours
@@ -120,7 +138,9 @@ LION = {"exp_avg": torch.ones(2)}
 def test_lion_and_adam_start_each_other_afresh(
     tmp_path: Path, stored: Any, wanted: Any, settings: Any, kind: str | None
 ) -> None:
-    """Lion's into Adam was refused as damaged; Adam's into Lion went on with Adam's betas, without a word."""
+    """Lion's into Adam was refused as damaged; Adam's into Lion went on with Adam's betas, without
+    a word.
+    """
     state = {"state": {"module.norm": stored}, "param_to_group_meta": {"module.norm": settings}}
     entries = written(tmp_path, {"optimizer": state})
     lost = {f"module.norm.{slot}" for slot in wanted}
@@ -128,7 +148,9 @@ def test_lion_and_adam_start_each_other_afresh(
     assert content.compare({"module.norm": wanted}, entries) == expected
 
 
-def test_only_what_another_optimizer_kept_starts_afresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_another_optimizer_kept_starts_afresh(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lion, adam = {"exp_avg": torch.ones(2)}, {**ADAM, "step": torch.tensor(7.0)}
     settings = {name: {"lr": 1.0} for name in ("module.norm", "module.fc1")}
     model = {name: torch.ones(2) for name in settings}
@@ -141,13 +163,22 @@ def test_only_what_another_optimizer_kept_starts_afresh(tmp_path: Path, capsys: 
         override_opt_param_scheduler=False,
         tensor_model_parallel_size=1,
     )
-    asked = checkpoint_loading._ask_for_what_is_there({"model": model, "optimizer": run}, entries, tmp_path, args)
+    asked = checkpoint_loading._ask_for_what_is_there(
+        {"model": model, "optimizer": run}, entries, tmp_path, args
+    )
     assert asked["optimizer"]["state"].keys() == {"module.fc1"}
-    assert "start at zero, because another optimizer or layout wrote this checkpoint: norm" in capsys.readouterr().out
+    assert (
+        "start at zero, because another optimizer or layout wrote this checkpoint: norm"
+        in capsys.readouterr().out
+    )
 
 
-def test_weights_that_the_model_lacks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An untied output layer was dropped without a word: the loss rose from 1.741 to 5.025, with status 0."""
+def test_weights_that_the_model_lacks_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An untied output layer was dropped without a word: the loss rose from 1.741 to 5.025, with
+    status 0.
+    """
     names = ("module.a.weight", "module.output_layer.weight", "module.a._extra_state")
     entries = written(tmp_path, {"model": {name: torch.ones(2) for name in names}})
 
@@ -158,7 +189,8 @@ def test_weights_that_the_model_lacks_are_refused(tmp_path: Path, capsys: pytest
 
     ask(*names[:2])  # states of fp8 are never loaded
     with pytest.raises(
-        UserError, match=r"lacks 1 of its weights: output_layer.weight; .*--no-strict-fsdp-dtensor-load"
+        UserError,
+        match=r"lacks 1 of its weights: output_layer.weight; .*--no-strict-fsdp-dtensor-load",
     ):
         ask(names[0])
     ask(names[0], strict=False)
@@ -175,10 +207,16 @@ def test_what_is_missing() -> None:
     assert adaptive == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
     replaced, absent = content.compare(wanted, entries)
     assert replaced == {"b.momentum_buffer"}
-    assert absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
+    # half a state is none
+    assert absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}
     meta = {name: {"lr": 1.0, "momentum": 0.9, "is_expert_parallel": True} for name in "abcd"}
-    asked = content.without_fresh({"state": wanted, "param_to_group_meta": meta}, {"b", "c", "d"}, entries)
-    assert asked == {"state": {"a": {"momentum_buffer": 0}}, "param_to_group_meta": {"a": {"lr": 1.0}}}
+    asked = content.without_fresh(
+        {"state": wanted, "param_to_group_meta": meta}, {"b", "c", "d"}, entries
+    )
+    assert asked == {
+        "state": {"a": {"momentum_buffer": 0}},
+        "param_to_group_meta": {"a": {"lr": 1.0}},
+    }
     slots = content.optimizer_slots(entries)
     assert [content.optimizer_of(slots[name]) for name in "abd"] == ["muon", "adam", "lion"]
 
@@ -186,11 +224,16 @@ def test_what_is_missing() -> None:
 def test_state_of_another_size_starts_afresh() -> None:
     """NorMuon keeps a number for each row, AdaMuon one for each element."""
     stored = SimpleNamespace(size=torch.Size((4, 2)))
-    entries = dict.fromkeys(("optimizer.state.a.momentum_buffer", "optimizer.state.a.moment2_buffer"), stored)
+    entries = dict.fromkeys(
+        ("optimizer.state.a.momentum_buffer", "optimizer.state.a.moment2_buffer"), stored
+    )
     whole, by_row = torch.zeros(4, 2), torch.zeros(4, 1)
     adamuon = {"momentum_buffer": whole, "moment2_buffer": whole}
     assert content.compare({"a": adamuon}, entries) == NOTHING
     other = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": by_row}}, entries)
     assert other == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
-    halves = {"b_w": {"momentum_buffer": whole, "moment2_buffer": torch.zeros(8, 1)}, "b_v": {"momentum_buffer": whole}}
+    halves = {
+        "b_w": {"momentum_buffer": whole, "moment2_buffer": torch.zeros(8, 1)},
+        "b_v": {"momentum_buffer": whole},
+    }
     assert content.laid_out_by_rank({"a": adamuon, **halves}) == {"b_w", "b_v"}

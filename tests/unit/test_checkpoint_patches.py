@@ -1,4 +1,6 @@
-"""The patches of checkpointing fail loudly where upstream has changed, and can be undone; ranks show what they do."""
+"""The patches of checkpointing fail loudly where upstream has changed, and can be undone; ranks
+show what they do.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,17 @@ def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
 
     checkpoint_patches.save_beside_and_rename(patches)
     monkeypatch.setattr(training, "save_checkpoint", save)
-    monkeypatch.setattr("megatron.training.get_args", lambda: types.SimpleNamespace(save=str(tmp_path)))
+    monkeypatch.setattr(
+        "megatron.training.get_args", lambda: types.SimpleNamespace(save=str(tmp_path))
+    )
     checkpoint_patches.explain_failed_saves(patches)
     for iteration in (2, 4):
         training.save_checkpoint(iteration)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004"]
-    with pytest.raises(SaveError, match=r"iteration 6 could not be written .*GiB free.*resume with .* --ckpt-step 4"):
+    with pytest.raises(
+        SaveError,
+        match=r"iteration 6 could not be written .*GiB free.*resume with .* --ckpt-step 4",
+    ):
         training.save_checkpoint(6, lambda: None)  # cannot be pickled
     assert files.iterations(tmp_path) == [2, 4]
 
@@ -55,7 +62,9 @@ def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypat
     """Lion's state with SwiGLU could not be saved, and the first save, hours later, found out."""
     trained = []
     monkeypatch.setattr(
-        training, "train", lambda forward_step_func, model, optimizer, opt_param_scheduler: trained.append(model)
+        training,
+        "train",
+        lambda forward_step_func, model, optimizer, opt_param_scheduler: trained.append(model),
     )
     checkpoint_patches.try_saving_before_training(patches)
     state = {"weights": torch.ones(3), "args": "text"}
@@ -67,7 +76,10 @@ def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypat
     state["args"] = lambda: None  # cannot be pickled
     with pytest.raises(
         SaveError,
-        match=r"could not save a checkpoint: .* before the first step, failed \(rank 0: .*(pickle|local object)",
+        match=(
+            r"could not save a checkpoint: .* before the first step, failed \(rank 0:"
+            r" .*(pickle|local object)"
+        ),
     ):
         training.train(None, ["model"], "optimizer", "scheduler")
     assert trained == [["model"]]
@@ -78,7 +90,12 @@ def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypat
 
 def arguments(**given: object) -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        **{"ckpt_format": "fsdp_dtensor", "non_persistent_ckpt_type": None, "ckpt_step": None, **given}
+        **{
+            "ckpt_format": "fsdp_dtensor",
+            "non_persistent_ckpt_type": None,
+            "ckpt_step": None,
+            **given,
+        }
     )
 
 
@@ -93,7 +110,8 @@ def test_the_folder_that_will_be_loaded(tmp_path, capsys):
     assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"
     assert folder(str(tmp_path), arguments(ckpt_format="torch_dist")) is None
     assert folder(None, arguments()) is None
-    (tmp_path / files.TRACKER).write_text("damaged")  # megatron-core reads it all the same, and ended with status 0
+    # megatron-core reads it all the same, and ended with status 0
+    (tmp_path / files.TRACKER).write_text("damaged")
     with pytest.raises(UserError, match="instead of an iteration"):
         folder(str(tmp_path), arguments(ckpt_step=4))
     (tmp_path / files.TRACKER).write_text("release")

@@ -1,6 +1,8 @@
-"""Pickles of a checkpoint are read without running what they name, by a run's load and by the doctor alike.
+"""Pickles of a checkpoint are read without running what they name, by a run's load and by the
+doctor alike.
 
-Story: whoever could write to a checkpoint could run any command on the machine that loaded it, or that only looked.
+Story: whoever could write to a checkpoint could run any command on the machine that loaded it, or
+that only looked.
 """
 
 from __future__ import annotations
@@ -74,7 +76,12 @@ def poison_index(folder: Path, command: Command) -> None:
 def load(folder: Path, *names: str) -> dict[str, Any]:
     """As megatron-core does it: with torch's own reader and planner."""
     state: dict[str, Any] = dict.fromkeys(names)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=DefaultLoadPlanner(), no_dist=True)
+    dcp.load(
+        state,
+        storage_reader=dcp.FileSystemReader(folder),
+        planner=DefaultLoadPlanner(),
+        no_dist=True,
+    )
     return state
 
 
@@ -115,7 +122,10 @@ def text(value: str) -> bytes:
 
 PATH = b"cpathlib\nPosixPath\n"
 CHANGES = {
-    "every parent is /etc": (b"(N}" + text("parent") + PATH + text("/etc") + b"\x85Rstb", "PosixPath"),
+    "every parent is /etc": (
+        b"(N}" + text("parent") + PATH + text("/etc") + b"\x85Rstb",
+        "PosixPath",
+    ),
     "a save deletes another folder": (
         b"(N}(" + text("with_name") + PATH + text("name") + text("/home/thesis") + b"utb",
         "PosixPath",
@@ -123,13 +133,21 @@ CHANGES = {
 }
 CHANGES = {name: (PATH + state, kind) for name, (state, kind) in CHANGES.items()}
 ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-CHANGES["a member of an enum"] = (ENCODING + b"K\x00\x85R}" + text("_value_") + b"K\x07sb", "_MEM_FORMAT_ENCODING")
-CHANGES["a function"] = (b"ctorch.serialization\n_get_layout\n}" + text("x") + b"K\x07sb", "function")
+CHANGES["a member of an enum"] = (
+    ENCODING + b"K\x00\x85R}" + text("_value_") + b"K\x07sb",
+    "_MEM_FORMAT_ENCODING",
+)
+CHANGES["a function"] = (
+    b"ctorch.serialization\n_get_layout\n}" + text("x") + b"K\x07sb",
+    "function",
+)
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_an_index_changes_no_class(tmp_path: Path, name: str) -> None:
-    """Allowed classes are the process's own: state for one of them moved all paths, and the next save deleted there."""
+    """Allowed classes are the process's own: state for one of them moved all paths, and the next
+    save deleted there.
+    """
     folder = write(tmp_path)
     build, kind = CHANGES[name]
     sound = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
@@ -139,18 +157,22 @@ def test_an_index_changes_no_class(tmp_path: Path, name: str) -> None:
     before = [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
     (found,) = files.problems(folder)
     assert re.search(
-        rf"\.metadata names changes of \S*{kind}, which no checkpoint needs; .*: do not trust this file$", found
+        rf"\.metadata names changes of \S*{kind}, which no checkpoint needs; .*: do not trust this"
+        r" file$",
+        found,
     )
     assert before == [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
 
 
 @pytest.mark.parametrize("name", ["args", "opt_param_scheduler"])
-def test_an_entry_that_names_a_command(tmp_path: Path, mark: Path, patches: Patches, name: str) -> None:
+def test_an_entry_that_names_a_command(
+    tmp_path: Path, mark: Path, patches: Patches, name: str
+) -> None:
     write(tmp_path, 4)
     command = Command(f"touch {mark}")
     folder = write(tmp_path, **{name: command if name == "args" else {"x": [1, command]}})
     assert files.problems(folder) == []
-    (found, remedy) = found_by_doctor(folder)
+    found, remedy = found_by_doctor(folder)
     assert f"entry '{name}" in found
     assert "names posix.system" in found
     assert "--ckpt-step 4" in remedy
@@ -177,9 +199,16 @@ def test_no_protocol_of_pickle_gets_through(mark: Path, protocol: int) -> None:
 def test_what_megatron_saves_is_read(tmp_path: Path) -> None:
     """Arguments with the types that its flags have, states of random numbers, tensors within lists."""
     parser = arguments.build_parser()
-    given = parser.parse_args(["--attention-backend", "fused", "--exit-signal", "SIGUSR1", "--optimizer", "muon"])
+    given = parser.parse_args(
+        ["--attention-backend", "fused", "--exit-signal", "SIGUSR1", "--optimizer", "muon"]
+    )
     given.params_dtype = torch.bfloat16
-    rng = [{"np_rng_state": np.random.default_rng(1).integers(9, size=3, dtype=np.uint32), "random": (3, (1, 2), None)}]
+    rng = [
+        {
+            "np_rng_state": np.random.default_rng(1).integers(9, size=3, dtype=np.uint32),
+            "random": (3, (1, 2), None),
+        }
+    ]
     folder = write(tmp_path, args=given, rng_state={"(0, 0)": rng}, rates=(0.1, [torch.ones(2)]))
     read = content.read(folder)
     assert vars(read["args"]) == vars(given)
@@ -188,7 +217,9 @@ def test_what_megatron_saves_is_read(tmp_path: Path) -> None:
     assert read["rng_state.(0, 0).0.np_rng_state"].tolist() == rng[0]["np_rng_state"].tolist()
 
 
-def test_a_checkpoint_that_cannot_be_read_is_a_line(tmp_path: Path, monkeypatch, patches: Patches) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_a_line(
+    tmp_path: Path, monkeypatch, patches: Patches
+) -> None:
     """A shard of zeros was 1,100 lines of traceback."""
     write(tmp_path, 4)
     folder = write(tmp_path)
@@ -201,6 +232,8 @@ def test_a_checkpoint_that_cannot_be_read_is_a_line(tmp_path: Path, monkeypatch,
     monkeypatch.setattr(checkpointing, "_load_base_checkpoint", read)
     checkpoint_loading.run_no_pickles(patches)
     entry = r"entry 'iteration' cannot be read \(UnpicklingError: "
-    with pytest.raises(UserError, match=rf"checkpoint 8 in .* cannot be loaded \(rank 0: {entry}.*-step 4$") as raised:
+    with pytest.raises(
+        UserError, match=rf"checkpoint 8 in .* cannot be loaded \(rank 0: {entry}.*-step 4$"
+    ) as raised:
         checkpointing._load_base_checkpoint(str(tmp_path), argparse.Namespace(ckpt_step=None))
     assert "weights_only" not in str(raised.value)

@@ -27,7 +27,9 @@ def test_help_is_complete_and_imports_nothing_heavy():
         "heavy = {'torch', 'megatron', 'numpy', 'rich', 'yaml', 'tensorboard'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     for name, command in cli.COMMANDS.items():
         assert re.search(rf"^ +{name}  +{re.escape(command.summary)}$", done.stdout, re.MULTILINE)
@@ -42,7 +44,9 @@ def test_stdout_may_be_closed(monkeypatch):
     assert cli.main(["probe"]) == ExitStatus.OK
 
 
-@pytest.mark.parametrize("argv", [["data", "prepare", "--help"], *([name, "--help"] for name in cli.COMMANDS)])
+@pytest.mark.parametrize(
+    "argv", [["data", "prepare", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
+)
 def test_every_subcommand_shows_an_example(argv, capsys):
     assert cli.main(argv) == ExitStatus.OK
     assert f"megatron-muon {argv[0]}" in capsys.readouterr().out.split("examples:")[1]
@@ -55,7 +59,9 @@ def test_version_names_what_matters(capsys):
     assert {"megatron-muon", "torch", "emerging-optimizers", "python", "system"} <= set(shown)
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]]
+)
 def test_usage_errors_exit_with_2(argv, capsys):
     assert cli.main(argv) == ExitStatus.USAGE
     assert "usage: megatron-muon" in capsys.readouterr().err
@@ -67,8 +73,14 @@ def test_usage_errors_exit_with_2(argv, capsys):
         (["--verison"], "unknown flag --verison; did you mean --version\\?"),
         (["summary", "--jsno=x", "runs/a"], "unknown flag --jsno; did you mean --json\\?"),
         (["data", "prepare", "--inptu", "a"], "unknown flag --inptu; did you mean --input\\?"),
-        (["train", "--config", "a.yaml", "--nporc", "2"], "unknown flag --nporc; did you mean --nproc\\?"),
-        (["sweep", "--config", "a.yaml", "--gird", "lr=1"], "unknown flag --gird; did you mean --grid\\?"),
+        (
+            ["train", "--config", "a.yaml", "--nporc", "2"],
+            "unknown flag --nporc; did you mean --nproc\\?",
+        ),
+        (
+            ["sweep", "--config", "a.yaml", "--gird", "lr=1"],
+            "unknown flag --gird; did you mean --grid\\?",
+        ),
     ],
 )
 def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
@@ -76,7 +88,9 @@ def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", ["train --quiet", "sweep --grid lr=1,2 optimizer=adam", "submit --nodes 2"])
+@pytest.mark.parametrize(
+    "command", ["train --quiet", "sweep --grid lr=1,2 optimizer=adam", "submit --nodes 2"]
+)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -89,7 +103,11 @@ def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
 )
 def test_flags_of_megatron_stand_among_a_commands_own_and_after_dashes(command, flags):
     first, config = command.split(), ("--config", "a.yaml")
-    for argv in ([*first, *flags, *config], [*first, *config, *flags], [*first, *config, "--", *flags]):
+    for argv in (
+        [*first, *flags, *config],
+        [*first, *config, *flags],
+        [*first, *config, "--", *flags],
+    ):
         parsed = cli._build_parser(argv)[0].parse_args(argv)
         assert parsed.flags == flags
         assert str(parsed.config) == "a.yaml"
@@ -104,14 +122,28 @@ def test_what_follows_dashes_is_megatrons():
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [
-        (UserError("--flag left is wrong; type --flag right"), 2, "error: --flag left is wrong; type --flag right"),
+        (
+            UserError("--flag left is wrong; type --flag right"),
+            2,
+            "error: --flag left is wrong; type --flag right",
+        ),
         (RunFailedError("a run failed"), 1, "a run failed"),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (ModuleNotFoundError("no", name="matplotlib"), 2, "error: matplotlib is not installed, which a report needs;"),
-        (OSError(28, "No space left"), 2, "error: OSError: [Errno 28] No space left; the traceback is in"),
+        (
+            ModuleNotFoundError("no", name="matplotlib"),
+            2,
+            "error: matplotlib is not installed, which a report needs;",
+        ),
+        (
+            OSError(28, "No space left"),
+            2,
+            "error: OSError: [Errno 28] No space left; the traceback is in",
+        ),
     ],
 )
-def test_what_a_subcommand_raises_is_one_line_and_a_status(monkeypatch, capsys, tmp_path, raised, status, said):
+def test_what_a_subcommand_raises_is_one_line_and_a_status(
+    monkeypatch, capsys, tmp_path, raised, status, said
+):
     def run(args):
         raise raised
 

@@ -22,7 +22,8 @@ from megatron_muon.tools.train.node import requeueable
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERS = ROOT / "scripts/containers"
 CLAIM, JOB = (
-    yaml.safe_load((ROOT / f"scripts/kubernetes/{name}.yaml").read_text()) for name in ("storage", "pytorchjob")
+    yaml.safe_load((ROOT / f"scripts/kubernetes/{name}.yaml").read_text())
+    for name in ("storage", "pytorchjob")
 )
 REPLICAS = JOB["spec"]["pytorchReplicaSpecs"]
 POD = REPLICAS["Master"]["template"]["spec"]
@@ -35,15 +36,23 @@ RETRIED = 138
 def test_the_job_has_what_the_operator_requires():
     assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert set(REPLICAS) == {"Master", "Worker"}
-    assert all(of["restartPolicy"] == "ExitCode" and of["template"]["spec"] == POD for of in REPLICAS.values())
+    assert all(
+        of["restartPolicy"] == "ExitCode" and of["template"]["spec"] == POD
+        for of in REPLICAS.values()
+    )
     assert CONTAINER["name"] == "pytorch"
     assert [port["name"] for port in CONTAINER["ports"]] == ["pytorchjob-port"]
     nodes = {each["name"]: each["value"] for each in CONTAINER["env"]}
     assert sum(of["replicas"] for of in REPLICAS.values()) == int(nodes["NODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(nodes["GPUS"])
-    assert JOB["spec"]["runPolicy"]["cleanPodPolicy"] == "Running", "pods that wait for a failed one would hold GPUs"
+    assert JOB["spec"]["runPolicy"]["cleanPodPolicy"] == "Running", (
+        "pods that wait for a failed one would hold GPUs"
+    )
     name, seconds = nodes["PET_RDZV_CONF"].split("=")
-    assert (name, int(seconds) > 3600) == ("join_timeout", True), "torchrun gives up after ten minutes"
+    assert (name, int(seconds) > 3600) == (
+        "join_timeout",
+        True,
+    ), "torchrun gives up after ten minutes"
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == set(volumes)
     assert volumes["storage"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
@@ -54,8 +63,16 @@ def test_the_job_has_what_the_operator_requires():
 def test_a_pod_types_a_command_that_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # holds no checkpoint
     line = SCRIPT.replace("\\\n", " ")
-    (command,) = re.findall(r"^python3 -m megatron_muon.tools.train.node (.*) &$", line, re.MULTILINE)
-    values = {"GPUS": "8", "NODES": "2", "RANK": "1", "MASTER_ADDR": "llama3-8b-master-0", "MASTER_PORT": "23456"}
+    (command,) = re.findall(
+        r"^python3 -m megatron_muon.tools.train.node (.*) &$", line, re.MULTILINE
+    )
+    values = {
+        "GPUS": "8",
+        "NODES": "2",
+        "RANK": "1",
+        "MASTER_ADDR": "llama3-8b-master-0",
+        "MASTER_PORT": "23456",
+    }
     for name, value in values.items():
         command = command.replace(f"${name}", value)
     assert "$" not in command
@@ -64,7 +81,9 @@ def test_a_pod_types_a_command_that_exists(tmp_path, monkeypatch):
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "llama3-8b-master-0:23456")
     assert (args.module, args.training_script) == (True, "megatron_muon.pretrain_gpt")
     flags = requeueable(args.training_script_args)
-    assert flags[-1] == "--exit-signal-handler", "without it SIGTERM ends the ranks where they are, and saves nothing"
+    assert flags[-1] == "--exit-signal-handler", (
+        "without it SIGTERM ends the ranks where they are, and saves nothing"
+    )
     assert (ROOT / flags[flags.index("--config") + 1]).is_file()
 
 
@@ -76,7 +95,12 @@ def pod(tmp_path):
         command = tmp_path / "python3"
         command.write_text(f"#!/bin/bash\n{code}\n")
         command.chmod(0o755)
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "GPUS": "8", "RANK": str(rank)}
+        env = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "NODES": "2",
+            "GPUS": "8",
+            "RANK": str(rank),
+        }
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started.append(subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path, env=env))
         return started[-1]
@@ -90,15 +114,27 @@ def pod(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "pods"),
-    [(0, 0), (ExitStatus.FAILURE, 1), (ExitStatus.USAGE, 2), (ExitStatus.TEMPFAIL, RETRIED), (143, RETRIED)],
+    [
+        (0, 0),
+        (ExitStatus.FAILURE, 1),
+        (ExitStatus.USAGE, 2),
+        (ExitStatus.TEMPFAIL, RETRIED),
+        (143, RETRIED),
+    ],
 )
-def test_what_is_to_be_started_again_ends_with_a_status_that_the_operator_retries(pod, status, pods):
+def test_what_is_to_be_started_again_ends_with_a_status_that_the_operator_retries(
+    pod, status, pods
+):
     assert pod(f"exit {status}").wait(30) == pods
 
 
 def test_sigterm_reaches_the_training_and_is_waited_for(pod, tmp_path):
-    """The script is process 1 of its container: Kubernetes signals it alone, and what it leaves behind is killed."""
-    process = pod("trap 'sleep 0.3; touch saved; exit 75' TERM; touch began; while :; do sleep 0.05; done")
+    """The script is process 1 of its container: Kubernetes signals it alone, and what it leaves
+    behind is killed.
+    """
+    process = pod(
+        "trap 'sleep 0.3; touch saved; exit 75' TERM; touch began; while :; do sleep 0.05; done"
+    )
     while not (tmp_path / "began").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
@@ -126,8 +162,14 @@ def test_other_pods_wait_for_the_first(pod, tmp_path):
 
 
 def test_both_recipes_copy_what_the_installation_reads():
-    docker, apptainer = ((CONTAINERS / name).read_text("utf-8") for name in ("Dockerfile", "Apptainer.def"))
-    copied = {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()}
+    docker, apptainer = (
+        (CONTAINERS / name).read_text("utf-8") for name in ("Dockerfile", "Apptainer.def")
+    )
+    copied = {
+        word
+        for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
+        for word in line.split()
+    }
     assert copied == set(re.findall(r"^    (\S+) /opt/megatron-muon/\1$", apptainer, re.MULTILINE))
     assert all((ROOT / name).exists() for name in copied)
     (image,) = re.findall(r"^ARG IMAGE=(\S+)$", docker, re.MULTILINE)
@@ -135,4 +177,8 @@ def test_both_recipes_copy_what_the_installation_reads():
     for recipe in (docker, apptainer):
         assert "scripts/containers/install.sh" in recipe
     text = "".join(file.read_text("utf-8") for file in CONTAINERS.iterdir())
-    assert set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE)) == {"quickstart"} <= set(cli.COMMANDS)
+    assert (
+        set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE))
+        == {"quickstart"}
+        <= set(cli.COMMANDS)
+    )

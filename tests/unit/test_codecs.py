@@ -1,4 +1,5 @@
-"""Storage formats of momentum: error bounds, no bias, random bits that depend on the place alone, no structure in them.
+"""Storage formats of momentum: error bounds, no bias, random bits that depend on the place alone,
+no structure in them.
 
 The random bits are a function of step and place, so what is measured here is the same in every run.
 """
@@ -29,7 +30,9 @@ SEEDS = st.integers(0, 2**16)
 def random_values(rows: int, cols: int, seed: int = 0) -> Tensor:
     """Normal numbers whose rows differ in magnitude by up to 1e6."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, cols, generator=generator) * 10 ** (6 * torch.rand(rows, 1, generator=generator) - 3)
+    return torch.randn(rows, cols, generator=generator) * 10 ** (
+        6 * torch.rand(rows, 1, generator=generator) - 3
+    )
 
 
 def new_record(codec: Codec, rows: int, cols: int, *, fill: int = 0xA5) -> Tensor:
@@ -52,7 +55,9 @@ def bf16_spacing(values: Tensor) -> Tensor:
 
 
 def int8_scales(values: Tensor) -> Tensor:
-    """Largest magnitude of each 128 columns of a row over 127^2, repeated to the shape of the values."""
+    """Largest magnitude of each 128 columns of a row over 127^2, repeated to the shape of the
+    values.
+    """
     scales = torch.zeros_like(values)
     for first in range(0, values.shape[1], BLOCK_COLS):
         block = values[:, first : first + BLOCK_COLS]
@@ -81,13 +86,17 @@ def to_nearest(codec: Codec, values: Tensor) -> Tensor:
     return nearest.square().copysign(values) * scales
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
+# --- formats
+# ----------------------------------------------------------------------------------------------------------
 
 
 @given(rows=SIZES, cols=WIDTHS, seed=SEEDS)
 def test_fp32_keeps_every_bit(rows: int, cols: int, seed: int) -> None:
-    bits = torch.randint(-(2**31), 2**31, (rows, cols), generator=torch.Generator().manual_seed(seed))
-    values = bits.to(torch.int32).view(torch.float32)  # NaNs with payloads and subnormal numbers among them
+    bits = torch.randint(
+        -(2**31), 2**31, (rows, cols), generator=torch.Generator().manual_seed(seed)
+    )
+    # NaNs with payloads and subnormal numbers among them
+    values = bits.to(torch.int32).view(torch.float32)
     record = encoded(CODECS["fp32"], values)
     assert torch.equal(record.view(torch.int32), values.view(torch.int32).flatten())
 
@@ -109,25 +118,35 @@ def test_fp32_decodes_to_the_record_itself() -> None:
 @example(rows=7, cols=0)
 def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) -> None:
     codec = CODECS[name]
-    assert torch.equal(codec.decode(new_record(codec, rows, cols, fill=0), rows, cols), torch.zeros(rows, cols))
+    assert torch.equal(
+        codec.decode(new_record(codec, rows, cols, fill=0), rows, cols), torch.zeros(rows, cols)
+    )
     assert torch.equal(stored(codec, torch.zeros(rows, cols)), torch.zeros(rows, cols))
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 @given(rows=SIZES, cols=WIDTHS, seed=SEEDS, step=st.integers(0, 2**40), row=st.integers(0, 2**24))
 @example(rows=2, cols=129, seed=0, step=0, row=0)
-def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, step: int, row: int) -> None:
-    """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within 2^-23 of up to 127^2."""
+def test_error_is_under_one_spacing(
+    name: str, rows: int, cols: int, seed: int, step: int, row: int
+) -> None:
+    """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within
+    2^-23 of up to 127^2.
+    """
     codec, values = CODECS[name], random_values(rows, cols, seed)
     found = stored(codec, values, Place(key=seed, row=row, col=0), step=step)
     assert found.dtype == torch.float32
-    assert ((found - values).abs() <= spacing_of(codec, values) * (1.0 + (2e-5 if name == "int8" else 0.0))).all()
+    assert (
+        (found - values).abs()
+        <= spacing_of(codec, values) * (1.0 + (2e-5 if name == "int8" else 0.0))
+    ).all()
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize(("rows", "cols"), [(512, 1024), (2**19, 1)])
 def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) -> None:
-    """A resumed training was not bit for bit the same: after loading, every fourth of int8's scales had changed.
+    """A resumed training was not bit for bit the same: after loading, every fourth of int8's scales
+    had changed.
 
     Of one column every value has a scale of its own.
     """
@@ -138,7 +157,9 @@ def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) 
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_strides_of_the_values_do_not_matter_and_bytes_behind_the_record_are_left_alone(name: str) -> None:
+def test_strides_of_the_values_do_not_matter_and_bytes_behind_the_record_are_left_alone(
+    name: str,
+) -> None:
     codec, values = CODECS[name], random_values(5, 130)
     size = codec.record_bytes(5, 130)
     padded = torch.full((size + 64,), 0xA5, dtype=torch.uint8)
@@ -148,12 +169,17 @@ def test_strides_of_the_values_do_not_matter_and_bytes_behind_the_record_are_lef
     assert torch.equal(codec.decode(padded, 5, 130), stored(codec, values))
 
 
-# --- what is not finite, and what is nearly zero ----------------------------------------------------------------------
+# --- what is not finite, and what is nearly zero
+# ----------------------------------------------------------------------
 
 
 def test_bf16_keeps_nan_and_infinities() -> None:
-    """A NaN whose bits are all ones plus random bits would carry over into -0; infinity must not become NaN."""
-    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    """A NaN whose bits are all ones plus random bits would carry over into -0; infinity must not
+    become NaN.
+    """
+    nans = torch.tensor(
+        [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32
+    ).view(torch.float32)
     assert nans.isnan().all()
     values = torch.cat((nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0]))).expand(64, -1)
     found = stored(CODECS["bf16"], values)
@@ -192,34 +218,41 @@ def test_largest_and_smallest_magnitudes(name: str) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
-    """Where the largest value over its scale comes out above 127^2, the largest of the random numbers makes it 128."""
+    """Where the largest value over its scale comes out above 127^2, the largest of the random
+    numbers makes it 128.
+    """
     candidates = 1.0 + torch.arange(1000) * 2.0**-23
     over = candidates * (candidates * (1.0 / 127**2)).reciprocal()
     assert over.max() > 127**2
     values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
     assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
-    assert ((stored(CODECS["int8"], values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)).all()
+    assert (
+        (stored(CODECS["int8"], values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)
+    ).all()
 
 
 def test_int8_keeps_small_columns_beside_large_ones() -> None:
-    """Two columns of a block 60 times as large as the others: these keep a relative error under 6 %, where evenly
-    spaced codes leave more than 15 %.
+    """Two columns of a block 60 times as large as the others: these keep a relative error under 6
+    %, where evenly spaced codes leave more than 15 %.
     """
     values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     values[:, ::64] = 60.0
     small = torch.arange(512) % 64 != 0
     found = stored(CODECS["int8"], values)
     assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
-    step = (int8_scales(values) * 127).double()  # what 127 even steps up to the largest magnitude would be
+    # what 127 even steps up to the largest magnitude would be
+    step = (int8_scales(values) * 127).double()
     even = (values / step + random_numbers(256, 512)).round() * step
     assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
 
 
-# --- no bias ----------------------------------------------------------------------------------------------------------
+# --- no bias
+# ----------------------------------------------------------------------------------------------------------
 
 
 def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple[Tensor, float]:
-    """A matrix that holds one value `part` of a spacing above one that the format holds, and the spacing.
+    """A matrix that holds one value `part` of a spacing above one that the format holds, and the
+    spacing.
 
     The first column makes int8's scale 1, so that 10^2 is followed by 11^2.
     """
@@ -233,29 +266,47 @@ def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -> None:
-    """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of the mean allowed."""
+    """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of
+    the mean allowed.
+    """
     codec, steps = CODECS[name], 128
     values, spacing = between(codec, part)
-    found = torch.stack([stored(codec, sign * values, step=step) for step in range(steps)]).double()[:, :, 1:]
+    found = torch.stack(
+        [stored(codec, sign * values, step=step) for step in range(steps)]
+    ).double()[:, :, 1:]
     error = (found - sign * values[:, 1:]) / spacing
     deviation = math.sqrt(part * (1 - part))
     # int8's rounded division and scale: 2e-5 of a scale.
     assert abs(error.mean()) < 5 * deviation / math.sqrt(error.numel()) + 2e-5
-    for kept, count in (((0,), steps), ((0, 1), steps * values.shape[0]), ((1, 2), error[0].numel())):
+    for kept, count in (
+        ((0,), steps),
+        ((0, 1), steps * values.shape[0]),
+        ((1, 2), error[0].numel()),
+    ):
         means = error.mean(dim=kept)
-        # By the number of means the largest of them lies further out: 6 deviations are enough for 1e6 of them.
+        # By the number of means the largest of them lies further out: 6 deviations are enough for
+        # 1e6 of them.
         assert means.abs().max() < (6 * deviation + 3 / math.sqrt(count)) / math.sqrt(count) + 2e-5
-    # Negative control: rounding to the nearest is off by 0.3 of a spacing, whatever the number of steps.
+    # Negative control: rounding to the nearest is off by 0.3 of a spacing, whatever the number of
+    # steps.
     if part == 0.3:
         nearest = (to_nearest(codec, sign * values)[:, 1:] - sign * values[:, 1:]) / spacing
         assert abs(nearest.double().mean()) > 0.29
 
 
-# --- the random bits --------------------------------------------------------------------------------------------------
+# --- the random bits
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CODECS)
-@given(data=st.data(), rows=SIZES, cols=WIDTHS, seed=SEEDS, row=st.integers(0, 1000), col=st.integers(0, 5))
+@given(
+    data=st.data(),
+    rows=SIZES,
+    cols=WIDTHS,
+    seed=SEEDS,
+    row=st.integers(0, 1000),
+    col=st.integers(0, 5),
+)
 def test_rounding_does_not_depend_on_the_cut(
     name: str, data: st.DataObject, rows: int, cols: int, seed: int, row: int, col: int
 ) -> None:
@@ -264,7 +315,9 @@ def test_rounding_does_not_depend_on_the_cut(
     col *= BLOCK_COLS
     grid = BLOCK_COLS if name == "int8" else 1
     row_cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
-    col_cuts = sorted(grid * cut for cut in data.draw(st.lists(st.integers(0, cols // grid), max_size=3)))
+    col_cuts = sorted(
+        grid * cut for cut in data.draw(st.lists(st.integers(0, cols // grid), max_size=3))
+    )
     whole = stored(codec, values, Place(key, row, col), step=seed)
     for top, bottom in itertools.pairwise([0, *row_cuts, rows]):
         for left, right in itertools.pairwise([0, *col_cuts, cols]):
@@ -278,7 +331,13 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
     """The negative control of the test above: another step, matrix, row or column rounds otherwise."""
     codec = CODECS[name]
     values, _ = between(codec, 0.5)
-    places = [(0, HERE), (1, HERE), (0, Place(1, 0, 0)), (0, Place(HERE.key, 1, 0)), (0, Place(HERE.key, 0, 128))]
+    places = [
+        (0, HERE),
+        (1, HERE),
+        (0, Place(1, 0, 0)),
+        (0, Place(HERE.key, 1, 0)),
+        (0, Place(HERE.key, 0, 128)),
+    ]
     found = [stored(codec, values, place, step=step)[:, 1:] for step, place in places]
     for one, other in itertools.combinations(found, 2):
         assert 0.4 < (one == other).double().mean() < 0.6
@@ -297,7 +356,8 @@ def test_rounding_does_not_depend_on_the_chunks(
         assert torch.equal(codec.decode(whole, *shape), stored(codec, values))
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
+# --- devices
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -306,7 +366,9 @@ def test_rounding_does_not_depend_on_the_chunks(
 @pytest.mark.parametrize("shape", [(257, 300), (4, 128), (1, 1), (0, 5), (5, 0)])
 def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
     codec = CODECS[name]
-    for step, values in enumerate((random_values(*shape), torch.zeros(shape), 1e-37 * random_values(*shape))):
+    for step, values in enumerate(
+        (random_values(*shape), torch.zeros(shape), 1e-37 * random_values(*shape))
+    ):
         record = encoded(codec, values, step=step)
         on_gpu = torch.zeros_like(record, device="cuda")
         codec.encode(values.cuda(), on_gpu, HERE, step=step)

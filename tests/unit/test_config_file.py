@@ -1,4 +1,6 @@
-"""Experiment files: what they say reaches argparse as written, every slip is named; those of the package."""
+"""Experiment files: what they say reaches argparse as written, every slip is named; those of the
+package.
+"""
 
 import os
 from pathlib import Path
@@ -7,7 +9,13 @@ import pytest
 
 from megatron_muon import cli, shipped
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.config_file import as_argv, check_flags, given_flags, load_config, merge
+from megatron_muon.megatron.flags.config_file import (
+    as_argv,
+    check_flags,
+    given_flags,
+    load_config,
+    merge,
+)
 from megatron_muon.megatron.prepare import _apply
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -66,14 +74,28 @@ def test_a_value_reaches_the_command_line_as_written(load, line, argv):
 
 
 def test_user_flags_override_the_file(load, parser):
-    lines = ("--num-layers: 12", "--recompute-modules: [a, b]", "--rl-skip-bos-token: true", "--bf16: true")
+    lines = (
+        "--num-layers: 12",
+        "--recompute-modules: [a, b]",
+        "--rl-skip-bos-token: true",
+        "--bf16: true",
+    )
     config = load(model_args(*lines))
-    argv = merge(config, ["--num-layers", "2", "--recompute-modules", "c", "--no-rl-skip-bos-token"])
+    argv = merge(
+        config, ["--num-layers", "2", "--recompute-modules", "c", "--no-rl-skip-bos-token"]
+    )
     args = parser.parse_args(argv)
-    assert (args.num_layers, args.recompute_modules, args.rl_skip_bos_token, args.bf16) == (2, ["c"], False, True)
+    assert (args.num_layers, args.recompute_modules, args.rl_skip_bos_token, args.bf16) == (
+        2,
+        ["c"],
+        False,
+        True,
+    )
 
 
-@pytest.mark.parametrize("unset", [["--unset", "bf16"], ["--unset", "--bf16"], ["--unset=bf16"], ["--unset=--bf16"]])
+@pytest.mark.parametrize(
+    "unset", [["--unset", "bf16"], ["--unset", "--bf16"], ["--unset=bf16"], ["--unset=--bf16"]]
+)
 def test_unset_takes_a_bare_flag_back(load, parser, unset):
     config = load(model_args("--bf16: true", "--no-rope-fusion: true"))
     argv = merge(config, ["--lr", "1", *unset])
@@ -99,22 +121,38 @@ def tree(tmp_path):
 
 def test_files_are_merged_key_by_key_and_the_later_wins(tree):
     folder = tree(
-        parts__model="ENV_VARS:\n  A: 1\n  B: 1\n" + model_args("--num-layers: 12", "--bf16: true", "--lr: 1"),
+        parts__model="ENV_VARS:\n  A: 1\n  B: 1\n"
+        + model_args("--num-layers: 12", "--bf16: true", "--lr: 1"),
         parts__muon="BASE: model.yaml\n" + model_args("--lr: 2", "--clip-grad: 1.0"),
         parts__data=model_args("--lr: 3", "--recompute-modules: [a, b]"),
         run="BASE: [parts/muon.yaml, parts/data.yaml]\nENV_VARS:\n  B: 2\n  A: null\n"
         + model_args("--clip-grad: null", "--bf16: false", "--recompute-modules: c"),
     )
     config = load_config(folder / "run.yaml", {})
-    assert dict(config.flags) == {"--num-layers": ("12",), "--lr": ("3",), "--recompute-modules": ("c",)}
+    assert dict(config.flags) == {
+        "--num-layers": ("12",),
+        "--lr": ("3",),
+        "--recompute-modules": ("c",),
+    }
     assert config.env == {"B": "2"}
-    assert [path.name for path in config.files] == ["model.yaml", "muon.yaml", "data.yaml", "run.yaml"]
+    assert [path.name for path in config.files] == [
+        "model.yaml",
+        "muon.yaml",
+        "data.yaml",
+        "run.yaml",
+    ]
     origins = {flag: path.name for flag, path in config.origins.items()}
-    assert origins == {"--num-layers": "model.yaml", "--lr": "data.yaml", "--recompute-modules": "run.yaml"}
+    assert origins == {
+        "--num-layers": "model.yaml",
+        "--lr": "data.yaml",
+        "--recompute-modules": "run.yaml",
+    }
 
 
 def test_an_overriding_flag_comes_after_its_opposite(tree, parser):
-    """On a command line the last of --rl-skip-bos-token and --no-rl-skip-bos-token counts; so it does over files."""
+    """On a command line the last of --rl-skip-bos-token and --no-rl-skip-bos-token counts; so it
+    does over files.
+    """
     on, off = model_args("--rl-skip-bos-token: true"), model_args("--no-rl-skip-bos-token: true")
     folder = tree(base=off, middle="BASE: base.yaml\n" + on, run="BASE: middle.yaml\n" + off)
     assert parser.parse_args(argv_of(load_config(folder / "middle.yaml", {}))).rl_skip_bos_token
@@ -133,7 +171,10 @@ def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
         ("gone", r"none\.yaml', the BASE of .*gone\.yaml: No such file"),
         ("flag", r"bad\.yaml: MODEL_ARGS key 'lr' is not a flag"),
         ("nothing", r"nothing\.yaml: has no MODEL_ARGS"),
-        ("ring", r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring"),
+        (
+            "ring",
+            r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring",
+        ),
     ],
 )
 def test_slips_about_bases_are_named(tree, name, said):
@@ -153,7 +194,11 @@ def test_slips_about_bases_are_named(tree, name, said):
 def test_placeholders_matter_where_they_are_used(tree):
     base = model_args("--data-path: ${DATA}/text", "--save: ${SAVE}", "--load: $LOAD")
     folder = tree(base=base, run="BASE: base.yaml\n" + model_args("--data-path: here"))
-    config = load_config(folder / "run.yaml", {}, overridden=given_flags(["--save=x", "--unset", "load", "--lr", "1"]))
+    config = load_config(
+        folder / "run.yaml",
+        {},
+        overridden=given_flags(["--save=x", "--unset", "load", "--lr", "1"]),
+    )
     assert argv_of(config) == ["--data-path", "here"]
     assert merge(config, ["--save=x", "--unset", "load"]) == ["--data-path", "here", "--save=x"]
     with pytest.raises(UserError, match=r"--data-path needs .* variable DATA, which is not set"):
@@ -186,8 +231,14 @@ def test_flags_that_the_parser_does_not_have_are_named(load, parser, lines, said
         ("- --lr\n", r"run\.yaml: must have MODEL_ARGS"),
         ("", r"run\.yaml: must have MODEL_ARGS"),
         ("MODEL_ARGS: 5\n", r"must have MODEL_ARGS"),
-        (model_args("lr: 1"), r"run\.yaml: MODEL_ARGS key 'lr' is not a flag; write it with two dashes"),
-        (model_args("--lr: 1", "--bf16: true", "--lr: 2"), r"run\.yaml: not valid YAML: '--lr' is given twice"),
+        (
+            model_args("lr: 1"),
+            r"run\.yaml: MODEL_ARGS key 'lr' is not a flag; write it with two dashes",
+        ),
+        (
+            model_args("--lr: 1", "--bf16: true", "--lr: 2"),
+            r"run\.yaml: not valid YAML: '--lr' is given twice",
+        ),
         (model_args("--lr: 1") + model_args("--lr: 1"), r"'MODEL_ARGS' is given twice"),
         (model_args("--lr: {a: 1}"), r"run\.yaml: --lr must be a value, or a list of them"),
         (model_args("--lr: [[1]]"), r"--lr must be a value"),
@@ -195,7 +246,10 @@ def test_flags_that_the_parser_does_not_have_are_named(load, parser, lines, said
             model_args("--data-path: ${NOWHERE}/x"),
             r"--data-path needs the environment variable NOWHERE.*type export NOWHERE=",
         ),
-        (model_args("--save: '${OUT:-runs}/x'"), r"--save: \$\{OUT:-runs\} is no placeholder; write \$\{NAME\}"),
+        (
+            model_args("--save: '${OUT:-runs}/x'"),
+            r"--save: \$\{OUT:-runs\} is no placeholder; write \$\{NAME\}",
+        ),
         ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml: A must be a value"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),
     ],
@@ -220,10 +274,15 @@ def test_the_environment_wins_over_the_file(load, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_no_shipped_config_puts_barriers_around_its_timers(path):
-    """Megatron has all ranks wait for each other at every timer of level 1 unless it is told not to."""
+    """Megatron has all ranks wait for each other at every timer of level 1 unless it is told not
+    to.
+    """
     flags = dict(load_config(path).flags)
     assert flags
-    assert flags.get("--timing-log-level", ("0",)) == ("0",) or "--no-barrier-with-level-1-timing" in flags
+    assert (
+        flags.get("--timing-log-level", ("0",)) == ("0",)
+        or "--no-barrier-with-level-1-timing" in flags
+    )
     assert path.stem != "quickstart" or "--timing-log-level" in flags  # there is something to test
 
 
@@ -250,7 +309,9 @@ def test_a_file_of_ones_own_wins(empty_folder):
     assert dict(load_config(QUICKSTART).flags)["--optimizer"] == ("adam",)
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "configs/none.yaml", "configs/../setup.py", "configs", "setup.py"])
+@pytest.mark.parametrize(
+    "name", ["quickstart.yaml", "configs/none.yaml", "configs/../setup.py", "configs", "setup.py"]
+)
 def test_nothing_else_is_looked_for(empty_folder, name):
     """A name that is wrong stays wrong, and the message names it as it was typed."""
     assert shipped.find(Path(name)) == Path(name)
@@ -266,4 +327,6 @@ def test_files_of_an_installed_package_lie_within_it(empty_folder, tmp_path, mon
 
 def test_a_command_says_once_which_file_it_takes(empty_folder, capsys):
     assert cli.main(["plan", "--config", str(QUICKSTART), "--world-size", "2"]) == 0
-    assert capsys.readouterr().err.count("configs/quickstart.yaml is not in this folder: taking ") == 1
+    assert (
+        capsys.readouterr().err.count("configs/quickstart.yaml is not in this folder: taking ") == 1
+    )

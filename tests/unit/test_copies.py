@@ -1,4 +1,6 @@
-"""Merged copies do what copying rectangle by rectangle does, and buffers in use at one time do not overlap."""
+"""Merged copies do what copying rectangle by rectangle does, and buffers in use at one time do not
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from megatron_muon.core.arena import MAX_DIMS, Arena, Buffer, Copies, Copy, Stri
 
 @st.composite
 def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
-    """Copies of some rectangles, one after the other in a source, to places in a target that they share with nothing.
+    """Copies of some rectangles, one after the other in a source, to places in a target that they
+    share with nothing.
 
     At the target a rectangle lies as it is, or transposed, and its rows may be longer than it.
     """
@@ -40,7 +43,9 @@ def test_merged_copies_copy_every_rectangle(drawn: tuple[list[Copy], int, int]) 
     source = torch.arange(1.0, source_size + 1)
     expected, found = torch.zeros(target_size), torch.zeros(target_size)
     for shape, start, end in copies:
-        expected.as_strided(shape, end.strides, end.offset).copy_(source.as_strided(shape, start.strides, start.offset))
+        expected.as_strided(shape, end.strides, end.offset).copy_(
+            source.as_strided(shape, start.strides, start.offset)
+        )
     Copies(copies, source, found)()
     assert torch.equal(found, expected)
     assert len(merged(copies)) <= len(copies)
@@ -48,9 +53,15 @@ def test_merged_copies_copy_every_rectangle(drawn: tuple[list[Copy], int, int]) 
 
 
 def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
-    """Query rows of 8 layers with 4 groups each, as an owner puts them together; another distance splits them."""
+    """Query rows of 8 layers with 4 groups each, as an owner puts them together; another distance
+    splits them.
+    """
     copies = [
-        Copy((3, 5), Strided(layer * 90 + group * 20, (5, 1)), Strided(layer * 60 + group * 15, (5, 1)))
+        Copy(
+            (3, 5),
+            Strided(layer * 90 + group * 20, (5, 1)),
+            Strided(layer * 60 + group * 15, (5, 1)),
+        )
         for layer, group in itertools.product(range(8), range(4))
     ]
     (one,) = merged(copies)
@@ -69,23 +80,34 @@ def test_runs_of_any_length_that_follow_each_other_are_one_copy() -> None:
     assert merged(copies) == [Copy((61,), Strided(2, (1,)), Strided(0, (1,)))]
 
 
-@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)), max_size=30))
-def test_buffers_that_are_in_use_at_one_time_do_not_overlap(wanted: list[tuple[int, int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)), max_size=30)
+)
+def test_buffers_that_are_in_use_at_one_time_do_not_overlap(
+    wanted: list[tuple[int, int, int]],
+) -> None:
     buffers = [Buffer(size, torch.float32, min(a, b), max(a, b)) for size, a, b in wanted]
     arena = Arena(torch.device("cpu"), buffers)
     assert arena.memory.untyped_storage().nbytes() >= arena.nbytes
     for one, other in itertools.combinations([buffer for buffer in buffers if buffer.numel], 2):
         if one.first <= other.last and other.first <= one.last:
-            assert one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+            assert (
+                one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+            )
     for buffer in buffers:
         assert arena.tensor(buffer).shape == (buffer.numel,)
     moments = range(13)
-    at_once = [sum(buffer.nbytes for buffer in buffers if buffer.first <= m <= buffer.last) for m in moments]
+    at_once = [
+        sum(buffer.nbytes for buffer in buffers if buffer.first <= m <= buffer.last)
+        for m in moments
+    ]
     assert max(at_once, default=0) <= arena.nbytes <= sum(buffer.nbytes for buffer in buffers)
 
 
 def test_memory_grows_for_another_arena_and_comes_back_under_the_same_tensors() -> None:
-    """Two Muons of a step share their buffers, and give them back between steps; views of the first stay good."""
+    """Two Muons of a step share their buffers, and give them back between steps; views of the first
+    stay good.
+    """
     small, large = Buffer(100, torch.float32, 0, 1), Buffer(10_000, torch.float32, 0, 1)
     first = Arena(torch.device("cpu"), [small])
     values = first.tensor(small).fill_(7.0)

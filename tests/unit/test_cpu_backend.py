@@ -1,4 +1,6 @@
-"""The CPU backend: it maps devices, refuses where a GPU is, leaves no trace, and keeps freed memory."""
+"""The CPU backend: it maps devices, refuses where a GPU is, leaves no trace, and keeps freed
+memory.
+"""
 
 import ctypes
 import itertools
@@ -47,11 +49,14 @@ def surroundings(buffers):
     owners = (*cuda, *makers, buffers, dataset_utils, PersistentAsyncCaller)
     state = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
     # torch.Tensor grows caches of its own when methods are first used.
-    return {key: value for key, value in state.items() if "_abc_" not in key[1]}, dynamo_config.disable
+    return {
+        key: value for key, value in state.items() if "_abc_" not in key[1]
+    }, dynamo_config.disable
 
 
 def test_uninstall_leaves_no_trace(buffers):
-    cpu.install(force=REALLY_HAS_CUDA)  # the first time also imports modules, which add names of their own
+    # the first time also imports modules, which add names of their own
+    cpu.install(force=REALLY_HAS_CUDA)
     cpu.uninstall()
     before, dynamo_before = surroundings(buffers)
     cpu.install(force=REALLY_HAS_CUDA)
@@ -99,7 +104,9 @@ def test_a_failed_install_is_rolled_back(monkeypatch):
     assert torch.cuda.is_available() == REALLY_HAS_CUDA
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0], ids=str)
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0], ids=str
+)
 def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
     source = torch.arange(6.0)
     made = [
@@ -135,7 +142,9 @@ def test_modules_move_and_meta_stays_meta(backend):
 
 
 def test_factories_are_mapped_inside_backward_hooks(backend):
-    """A TorchFunctionMode is suspended inside Tensor.backward, where Megatron-FSDP allocates its buckets."""
+    """A TorchFunctionMode is suspended inside Tensor.backward, where Megatron-FSDP allocates its
+    buckets.
+    """
     seen = []
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda grad: seen.append(torch.empty(1, device="cuda").device.type))
@@ -145,7 +154,11 @@ def test_factories_are_mapped_inside_backward_hooks(backend):
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor"), (torch.float16, "HalfTensor")],
+    [
+        (torch.float32, "FloatTensor"),
+        (torch.bfloat16, "BFloat16Tensor"),
+        (torch.float16, "HalfTensor"),
+    ],
 )
 def test_type_speaks_of_cuda_and_still_converts(backend, dtype, name):
     tensor = torch.ones(2, dtype=dtype)
@@ -157,10 +170,14 @@ def test_type_speaks_of_cuda_and_still_converts(backend, dtype, name):
 
 
 def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         assert DeviceMesh("cuda", [0]).device_type == "cpu"
-        assert dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")).device_type == "cpu"
+        assert (
+            dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")).device_type == "cpu"
+        )
     finally:
         dist.destroy_process_group()
 
@@ -231,11 +248,16 @@ def test_compiled_functions_run_uncompiled(backend):
 def test_training_does_not_load_the_compiler():
     """It took a fifth of a rank's start."""
     script = (
-        f"import sys; from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA}); import megatron.training"
+        f"import sys; from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA}); import"
+        " megatron.training"
     )
     script += "; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {"megatron.training"}
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {
+        "megatron.training"
+    }
 
 
 @pytest.fixture
@@ -261,7 +283,9 @@ def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
     """Coalesced asynchronous gloo collectives wrote into buckets that Megatron-FSDP had freed."""
     view = buffers.torch.distributed
     with buffers._coalescing_manager(None, async_ops=True) as event:
-        work = view.all_gather_into_tensor(output_tensor=torch.ones(2), input_tensor=torch.ones(1), async_op=True)
+        work = view.all_gather_into_tensor(
+            output_tensor=torch.ones(2), input_tensor=torch.ones(1), async_op=True
+        )
         view.all_reduce(torch.ones(1))
         assert len(recorded) == 2  # each ran where it was written, not when the manager closed
     assert work.wait()
@@ -279,7 +303,9 @@ def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
     assert torch.distributed.all_reduce is dist.all_reduce
 
 
-@pytest.mark.parametrize(("name", "called"), [("all_reduce", "all_reduce"), ("reduce_scatter_tensor", REDUCE_SCATTER)])
+@pytest.mark.parametrize(
+    ("name", "called"), [("all_reduce", "all_reduce"), ("reduce_scatter_tensor", REDUCE_SCATTER)]
+)
 @pytest.mark.parametrize(
     ("op", "expected"),
     [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (cpu_megatron.PremulSum(0.5), 3.0)],
@@ -319,7 +345,10 @@ def test_one_generator_for_two_is_nothing_to_warn_of(caplog):
         logger.warning("CPU RNG state changed within GPU RNG context")
         logger.warning("something else")
     logger.warning("CPU RNG state changed within GPU RNG context")
-    assert [record.getMessage()[:14] for record in caplog.records] == ["something else", "CPU RNG state "]
+    assert [record.getMessage()[:14] for record in caplog.records] == [
+        "something else",
+        "CPU RNG state ",
+    ]
 
 
 FAULTS = """
@@ -348,8 +377,14 @@ def test_large_tensors_come_from_memory_that_was_kept():
     assert int(before) > 10 * int(after)
 
 
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+@pytest.mark.parametrize(
+    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
+)
 def test_the_users_own_setting_stands(name, monkeypatch):
-    monkeypatch.setenv(name, "glibc.malloc.tcache_count=7" if name == "GLIBC_TUNABLES" else "131072")
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: pytest.fail("it was changed")))
+    monkeypatch.setenv(
+        name, "glibc.malloc.tcache_count=7" if name == "GLIBC_TUNABLES" else "131072"
+    )
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: pytest.fail("it was changed"))
+    )
     assert not cpu.keep_freed_memory()

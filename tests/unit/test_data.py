@@ -1,4 +1,6 @@
-"""`megatron-muon data prepare`: ids, files, all that can be wrong with the input, and with a run of the data."""
+"""`megatron-muon data prepare`: ids, files, all that can be wrong with the input, and with a run of
+the data.
+"""
 
 import argparse
 import hashlib
@@ -14,7 +16,14 @@ from msgspec.structs import replace
 from megatron_muon import cli
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data import corpus, tokenizers
-from megatron_muon.megatron.data.corpus import STDLIB, Settings, check_vocabulary, cut, find_sources, prepare
+from megatron_muon.megatron.data.corpus import (
+    STDLIB,
+    Settings,
+    check_vocabulary,
+    cut,
+    find_sources,
+    prepare,
+)
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
 from megatron_muon.megatron.flags.arguments import _check_split, check_vocabularies, require_data
 
@@ -27,7 +36,13 @@ def tree(tmp_path):
         (root / directory).mkdir(parents=True)
     (root / "b" / "two.py").write_text("second = 'ü'\n", "utf-8")
     (root / "a" / "one.py").write_text("first = 1\r\n", "utf-8", newline="")
-    for skipped in ("__pycache__/x.py", ".git/x.py", "site-packages/x.py", "dist-packages/x.py", ".hidden.py"):
+    for skipped in (
+        "__pycache__/x.py",
+        ".git/x.py",
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        ".hidden.py",
+    ):
         (root / skipped).write_text("never")
     (root / "binary.py").write_bytes(b"\x7fELF\0\0")
     (root / "latin.py").write_bytes("naïve".encode("latin-1"))
@@ -47,11 +62,17 @@ def texts(prefix):
 
 
 def digest(prefix):
-    return [hashlib.sha256(Path(f"{prefix}{end}").read_bytes()).hexdigest() for end in (".bin", ".idx")]
+    return [
+        hashlib.sha256(Path(f"{prefix}{end}").read_bytes()).hexdigest() for end in (".bin", ".idx")
+    ]
 
 
 def leftovers(directory, prefix):
-    return sorted(path.name for path in directory.iterdir() if prefix in path.name and ".lock" not in path.name)
+    return sorted(
+        path.name
+        for path in directory.iterdir()
+        if prefix in path.name and ".lock" not in path.name
+    )
 
 
 @pytest.mark.parametrize("size", [257, 384])
@@ -76,15 +97,42 @@ def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_do
 
 def test_prepares_a_tree_in_sorted_order_and_says_how_to_train_on_it(tree, tmp_path, capsys):
     prefix = tmp_path / "out" / "corpus"
-    assert cli.main(["data", "prepare", "--input", str(tree), "--suffix", ".py", ".md", "--output", str(prefix)]) == 0
+    assert (
+        cli.main(
+            [
+                "data",
+                "prepare",
+                "--input",
+                str(tree),
+                "--suffix",
+                ".py",
+                ".md",
+                "--output",
+                str(prefix),
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert f"2 documents, {11 + 14 + 2} tokens; skipped: 2 files that are not UTF-8 text, 1 empty files" in out
-    assert f"train with: --data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 257" in out
+    assert (
+        f"2 documents, {11 + 14 + 2} tokens; skipped: 2 files that are not UTF-8 text, 1 empty"
+        " files" in out
+    )
+    assert (
+        f"train with: --data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 257" in out
+    )
     assert texts(prefix) == ["first = 1\r\n", "second = 'ü'\n"]
     assert corpus.OutputPaths(prefix).read_manifest().vocab_size == 257
-    inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]  # each once, named ones whatever their suffix
+    # each once, named ones whatever their suffix
+    inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]
     sources = find_sources(inputs, (".py",), [tree / "latin.py"])
-    assert [label for label, _ in sources] == ["notes.txt", "a/one.py", "b/two.py", "binary.py", "empty.py"]
+    assert [label for label, _ in sources] == [
+        "notes.txt",
+        "a/one.py",
+        "b/two.py",
+        "binary.py",
+        "empty.py",
+    ]
 
 
 def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
@@ -113,24 +161,37 @@ def test_jsonl_documents_are_lines_and_a_broken_one_is_named(tmp_path):
     assert texts(tmp_path / "out") == ["one", "two\nlines"]
     for line in ("{", "[1]", '{"body": "x", "id": 1}', '{"content": 5}'):
         file.write_text('{"content": "fine"}\n' + line + "\n")
-        with pytest.raises(UserError, match=r"part\.jsonl:2: must be a JSON object .* field 'content' \(--json-key\)"):
+        with pytest.raises(
+            UserError,
+            match=r"part\.jsonl:2: must be a JSON object .* field 'content' \(--json-key\)",
+        ):
             prepare([file], tmp_path / "broken", Settings(json_key="content"))
     assert leftovers(tmp_path, "broken") == []
 
 
-@pytest.mark.parametrize("border", ["\n\n", "\r\n \r\n", "\n"], ids=["paragraphs", "CRLF", "lines alone"])
+@pytest.mark.parametrize(
+    "border", ["\n\n", "\r\n \r\n", "\n"], ids=["paragraphs", "CRLF", "lines alone"]
+)
 def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_path, border, capsys):
     """`data prepare --input book.txt`, then `train`: refused, no document for validation."""
     book = "".join(f"Paragraph {number}, a line\nand another.{border}" for number in range(1000))
     (tmp_path / "book.txt").write_text(book, "utf-8", newline="")
-    argv = ["data", "prepare", "--input", str(tmp_path / "book.txt"), "--output", str(tmp_path / "out")]
+    argv = [
+        "data",
+        "prepare",
+        "--input",
+        str(tmp_path / "book.txt"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert cli.main(argv) == 0
     assert "100 documents" in capsys.readouterr().out
     pieces = texts(tmp_path / "out")
     assert "".join(pieces) == book
     assert all(len(piece) < 2 * len(book) / 100 and piece.endswith(border) for piece in pieces)
     _check_split(str(tmp_path / "out"), "98,2,0", needs_validation=True)
-    (tmp_path / "letter.txt").write_text("Another document.")  # negative control: documents are not cut otherwise
+    # negative control: documents are not cut otherwise
+    (tmp_path / "letter.txt").write_text("Another document.")
     assert prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").documents == 2
     assert cut("one line") == ["one line"]
     assert cut("one\ntwo\n\n  three\n") == ["one\n", "two\n\n", "  three\n"]
@@ -151,9 +212,11 @@ def test_data_that_is_there_needs_overwrite(tree, tmp_path):
 
 
 def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
-    """A second quickstart was refused: megatron-core's indices had made a folder of the prefix data/stdlib.
+    """A second quickstart was refused: megatron-core's indices had made a folder of the prefix
+    data/stdlib.
 
-    And other documents under an old prefix were read by the old indices, which their key does not tell apart.
+    And other documents under an old prefix were read by the old indices, which their key does not
+    tell apart.
     """
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
@@ -161,9 +224,16 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
 
     def samples(prefix, **settings):
         config = GPTDatasetConfig(
-            random_seed=1, sequence_length=4, blend=([str(prefix)], None), split="100,0,0", tokenizer=tokenizer,
-            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, **settings,
-        )  # fmt: skip
+            random_seed=1,
+            sequence_length=4,
+            blend=([str(prefix)], None),
+            split="100,0,0",
+            tokenizer=tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            **settings,
+        )
         builder = gpt.BlendedMegatronDatasetBuilder(gpt.GPTDataset, [5, 0, 0], lambda: True, config)
         return [sample["tokens"].tolist() for sample in builder.build()[0]]
 
@@ -172,7 +242,9 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
     prepare([tree / "notes.txt"], prefix)
     samples(prefix)
     endings = (".bin", ".cache", ".idx", ".prepared.json")
-    assert sorted(path.name for path in prefix.parent.glob("[!.]*")) == [f"mine{ending}" for ending in endings]
+    assert sorted(path.name for path in prefix.parent.glob("[!.]*")) == [
+        f"mine{ending}" for ending in endings
+    ]
     assert list((prefix.parent / "mine.cache").iterdir())
     (prefix / "cache").mkdir(parents=True)  # of Megatron-LM itself, or of an earlier version
     (tree / "notes.txt").write_text("\n".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
@@ -186,7 +258,9 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
     assert any("GPTDataset-train" in path.name for path in (tmp_path / "chosen").iterdir())
 
 
-def test_an_interrupted_run_leaves_nothing_and_an_interrupted_overwrite_the_old_data(tree, tmp_path):
+def test_an_interrupted_run_leaves_nothing_and_an_interrupted_overwrite_the_old_data(
+    tree, tmp_path
+):
     def interrupt(files):
         yield files[0]
         raise KeyboardInterrupt
@@ -215,12 +289,22 @@ def tokenizer(*spec, **settings):
     ("inputs", "output", "settings", "message"),
     [
         ("", "out", tokenizer(vocab_size=300), "has 257 ids, not --vocab-size 300; leave it out"),
-        ("", "out", tokenizer(model="gpt2"), "has no --tokenizer-model; leave it out, or give its --tokenizer-type"),
+        (
+            "",
+            "out",
+            tokenizer(model="gpt2"),
+            "has no --tokenizer-model; leave it out, or give its --tokenizer-type",
+        ),
         ("", "out", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
         ("", "out", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
         ("", "out", Settings(suffixes=(".rs",)), r"found no file \.rs"),
         ("nowhere", "out", Settings(), "cannot read or write .*nowhere"),
-        ("binary.py", "out", Settings(), r"found no document in 1 files .*1 files that are not UTF-8"),
+        (
+            "binary.py",
+            "out",
+            Settings(),
+            r"found no document in 1 files .*1 files that are not UTF-8",
+        ),
         ("", "notes.txt/out", Settings(), "cannot read or write .*notes.txt"),
     ],
 )
@@ -269,7 +353,10 @@ def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):
 def test_a_tokenizer_without_its_package_says_what_to_install(monkeypatch):
     """megatron-core said: name 'AutoTokenizer' is not defined."""
     monkeypatch.setattr(tokenizers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"HuggingFaceTokenizer needs the package transformers; type pip install tra"):
+    with pytest.raises(
+        UserError,
+        match=r"HuggingFaceTokenizer needs the package transformers; type pip install tra",
+    ):
         tokenizers.build(TokenizerSpec("HuggingFaceTokenizer", "gpt2"))
 
 
@@ -277,8 +364,20 @@ def test_a_tokenizer_without_its_package_says_what_to_install(monkeypatch):
 
 
 def run(kind="NullTokenizer", *, rows=384, model=None, size=257, data=None):
-    others = ("mock_data", "skip_train", "train_data_path", "valid_data_path", "test_data_path", "data_args_path")
-    of_tokenizer = {"tokenizer_type": kind, "tokenizer_model": model, "vocab_size": size, "padded_vocab_size": rows}
+    others = (
+        "mock_data",
+        "skip_train",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
+    )
+    of_tokenizer = {
+        "tokenizer_type": kind,
+        "tokenizer_model": model,
+        "vocab_size": size,
+        "padded_vocab_size": rows,
+    }
     none = dict.fromkeys((*others, "per_split_data_args_path", "split"))
     return argparse.Namespace(**none, **of_tokenizer, data_path=data)
 
@@ -295,13 +394,21 @@ def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_n
     """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
     check_vocabulary(text, run())
     check_vocabulary(text, run(size=300))
-    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer, .* this run has HuggingFaceT.* gpt2 "):
+    with pytest.raises(
+        UserError,
+        match=r"text was made with ByteLevelTokenizer, .* this run has HuggingFaceT.* gpt2 ",
+    ):
         check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
-    with pytest.raises(UserError, match=r"of 257; .* --vocab-size 200 .* 256 \(padded\); .*--vocab-size 257"):
+    with pytest.raises(
+        UserError, match=r"of 257; .* --vocab-size 200 .* 256 \(padded\); .*--vocab-size 257"
+    ):
         check_vocabulary(text, run(rows=256, size=200))
     with pytest.raises(UserError, match="text was made with"):
         check_vocabularies(run(rows=128, size=100, data=["0.5", "absent", "0.5", text]))
-    with pytest.raises(UserError, match=r"text\.bin\.bin does not exist; give the prefix of a \.bin and an \.idx file"):
+    with pytest.raises(
+        UserError,
+        match=r"text\.bin\.bin does not exist; give the prefix of a \.bin and an \.idx file",
+    ):
         require_data(run(data=[text + ".bin"]))
     # Without a manifest the ids at the beginning count.
     Path(f"{text}.prepared.json").unlink()

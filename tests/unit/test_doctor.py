@@ -20,14 +20,21 @@ from megatron_muon.tools.doctor import command as doctor
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ARGS = argparse.Namespace(
-    world_size=6, data_parallel_sharding_strategy="optim", tensor_model_parallel_size=2, expert_model_parallel_size=1
+    world_size=6,
+    data_parallel_sharding_strategy="optim",
+    tensor_model_parallel_size=2,
+    expert_model_parallel_size=1,
 )
 
 
 def state(**changes: Any) -> dict[str, Any]:
     """What megatron-core saves of a model of one SwiGLU projection, a norm and a frozen embedding."""
     tensor = torch.ones(2, 3)
-    fc1, norm, embedding = "module.mlp.linear_fc1.weight", "module.norm.weight", "module.embedding.weight"
+    fc1, norm, embedding = (
+        "module.mlp.linear_fc1.weight",
+        "module.norm.weight",
+        "module.embedding.weight",
+    )
     adam = {"exp_avg": tensor, "exp_avg_sq": tensor, "step": torch.tensor(8.0)}
     muon = {"momentum_buffer": tensor}
     return {
@@ -55,7 +62,9 @@ def write(tmp_path: Path):
 
 
 def findings(directory: Path) -> dict[str, tuple[str, str]]:
-    return {finding.about: (finding.state, finding.text) for finding in doctor.checkpoint(directory)}
+    return {
+        finding.about: (finding.state, finding.text) for finding in doctor.checkpoint(directory)
+    }
 
 
 def test_a_sound_checkpoint(write) -> None:
@@ -87,7 +96,10 @@ def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
     assert cli.main(["doctor", "--checkpoint", str(save_dir)]) == ExitStatus.OK
     os.truncate(save_dir / "iter_0000008" / "__0_0.distcp", 100)
     report = tmp_path / "report.json"
-    assert cli.main(["doctor", "--checkpoint", str(save_dir), "--json", str(report)]) == ExitStatus.FAILURE
+    assert (
+        cli.main(["doctor", "--checkpoint", str(save_dir), "--json", str(report)])
+        == ExitStatus.FAILURE
+    )
     wrong = [finding for finding in json.loads(report.read_text()) if finding["state"] == "wrong"]
     assert len(wrong) == 2
     assert "cut short" in wrong[0]["text"]

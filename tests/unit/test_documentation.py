@@ -1,4 +1,6 @@
-"""README.md and docs/: links lead somewhere, every flag named exists, and each of ours is explained."""
+"""README.md and docs/: links lead somewhere, every flag named exists, and each of ours is
+explained.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ import pytest
 
 from benchmarks import step, train
 from megatron_muon import cli
-from megatron_muon.megatron.flags.arguments import add_muon_arguments, add_run_arguments, build_parser
+from megatron_muon.megatron.flags.arguments import (
+    add_muon_arguments,
+    add_run_arguments,
+    build_parser,
+)
 from megatron_muon.tools.parser import CommandParser
 from tests.support.documented import PROGRAM, ROOT, blocks, pages
 
 PAGES = [ROOT / page for page in pages()]
 OTHERS = {
-    *("--nproc-per-node", "--standalone", "--shutdown-timeout", "--nnodes", "--node-rank"),  # torchrun
+    # torchrun
+    *("--nproc-per-node", "--standalone", "--shutdown-timeout", "--nnodes", "--node-rank"),
     *("--rdzv-backend", "--rdzv-endpoint"),
     *("--exclusive", "--export", "--wrap", "--signal", "--no-requeue"),  # SLURM
     *("--cpu-bind", "--cpus-per-task", "--qos"),
@@ -78,7 +85,10 @@ def test_every_flag_of_ours_is_on_the_page():
     parser = argparse.ArgumentParser()
     parser.add_argument("--muon-fp32-matmul-prec", choices=["medium"])
     add_muon_arguments(add_run_arguments(parser))
-    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {
+        "-h",
+        "--help",
+    }
     page = (ROOT / "docs" / "flags.md").read_text("utf-8")
     assert len(flags) > 20
     assert {flag for flag in flags if not re.search(rf"`{flag}[` ]", page)} == set()
@@ -95,7 +105,11 @@ def known_flags() -> set[str]:
         while waiting:
             for action in waiting.pop()._actions:
                 known |= set(action.option_strings)
-                waiting += list(action.choices.values()) if isinstance(action, argparse._SubParsersAction) else []
+                waiting += (
+                    list(action.choices.values())
+                    if isinstance(action, argparse._SubParsersAction)
+                    else []
+                )
     return known
 
 
@@ -103,7 +117,9 @@ def test_flags_in_the_pages_exist():
     """No page names a flag that Megatron, this package or a known program does not have."""
     known = known_flags() | OTHERS
     for page in PAGES:
-        mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w*-])", page.read_text("utf-8")))
+        mentioned = set(
+            re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w*-])", page.read_text("utf-8"))
+        )
         assert mentioned - known == set(), page.name
 
 
@@ -113,8 +129,13 @@ def test_the_code_of_the_page_on_trainers_is_that_of_its_examples():
     def stripped(lines: Iterable[str]) -> str:
         return "\n".join(line.strip() for line in lines if line.strip())
 
-    examples = "\n".join(stripped(file.open(encoding="utf-8")) for file in (ROOT / "examples/trainers").glob("*.py"))
-    code = [stripped(line for _, line in block) for block in blocks((ROOT / "docs/trainers.md").read_text("utf-8"))]
+    examples = "\n".join(
+        stripped(file.open(encoding="utf-8")) for file in (ROOT / "examples/trainers").glob("*.py")
+    )
+    code = [
+        stripped(line for _, line in block)
+        for block in blocks((ROOT / "docs/trainers.md").read_text("utf-8"))
+    ]
     snippets = [block for block in code if not PROGRAM.match(block)]
     assert len(snippets) == 4
     assert [block for block in snippets if block not in examples] == []

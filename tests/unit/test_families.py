@@ -1,7 +1,8 @@
-"""Weights that hold several matrices, by family of models: which rows belong together, written out by hand.
+"""Weights that hold several matrices, by family of models: which rows belong together, written out
+by hand.
 
-A Jamba's `in_proj` went to Muon whole, halves of GPT-OSS's `gate_up_proj` mixed gate and up, and so on: one update for
-several matrices, without a message.
+A Jamba's `in_proj` went to Muon whole, halves of GPT-OSS's `gate_up_proj` mixed gate and up, and so
+on: one update for several matrices, without a message.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ OLD = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {"moe_intermediate_size": 10, "num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2}
+EXPERTS = {
+    "moe_intermediate_size": 10,
+    "num_experts": 3,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+}
 LATENT = {
     "q_lora_rank": 12,
     "kv_lora_rank": 8,
@@ -96,7 +102,8 @@ MAMBA2 = {"in_proj.weight": parts(48, 48, 8, 8, 6)}
 
 FAMILIES = {
     "phi3": Family(
-        {"model_type": "phi3", **TEXT}, {"qkv_proj.weight": parts(24, 12, 12), "gate_up_proj.weight": parts(20, 20)}
+        {"model_type": "phi3", **TEXT},
+        {"qkv_proj.weight": parts(24, 12, 12), "gate_up_proj.weight": parts(20, 20)},
     ),
     "glm": Family({"model_type": "glm", **TEXT}, {"gate_up_proj.weight": parts(20, 20)}),
     "falcon, grouped": Family(
@@ -104,22 +111,36 @@ FAMILIES = {
         {"query_key_value.weight": heads(2, 12, 6, 6)},
     ),
     "falcon, multi-query": Family(
-        {"model_type": "falcon", **FALCON, "multi_query": True}, {"query_key_value.weight": parts(24, 6, 6)}
+        {"model_type": "falcon", **FALCON, "multi_query": True},
+        {"query_key_value.weight": parts(24, 6, 6)},
     ),
     "falcon, by head": Family(
-        {"model_type": "falcon", **FALCON, "multi_query": False}, {"query_key_value.weight": heads(4, 6, 6, 6)}
+        {"model_type": "falcon", **FALCON, "multi_query": False},
+        {"query_key_value.weight": heads(4, 6, 6, 6)},
     ),
-    "gpt-neox": Family({"model_type": "gpt_neox", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}),
+    "gpt-neox": Family(
+        {"model_type": "gpt_neox", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}
+    ),
     "bloom": Family(
         {"model_type": "bloom", "vocab_size": 50, "hidden_size": 24, "n_layer": 2, "n_head": 4},
         {"query_key_value.weight": heads(4, 6, 6, 6)},
     ),
-    "persimmon": Family({"model_type": "persimmon", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}),
+    "persimmon": Family(
+        {"model_type": "persimmon", **TEXT}, {"query_key_value.weight": heads(4, 6, 6, 6)}
+    ),
     "codegen": Family(
-        {"model_type": "codegen", **OLD, "n_embd": 32, "rotary_dim": 4}, {"qkv_proj.weight": heads(4, 8, 8, 8)}
+        {"model_type": "codegen", **OLD, "n_embd": 32, "rotary_dim": 4},
+        {"qkv_proj.weight": heads(4, 8, 8, 8)},
     ),
     "mpt": Family(
-        {"model_type": "mpt", "vocab_size": 50, "d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 32},
+        {
+            "model_type": "mpt",
+            "vocab_size": 50,
+            "d_model": 24,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 32,
+        },
         {"Wqkv.weight": parts(24, 24, 24)},
     ),
     "modernbert": Family(
@@ -128,11 +149,14 @@ FAMILIES = {
         kind="AutoModel",
     ),
     "gpt2": Family(
-        {"model_type": "gpt2", **OLD}, {"c_attn.weight": parts(24, 24, 24)}, transposed=("c_attn", "c_proj", "c_fc")
+        {"model_type": "gpt2", **OLD},
+        {"c_attn.weight": parts(24, 24, 24)},
+        transposed=("c_attn", "c_proj", "c_fc"),
     ),
     "gpt-bigcode": Family({"model_type": "gpt_bigcode", **OLD}, {"c_attn.weight": parts(24, 6, 6)}),
     "gpt-bigcode, by head": Family(
-        {"model_type": "gpt_bigcode", **OLD, "multi_query": False}, {"c_attn.weight": heads(4, 6, 6, 6)}
+        {"model_type": "gpt_bigcode", **OLD, "multi_query": False},
+        {"c_attn.weight": heads(4, 6, 6, 6)},
     ),
     "gpt-oss": Family(
         {"model_type": "gpt_oss", **TEXT, **EXPERTS},
@@ -144,8 +168,12 @@ FAMILIES = {
         {"experts.gate_up_proj": parts(20, 20)},
         transposed=("gate_up_proj", "experts.down_proj"),
     ),
-    "qwen3-moe": Family({"model_type": "qwen3_moe", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(10, 10)}),
-    "mixtral": Family({"model_type": "mixtral", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(20, 20)}),
+    "qwen3-moe": Family(
+        {"model_type": "qwen3_moe", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(10, 10)}
+    ),
+    "mixtral": Family(
+        {"model_type": "mixtral", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(20, 20)}
+    ),
     "deepseek-v3": Family(
         {"model_type": "deepseek_v3", **TEXT, **EXPERTS, **LATENT},
         {
@@ -163,13 +191,27 @@ FAMILIES = {
             "experts.gate_up_proj": parts(10, 10),
         },
     ),
-    "qwen3.5": Family({"model_type": "qwen3_5_text", **TEXT, **DELTA}, {"in_proj_qkv.weight": parts(6, 6, 20)}),
+    "qwen3.5": Family(
+        {"model_type": "qwen3_5_text", **TEXT, **DELTA}, {"in_proj_qkv.weight": parts(6, 6, 20)}
+    ),
     "mamba": Family(
-        {"model_type": "mamba", **TEXT, "intermediate_size": 48, "state_size": 4, "time_step_rank": 3},
+        {
+            "model_type": "mamba",
+            **TEXT,
+            "intermediate_size": 48,
+            "state_size": 4,
+            "time_step_rank": 3,
+        },
         {"in_proj.weight": parts(48, 48), "x_proj.weight": parts(3, 4, 4)},
     ),
     "falcon-mamba": Family(
-        {"model_type": "falcon_mamba", **TEXT, "intermediate_size": 48, "state_size": 4, "time_step_rank": 3},
+        {
+            "model_type": "falcon_mamba",
+            **TEXT,
+            "intermediate_size": 48,
+            "state_size": 4,
+            "time_step_rank": 3,
+        },
         {"in_proj.weight": parts(48, 48), "x_proj.weight": parts(3, 4, 4)},
     ),
     "jamba": Family(
@@ -191,7 +233,15 @@ FAMILIES = {
         },
     ),
     "mamba2": Family(
-        {"model_type": "mamba2", **TEXT, "state_size": 4, "num_heads": 6, "head_dim": 8, "n_groups": 2}, MAMBA2
+        {
+            "model_type": "mamba2",
+            **TEXT,
+            "state_size": 4,
+            "num_heads": 6,
+            "head_dim": 8,
+            "n_groups": 2,
+        },
+        MAMBA2,
     ),
     "bamba": Family({"model_type": "bamba", **TEXT, **STATES, "attn_layer_indices": [1]}, MAMBA2),
     "falcon-h1": Family({"model_type": "falcon_h1", **TEXT, **STATES, "mamba_d_ssm": 48}, MAMBA2),
@@ -223,14 +273,20 @@ FAMILIES = {
     "jetmoe": Family(
         {
             "model_type": "jetmoe",
-            **{name: size for name, size in TEXT.items() if name not in ("num_attention_heads", "head_dim")},
+            **{
+                name: size
+                for name, size in TEXT.items()
+                if name not in ("num_attention_heads", "head_dim")
+            },
             "kv_channels": 6,
             "num_local_experts": 2,
             "num_experts_per_tok": 1,
         },
         {"kv_proj.weight": parts(12, 12)},
     ),
-    "deberta": Family({"model_type": "deberta", **TEXT}, {"in_proj.weight": heads(4, 6, 6, 6)}, kind="AutoModel"),
+    "deberta": Family(
+        {"model_type": "deberta", **TEXT}, {"in_proj.weight": heads(4, 6, 6, 6)}, kind="AutoModel"
+    ),
 }
 
 
@@ -247,7 +303,9 @@ def test_each_fused_matrix_of_a_family_is_orthogonalised_alone(name: str) -> Non
     family = FAMILIES[name]
     model = built(family)
     fused = {n: p for n, p in model.named_parameters() if n.endswith(tuple(family.blocks))}
-    assert len({end for end in family.blocks for n in fused if n.endswith(end)}) == len(family.blocks)
+    assert len({end for end in family.blocks for n in fused if n.endswith(end)}) == len(
+        family.blocks
+    )
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer = megatron_muon.Muon(model, lr=0.02, weight_decay=0.0, fp32_matmul_prec="highest")
     for p in model.parameters():
@@ -259,15 +317,25 @@ def test_each_fused_matrix_of_a_family_is_orthogonalised_alone(name: str) -> Non
         assert p.grad is not None
         matrices = [p.detach(), before[n], p.grad]
         stacks = [one.mT if transposed else one for one in matrices]
-        for now, start, gradient in zip(*(one.reshape(-1, *one.shape[-2:]) for one in stacks), strict=True):
+        for now, start, gradient in zip(
+            *(one.reshape(-1, *one.shape[-2:]) for one in stacks), strict=True
+        ):
             weight = nn.Parameter(start.clone())
             weight.row_blocks = blocks_of(torch.arange(len(weight)))  # type: ignore[attr-defined]
             weight.grad = gradient.contiguous()
             SplitMuon(
-                [weight], lr=0.02, momentum=0.95, nesterov=True, weight_decay=0.0, fp32_matmul_prec="highest",
-                coefficient_type="simple", scale_mode="shape_scaling",
-            ).step()  # fmt: skip
-            torch.testing.assert_close(now, weight.detach(), rtol=0.0, atol=2e-6, msg=lambda m, n=n: f"{n}: {m}")
+                [weight],
+                lr=0.02,
+                momentum=0.95,
+                nesterov=True,
+                weight_decay=0.0,
+                fp32_matmul_prec="highest",
+                coefficient_type="simple",
+                scale_mode="shape_scaling",
+            ).step()
+            torch.testing.assert_close(
+                now, weight.detach(), rtol=0.0, atol=2e-6, msg=lambda m, n=n: f"{n}: {m}"
+            )
 
 
 def test_a_wrong_split_is_far_away() -> None:
@@ -291,13 +359,17 @@ class Remote(nn.Module):
 
     def __init__(self, **layers: nn.Module) -> None:
         super().__init__()
-        self.config = type("Config", (), {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20})
+        self.config = type(
+            "Config", (), {"hidden_size": 24, "num_attention_heads": 4, "intermediate_size": 20}
+        )
         self.layers = nn.ModuleList([nn.ModuleDict(layers)])
 
 
 def table_of(params: Any) -> dict[str, str]:
     """The note of each weight of Muon's."""
-    rows = re.findall(r"^muon .* (\S+\.weight)(?: \((.*)\))?$", select(params).table(full=True), re.MULTILINE)
+    rows = re.findall(
+        r"^muon .* (\S+\.weight)(?: \((.*)\))?$", select(params).table(full=True), re.MULTILINE
+    )
     return dict(rows)
 
 
@@ -320,14 +392,20 @@ def test_what_looks_fused_is_said_with_the_split_that_would_divide_it() -> None:
     }
     optimizer = megatron_muon.Muon(model)
     assert "W_pack.weight (blocks of 3 x 24 rows)" in optimizer.table()
-    by_name = "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+    by_name = (
+        "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+    )
     notes = table_of(model.named_parameters())
     assert [name for name, note in notes.items() if note == by_name] == ["layers.0.c_attn.weight"]
 
 
 def test_factors_of_an_adapter_are_matrices_of_their_own_and_said_to_be() -> None:
     """PEFT's names; `q_proj` and `lora_A` of rank 8 looked like any other matrix."""
-    base, down, up = nn.Linear(24, 24).requires_grad_(False), nn.Linear(24, 8, bias=False), nn.Linear(8, 24, bias=False)
+    base, down, up = (
+        nn.Linear(24, 24).requires_grad_(False),
+        nn.Linear(24, 8, bias=False),
+        nn.Linear(8, 24, bias=False),
+    )
     factors = {"lora_A": nn.ModuleDict({"default": down}), "lora_B": nn.ModuleDict({"default": up})}
     model = Remote(q_proj=nn.ModuleDict({"base_layer": base, **factors}))
     path = "layers.0.q_proj"
@@ -339,7 +417,9 @@ def test_factors_of_an_adapter_are_matrices_of_their_own_and_said_to_be() -> Non
 
 def test_split_has_the_last_word() -> None:
     model = built(FAMILIES["phi3"])
-    optimizer = megatron_muon.Muon(model, split={"qkv_proj": "whole", "layers.1.mlp.gate_up_proj": (10,)})
+    optimizer = megatron_muon.Muon(
+        model, split={"qkv_proj": "whole", "layers.1.mlp.gate_up_proj": (10,)}
+    )
     table = optimizer.table(full=True)
     assert re.search(r"layers\.0\.self_attn\.qkv_proj\.weight$", table, re.MULTILINE)
     assert "layers.0.mlp.gate_up_proj.weight (blocks of 2 x 20 rows)" in table
@@ -350,9 +430,13 @@ RECURRENT = {"lstm": (nn.LSTM, 4), "gru": (nn.GRU, 3)}
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_gates_of_recurrent_layers_and_projections_of_multi_head_attention_are_blocks(kind: str) -> None:
+def test_gates_of_recurrent_layers_and_projections_of_multi_head_attention_are_blocks(
+    kind: str,
+) -> None:
     layer, gates = RECURRENT[kind]
-    model = nn.ModuleDict({"rnn": layer(8, 6), "attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)})
+    model = nn.ModuleDict(
+        {"rnn": layer(8, 6), "attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)}
+    )
     table = megatron_muon.Muon(model).table(full=True)
     assert f"rnn.weight_ih_l0 (blocks of {gates} x 6 rows)" in table
     assert f"rnn.weight_hh_l0 (blocks of {gates} x 6 rows)" in table

@@ -1,4 +1,6 @@
-"""Names of flags: mistakes are answered without Megatron, in the words that it has, with the nearest name or none."""
+"""Names of flags: mistakes are answered without Megatron, in the words that it has, with the
+nearest name or none.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,24 @@ from megatron_muon.megatron.flags import names
 from megatron_muon.megatron.flags.arguments import Parser
 
 MISTAKES = [
-    (("train", "--config", "nope.yaml"), "cannot read configuration 'nope.yaml': No such file or directory"),
-    (("train", "--config", "a.yaml", "--num-layres", "2"), "unknown flag --num-layres; did you mean --num-layers?"),
+    (
+        ("train", "--config", "nope.yaml"),
+        "cannot read configuration 'nope.yaml': No such file or directory",
+    ),
+    (
+        ("train", "--config", "a.yaml", "--num-layres", "2"),
+        "unknown flag --num-layres; did you mean --num-layers?",
+    ),
     (
         ("train", "--config", "a.yaml", "--set", "num_layres=2"),
         "there is no flag --num-layres; did you mean num-layers?",
     ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
     (("sweep", "--config", "a.yaml", "--grid", "num_layres=2,3"), "there is no flag --num-layres"),
-    (("train", "--config", "a.yaml", "--out", "taken"), "taken holds a run that stopped after 7 of 20 iterations"),
+    (
+        ("train", "--config", "a.yaml", "--out", "taken"),
+        "taken holds a run that stopped after 7 of 20 iterations",
+    ),
 ]
 
 
@@ -33,22 +44,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(f"MODEL_ARGS:\n  {flag}: 2\n")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/run.json").write_text('{"config_hash": "0"}')
-    (tmp_path / "taken/summary.json").write_text('{"outcome": "stopped", "iterations": 7, "train_iters": 20}')
+    (tmp_path / "taken/summary.json").write_text(
+        '{"outcome": "stopped", "iterations": 7, "train_iters": 20}'
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize(("argv", "said"), MISTAKES)
-def test_a_mistake_is_answered_without_megatron(folder: Path, parser: Parser, argv: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_answered_without_megatron(
+    folder: Path, parser: Parser, argv: tuple[str, ...], said: str
+) -> None:
     names.keep(parser._option_string_actions)
     code = (
-        "import sys\nfrom megatron_muon.cli import main\nfrom megatron_muon.tools.train import resolve\n"
-        f"status = main({argv!r})\nsys.exit('torch' in sys.modules or status)"
+        "import sys\nfrom megatron_muon.cli import main\nfrom megatron_muon.tools.train import"
+        f" resolve\nstatus = main({argv!r})\nsys.exit('torch' in sys.modules or status)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
 
 
-def test_names_of_another_state_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_another_state_are_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert names.kept() == frozenset()
     names.keep(["--b", "--a"])
     assert names.kept() == {"--a", "--b"}
@@ -58,7 +77,9 @@ def test_names_of_another_state_are_not_taken(folder: Path, monkeypatch: pytest.
     assert names.kept() == frozenset()
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     names.keep(["--a"])
     assert names.kept() == frozenset()
@@ -90,18 +111,32 @@ def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         ("--sequence-length", "--seq-length"),
         ("--warmup-fraction", "--lr-warmup-fraction"),
         # no suggestion is better than a wrong one
-        *((f"--{typed}", None) for typed in ("foo", "batch", "gpus", "num-gpus", "epochs", "lr-schedule", "scheduler")),
-        *((f"--{typed}", None) for typed in ("log", "fp32", "resume", "precision", "nproc", "save-path")),
+        *(
+            (f"--{typed}", None)
+            for typed in ("foo", "batch", "gpus", "num-gpus", "epochs", "lr-schedule", "scheduler")
+        ),
+        *(
+            (f"--{typed}", None)
+            for typed in ("log", "fp32", "resume", "precision", "nproc", "save-path")
+        ),
     ],
 )
 def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) -> None:
     assert names.nearest(typed, parser._option_string_actions) == meant
-    assert names.did_you_mean(typed, parser._option_string_actions) == (f"; did you mean {meant}?" if meant else "")
+    assert names.did_you_mean(typed, parser._option_string_actions) == (
+        f"; did you mean {meant}?" if meant else ""
+    )
 
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("rehearsal", "rehearse"), ("deploy", None)],
+    [
+        ("trian", "train"),
+        ("sumary", "summary"),
+        ("sweeps", "sweep"),
+        ("rehearsal", "rehearse"),
+        ("deploy", None),
+    ],
 )
 def test_commands(typed: str, meant: str | None) -> None:
     assert names.nearest(typed, COMMANDS) == meant

@@ -1,4 +1,5 @@
-"""Parameters of other libraries, made as their sources make them: `Muon` refuses them by what they are, or leaves them.
+"""Parameters of other libraries, made as their sources make them: `Muon` refuses them by what they
+are, or leaves them.
 
 Where a library is installed, its own parameters stand for the imitation.
 """
@@ -21,7 +22,9 @@ from tests.support.small_model import Model, give_gradients
 
 
 def partitioned(*shape: int) -> nn.Parameter:
-    """As DeepSpeed's zero.Init leaves a parameter: empty, with its shape in attributes (partition_parameters.py)."""
+    """As DeepSpeed's zero.Init leaves a parameter: empty, with its shape in attributes
+    (partition_parameters.py).
+    """
     parameter: Any = nn.Parameter(torch.empty(0))
     parameter.ds_id, parameter.ds_shape, parameter.ds_numel = 0, torch.Size(shape), 48
     parameter.ds_tensor = torch.zeros(24)
@@ -32,7 +35,9 @@ class FlatParameter(nn.Parameter):
     """FairScale's (flatten_params_wrapper.py), of a list of parameters."""
 
     def __new__(cls, params: list[torch.Tensor], requires_grad: bool = True) -> FlatParameter:
-        return super().__new__(cls, torch.cat([p.detach().flatten() for p in params]), requires_grad)
+        return super().__new__(
+            cls, torch.cat([p.detach().flatten() for p in params]), requires_grad
+        )
 
     def __init__(self, params: list[torch.Tensor], requires_grad: bool = True) -> None:
         self._param_numels = [p.numel() for p in params]
@@ -54,7 +59,9 @@ def of_megatron(*, dim: int = 1) -> Any:
 
 
 def main_shard() -> torch.Tensor:
-    """The fp32 shard of a bf16 weight that DistributedOptimizer gives the inner optimizer (distrib_optimizer.py)."""
+    """The fp32 shard of a bf16 weight that DistributedOptimizer gives the inner optimizer
+    (distrib_optimizer.py).
+    """
     weight = of_megatron()
     shard = weight.detach().view(-1)[12:36].clone().float().requires_grad_()
     tensor_parallel.copy_tensor_model_parallel_attributes(shard, weight)
@@ -83,7 +90,9 @@ class Params4bit(nn.Parameter):
 class Int8Params(nn.Parameter):
     """bitsandbytes', whose data may be a plain weight."""
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, has_fp16_weights: bool = False) -> Int8Params:
+    def __new__(
+        cls, data: torch.Tensor, requires_grad: bool = True, has_fp16_weights: bool = False
+    ) -> Int8Params:
         parameter = torch.Tensor._make_subclass(cls, data, requires_grad)
         parameter.has_fp16_weights = has_fp16_weights
         return parameter
@@ -124,15 +133,30 @@ FOREIGN: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
         main_shard,
         "a weight or shard of Megatron's DistributedOptimizer: .*get_megatron_muon_opt",
     ),
-    "Megatron's fp32 shard": (view_of_shard, "a weight or shard of Megatron's DistributedOptimizer"),
-    "Megatron's weight": (sharded_elsewhere, "a weight or shard of Megatron's DistributedOptimizer"),
+    "Megatron's fp32 shard": (
+        view_of_shard,
+        "a weight or shard of Megatron's DistributedOptimizer",
+    ),
+    "Megatron's weight": (
+        sharded_elsewhere,
+        "a weight or shard of Megatron's DistributedOptimizer",
+    ),
     "4 bits": (
         lambda: Params4bit(torch.ones(24, 1, dtype=torch.bfloat16), requires_grad=True),
         "a packed weight of bitsandbytes (Params4bit): .* freeze it",
     ),
-    "8 bits": (lambda: Int8Params(torch.ones(8, 6)), "a packed weight of bitsandbytes (Int8Params)"),
-    "quantised": (quantised, "a tensor subclass of test_foreign_parameters (Quantised): .* freeze it"),
-    "lazy": (lambda: nn.LazyLinear(6).weight, "an uninitialised parameter: run a forward pass first"),
+    "8 bits": (
+        lambda: Int8Params(torch.ones(8, 6)),
+        "a packed weight of bitsandbytes (Int8Params)",
+    ),
+    "quantised": (
+        quantised,
+        "a tensor subclass of test_foreign_parameters (Quantised): .* freeze it",
+    ),
+    "lazy": (
+        lambda: nn.LazyLinear(6).weight,
+        "an uninitialised parameter: run a forward pass first",
+    ),
 }
 
 
@@ -140,14 +164,19 @@ FOREIGN: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 def test_a_parameter_of_another_library_is_refused_by_what_it_is(kind: str) -> None:
     """Story: vectors and empty tensors went to AdamW without a word, packed codes to Newton-Schulz."""
     make, message = FOREIGN[kind]
-    with pytest.raises(UserError, match="^layers.7.weight is " + message.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(
+        UserError, match="^layers.7.weight is " + message.replace("(", r"\(").replace(")", r"\)")
+    ):
         megatron_muon.Muon([*Model().named_parameters(), ("layers.7.weight", make())])
 
 
 @pytest.mark.parametrize("make", [lambda: FlatParameter([torch.ones(8, 6)]), unflattened_shard])
 def test_flat_shards_train_with_adamw_where_their_group_says_so(make: Any) -> None:
     model, flat = Model(), make()
-    groups = [{"params": list(model.named_parameters())}, {"params": [("flat", flat)], "optimizer": "adamw"}]
+    groups = [
+        {"params": list(model.named_parameters())},
+        {"params": [("flat", flat)], "optimizer": "adamw"},
+    ]
     optimizer = megatron_muon.Muon(groups, lr=0.1)
     give_gradients([flat])
     model(torch.arange(4)).backward()
@@ -160,12 +189,18 @@ def test_flat_shards_train_with_adamw_where_their_group_says_so(make: Any) -> No
 
 def test_frozen_packed_weights_are_left_out_with_a_line_of_the_table() -> None:
     base = [("layers.0.base", Params4bit(torch.ones(24, 1, dtype=torch.uint8)))]
-    base += [("layers.1.base", quantised(requires_grad=False)), ("layers.2.base", nn.Parameter(torch.ones(2), False))]
+    base += [
+        ("layers.1.base", quantised(requires_grad=False)),
+        ("layers.2.base", nn.Parameter(torch.ones(2), False)),
+    ]
     optimizer = megatron_muon.Muon([*base, *Model().named_parameters()])
     table = re.sub(" +", " ", optimizer.table())
     assert "\nfrozen 3\n" in table
     assert "\nfrozen 1 24 x 1 layers.0.base (a packed weight of bitsandbytes (Params4bit))" in table
-    assert "\nfrozen 1 8 x 6 layers.1.base (a tensor subclass of test_foreign_parameters (Quantised))" in table
+    assert (
+        "\nfrozen 1 8 x 6 layers.1.base (a tensor subclass of test_foreign_parameters (Quantised))"
+        in table
+    )
     assert "layers.2.base" not in table
 
 
@@ -177,15 +212,22 @@ def test_8_bit_modules_with_plain_weights_train() -> None:
 
 
 def test_flat_buffers_put_into_param_groups_are_named() -> None:
-    """As DeepSpeed's ZeRO-1 and 2, and Megatron's DistributedOptimizer, do with an optimizer that they are given."""
+    """As DeepSpeed's ZeRO-1 and 2, and Megatron's DistributedOptimizer, do with an optimizer that
+    they are given.
+    """
     optimizer = megatron_muon.Muon(Model().named_parameters())
-    optimizer.param_groups[:] = [{**optimizer.param_groups[0], "params": [torch.ones(100, requires_grad=True)]}]
-    with pytest.raises(UserError, match=r"param_groups have 1 parameters, and had 9 .*; use fully_shard \(FSDP2\)"):
+    optimizer.param_groups[:] = [
+        {**optimizer.param_groups[0], "params": [torch.ones(100, requires_grad=True)]}
+    ]
+    with pytest.raises(
+        UserError, match=r"param_groups have 1 parameters, and had 9 .*; use fully_shard \(FSDP2\)"
+    ):
         optimizer.step()
     optimizer = megatron_muon.Muon([("layers.0.weight", nn.Parameter(torch.ones(8, 6)))])
     optimizer.param_groups[0]["params"] = [torch.ones(24, requires_grad=True)]
     with pytest.raises(
-        UserError, match=r"^layers.0.weight is \(24,\) in param_groups, and was \(8, 6\); Muon needs whole"
+        UserError,
+        match=r"^layers.0.weight is \(24,\) in param_groups, and was \(8, 6\); Muon needs whole",
     ):
         optimizer.step()
 
@@ -195,5 +237,7 @@ def test_gradients_that_megatrons_ddp_keeps_elsewhere_are_named() -> None:
     optimizer = megatron_muon.Muon(model.named_parameters())
     for p in model.parameters():
         p.main_grad = torch.ones_like(p)  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"^\S+ has its gradient in main_grad, .*; use Megatron-FSDP with"):
+    with pytest.raises(
+        UserError, match=r"^\S+ has its gradient in main_grad, .*; use Megatron-FSDP with"
+    ):
         optimizer.step()

@@ -1,4 +1,6 @@
-"""Which rows of a fused parameter make a block: by megatron-core's names and sizes, for every setting."""
+"""Which rows of a fused parameter make a block: by megatron-core's names and sizes, for every
+setting.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from megatron_muon.megatron.model.matrices import Fused, fused_rows
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."
-GPT: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+GPT: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+}
 LATENT: dict[str, Any] = {
     "num_layers": 1,
     "hidden_size": 16,
@@ -51,14 +58,18 @@ class Chunk(torch.nn.Module):
         module.register_parameter(leaf, parameter)
 
 
-def tagged(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> torch.nn.Parameter:
+def tagged(
+    config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any
+) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros(shape))
     vars(parameter).update(marks)
     mp.tag_for_muon([Chunk(config, name, parameter)])
     return parameter
 
 
-def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
+def split(
+    config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig
+) -> Any:
     parameter = tagged(config, name, shape)
     return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
 
@@ -68,14 +79,24 @@ FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
 BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
-    "query, key and value": (GPT, QKV, 32, [(2, (8, 4, 4)), (2, (8, 4, 4)), (1, (4,) * 8), (1, (32,))]),
+    "query, key and value": (
+        GPT,
+        QKV,
+        32,
+        [(2, (8, 4, 4)), (2, (8, 4, 4)), (1, (4,) * 8), (1, (32,))],
+    ),
     "gate between query and key": (
         GPT | {"attention_output_gate": True},
         QKV,
         48,
         [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), (1, (4,) * 12), (1, (48,))],
     ),
-    "heads that are columns": (GPT | GATED, f"{LAYER}self_attention.linear_proj.weight", 16, [(1, (16,))] * 4),
+    "heads that are columns": (
+        GPT | GATED,
+        f"{LAYER}self_attention.linear_proj.weight",
+        16,
+        [(1, (16,))] * 4,
+    ),
     **{
         f"gate and up of {name}": (
             GPT | GATED,
@@ -90,7 +111,12 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...
     },
     "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
     **{
-        name: (LATENT, f"{LAYER}self_attention.{name}.weight", rows, [plain, plain, heads, (1, (rows,))])
+        name: (
+            LATENT,
+            f"{LAYER}self_attention.{name}.weight",
+            rows,
+            [plain, plain, heads, (1, (rows,))],
+        )
         for name, rows, plain, heads in (
             ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
             ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
@@ -115,11 +141,35 @@ def test_each_setting_splits_what_it_names(case: str) -> None:
 IN_PROJ = f"{LAYER}mixer.in_proj.weight"
 SIZES = {"partition_sizes": [5, 5, 2, 2, 2]}
 PARTS = {
-    "a gate and an up of each of three ranks": (GPT | GATED, FC1, (24, 8), {}, SPLIT, (3, (4, 4)), (1, (4, 4))),
+    "a gate and an up of each of three ranks": (
+        GPT | GATED,
+        FC1,
+        (24, 8),
+        {},
+        SPLIT,
+        (3, (4, 4)),
+        (1, (4, 4)),
+    ),
     "half a query group is one block": (GPT, QKV, (32, 8), {}, PLAIN, (2, (8, 4, 4)), (1, (8,))),
     # Mamba's z, x, B, C and dt went to Muon as one matrix.
-    "sizes that a layer states": (GPT, IN_PROJ, (32, 16), SIZES, PLAIN, (2, (5, 5, 2, 2, 2)), (1, (5, 5, 2, 2, 2))),
-    "sizes that a layer states, heads": (GPT, IN_PROJ, (32, 16), SIZES, HEADS, (2, (5, 5, 2, 2, 2)), None),
+    "sizes that a layer states": (
+        GPT,
+        IN_PROJ,
+        (32, 16),
+        SIZES,
+        PLAIN,
+        (2, (5, 5, 2, 2, 2)),
+        (1, (5, 5, 2, 2, 2)),
+    ),
+    "sizes that a layer states, heads": (
+        GPT,
+        IN_PROJ,
+        (32, 16),
+        SIZES,
+        HEADS,
+        (2, (5, 5, 2, 2, 2)),
+        None,
+    ),
     "sizes that a layer states, whole": (GPT, IN_PROJ, (32, 16), SIZES, WHOLE, (1, (32,)), None),
 }
 """Sizes, a name, rows on all tensor-parallel ranks and on one, marks, and blocks on all and on one."""
@@ -137,11 +187,15 @@ def test_blocks_over_tensor_parallel_ranks_and_on_one(case: str) -> None:
 
 @pytest.mark.parametrize("over_tp", [True, False])
 def test_latents_that_every_tensor_parallel_rank_has_a_part_of_are_refused(over_tp: bool) -> None:
-    """The first rows of the matrix counted as the query's latent; rank 0's part of the other lies among them."""
+    """The first rows of the matrix counted as the query's latent; rank 0's part of the other lies
+    among them.
+    """
     config = MLATransformerConfig(**LATENT | {"q_lora_rank": 4})
     name = f"{LAYER}self_attention.linear_qkv_down_proj.weight"
     cut = tagged(config, name, (12, 16), orig_param=torch.zeros(6, 16))
-    with pytest.raises(UserError, match=r"leave --mla-down-proj-fusion out, or use --muon-no-split-qkv$"):
+    with pytest.raises(
+        UserError, match=r"leave --mla-down-proj-fusion out, or use --muon-no-split-qkv$"
+    ):
         mp.block_split(cut, PLAIN, over_tp=over_tp)
     assert mp.block_split(cut, WHOLE) == RowSplit(1, (12,))
     duplicated = tagged(config, name, (12, 16), orig_param=torch.zeros(12, 16))  # by TELinear
@@ -155,7 +209,9 @@ def test_interleaved_gates() -> None:
     assert not fused.fits(18)
     config = TransformerConfig(**GPT, **GATED)
     config.moe_mlp_glu_interleave_size = 4
-    assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(gated=True, interleave=4)
+    assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(
+        gated=True, interleave=4
+    )
     assert fused_rows(FC1, config) == Fused(gated=True)
 
 
@@ -169,7 +225,9 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
     """Layers of a heterogeneous model have query groups of their own."""
     parameter = torch.nn.Parameter(torch.zeros(24, 16))
     chunk = Chunk(TransformerConfig(**GPT), QKV, parameter)
-    chunk.get_submodule(f"{LAYER}self_attention").config = TransformerConfig(**GPT | {"num_query_groups": 1})
+    chunk.get_submodule(f"{LAYER}self_attention").config = TransformerConfig(
+        **GPT | {"num_query_groups": 1}
+    )
     mp.tag_for_muon([chunk])
     assert mp.block_split(parameter, PLAIN) == RowSplit(1, (16, 4, 4))
 
@@ -184,7 +242,8 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
         (f"{LAYER}attention.kv_b_proj.weight", (48, 16), mp.UNKNOWN),
         (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), mp.UNKNOWN),
         (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
-        (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),  # one over all experts would mix them
+        # one over all experts would mix them
+        (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
         (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), "vector"),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
@@ -199,28 +258,51 @@ def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_opti
     config = TransformerConfig(**GPT)
     parameter = tagged(config, name, shape)
     assert ("" if mp.is_muon_matrix(parameter) else parameter.why_not_muon) == why  # type: ignore[attr-defined]
-    assert mp.is_muon_matrix(tagged(config, name, shape, use_muon=True)), "a script has the last word"
+    assert mp.is_muon_matrix(tagged(config, name, shape, use_muon=True)), (
+        "a script has the last word"
+    )
 
 
 PROJECTIONS = {
-    *("in_proj", "linear_qkv", "linear_kv", "linear_kv_up_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
+    *(
+        "in_proj",
+        "linear_qkv",
+        "linear_kv",
+        "linear_kv_up_proj",
+        "linear_kv_down_proj",
+        "linear_qkv_down_proj",
+    ),
     *("linear_q_proj", "linear_q_up_proj", "linear_fc1"),
 }
 WHOLE_ONES = {
-    *("linear_proj", "linear_fc2", "out_proj", "eh_proj", "linear_q", "linear_q_down_proj", "linear_wk", "linear_wq_b"),
+    *(
+        "linear_proj",
+        "linear_fc2",
+        "out_proj",
+        "eh_proj",
+        "linear_q",
+        "linear_q_down_proj",
+        "linear_wk",
+        "linear_wq_b",
+    ),
     *("linear_weights_proj", "fc1_latent_proj", "fc2_latent_proj"),
 }
 
 
 def test_every_projection_of_the_installed_megatron_core_is_known() -> None:
-    """A new one is either fused, and then split or sent to Adam, or one matrix; docs/parameters.md lists them."""
+    """A new one is either fused, and then split or sent to Adam, or one matrix; docs/parameters.md
+    lists them.
+    """
     core = Path(megatron.core.__file__ or "").parent
     sources = [path for folder in ("ssm", "transformer") for path in (core / folder).rglob("*.py")]
     found = {
         name
         for path in sources
-        for name in re.findall(r"self\.(\w*(?:linear|proj|fc\d)\w*)(?:: [^=]*)? = (?!None)\w", path.read_text())
-        if not re.search(r"_(size|dim|impl|input|output|linear)$|^offload_", name)  # sizes, classes, what is kept
+        for name in re.findall(
+            r"self\.(\w*(?:linear|proj|fc\d)\w*)(?:: [^=]*)? = (?!None)\w", path.read_text()
+        )
+        # sizes, classes, what is kept
+        if not re.search(r"_(size|dim|impl|input|output|linear)$|^offload_", name)
     }
     assert found == PROJECTIONS | WHOLE_ONES
     page = Path("docs/parameters.md").read_text("utf-8")
@@ -228,21 +310,30 @@ def test_every_projection_of_the_installed_megatron_core_is_known() -> None:
 
 
 @pytest.mark.parametrize(("settings", "parts"), [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)])
-def test_a_stack_has_a_block_for_each_expert(settings: MuonOptimizerConfig, parts: tuple[int, ...]) -> None:
+def test_a_stack_has_a_block_for_each_expert(
+    settings: MuonOptimizerConfig, parts: tuple[int, ...]
+) -> None:
     config = TransformerConfig(**GPT, **GATED)
-    assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(1, parts)
+    assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(
+        1, parts
+    )
 
 
 def test_a_stack_cannot_be_split_into_rows_that_are_apart() -> None:
     config = TransformerConfig(**GPT, **GATED)
     config.moe_mlp_glu_interleave_size = 2
-    with pytest.raises(ValueError, match="stacked experts need blocks of consecutive rows, got 2 groups"):
+    with pytest.raises(
+        ValueError, match="stacked experts need blocks of consecutive rows, got 2 groups"
+    ):
         split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), SPLIT)
 
 
 def test_excluded_and_frozen_parameters() -> None:
     config = TransformerConfig(**GPT)
-    qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    qkv, frozen = (
+        torch.nn.Parameter(torch.zeros(32, 16)),
+        torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False),
+    )
     chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
     mp.tag_for_muon(chunks)
     assert mp.is_muon_matrix(qkv)

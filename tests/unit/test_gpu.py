@@ -1,4 +1,6 @@
-"""A GPU that exists and cannot be used is refused; only a machine without one falls back to the CPU."""
+"""A GPU that exists and cannot be used is refused; only a machine without one falls back to the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes this machine look like another: device files, what NVML counts, which torch, what CUDA says."""
+    """Makes this machine look like another: device files, what NVML counts, which torch, what CUDA
+    says.
+    """
 
     def make(*, files=0, counted=-1, built="13.0", available=False, says=None):
         def init():
@@ -44,7 +48,10 @@ def machine(monkeypatch, tmp_path):
             {"files": 2, "says": OLD},
             r"^torch .* says: The NVIDIA driver .* too old \(found version 11040\)$",
         ),
-        ({"counted": 8, "says": "Torch not compiled with CUDA enabled"}, r"^torch .* says: Torch not compiled"),
+        (
+            {"counted": 8, "says": "Torch not compiled with CUDA enabled"},
+            r"^torch .* says: Torch not compiled",
+        ),
         ({"files": 1}, r"finds no device; see nvidia-smi$"),
     ],
 )
@@ -52,8 +59,13 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     """One node with an old driver trained on its CPU over gloo, while the others waited over NCCL."""
     machine(**about)
     assert re.search(why, gpu.unusable_gpu({}))
-    for settle in (lambda: prepare.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
-        with pytest.raises(UserError, match=r"^--device auto: torch cannot use .* GPU: .* --device cpu"):
+    for settle in (
+        lambda: prepare.settle_device("auto"),
+        lambda: step_ranks.settle_device("auto", 1),
+    ):
+        with pytest.raises(
+            UserError, match=r"^--device auto: torch cannot use .* GPU: .* --device cpu"
+        ):
             settle()
     finding = doctor._device(0)
     assert finding.state == doctor.WRONG

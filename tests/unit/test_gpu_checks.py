@@ -37,7 +37,9 @@ def test_a_gpu_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context]:
-    """On the processor, with few and small matrices on two threads, as torchrun starts a process alone."""
+    """On the processor, with few and small matrices on two threads, as torchrun starts a process
+    alone.
+    """
     for name, value in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(steps, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
@@ -49,7 +51,9 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context
     steps.values.cache_clear()
 
 
-def patched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: Callable[..., Any]) -> None:
+def patched(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: Callable[..., Any]
+) -> None:
     """Have a method call `after` with its result and arguments, and return what that returns."""
     right = getattr(owner, name)
 
@@ -64,14 +68,19 @@ def larger(marks: torch.Tensor, _: Orthogonalizer, stack: torch.Tensor, *rest: A
     return marks
 
 
-def one_larger(marks: torch.Tensor, _: Orthogonalizer, stack: torch.Tensor, *rest: Any) -> torch.Tensor:
+def one_larger(
+    marks: torch.Tensor, _: Orthogonalizer, stack: torch.Tensor, *rest: Any
+) -> torch.Tensor:
     stack[-1].mul_(1.3)
     return marks
 
 
 def nan_somewhere(weights: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
     """On a rank of several, the second weight is NaN."""
-    return [one * (torch.nan if number == 1 and dist.is_initialized() else 1) for number, one in enumerate(weights)]
+    return [
+        one * (torch.nan if number == 1 and dist.is_initialized() else 1)
+        for number, one in enumerate(weights)
+    ]
 
 
 def rounded(_: object, optimizer: Muon) -> None:
@@ -92,22 +101,72 @@ def elsewhere(work: Any, output: torch.Tensor, *rest: Any) -> Any:
 KEPT: list[torch.Tensor] = []
 
 CONTROLS: dict[str, tuple[str, Any, str, Callable[..., Any], str]] = {
-    "a device that is slow": ("machine", Context, "seconds", lambda seconds, *_: 1e6 * seconds, "copies reach"),
-    "updates too large": ("arithmetic", Orthogonalizer, "orthogonalize_stack", larger, "largest singular value"),
+    "a device that is slow": (
+        "machine",
+        Context,
+        "seconds",
+        lambda seconds, *_: 1e6 * seconds,
+        "copies reach",
+    ),
+    "updates too large": (
+        "arithmetic",
+        Orthogonalizer,
+        "orthogonalize_stack",
+        larger,
+        "largest singular value",
+    ),
     "a rounded weight": ("exchange", Muon, "step", rounded, "from whole matrices"),
-    "a wrong owner": ("exchange", dist, "all_to_all_single", elsewhere, "owner, from whole matrices: "),
+    "a wrong owner": (
+        "exchange",
+        dist,
+        "all_to_all_single",
+        elsewhere,
+        "owner, from whole matrices: ",
+    ),
     "NaN in one rank's weights": ("exchange", steps, "trained", nan_somewhere, "error nan"),
-    "one block of several": ("arithmetic", Orthogonalizer, "orthogonalize_stack", one_larger, "largest singular value"),
-    "fp32 that is bf16": ("arithmetic", checks, "orthogonalized", lambda made, *_: made.bfloat16(), "highest"),
-    "nothing is offloaded": ("offload", muon, "offload_run", lambda *_: None, "nothing was offloaded"),
-    "a rounded record": ("offload", Codec, "decode", lambda out, *_: out.mul(1.0001), "momentum in host: "),
+    "one block of several": (
+        "arithmetic",
+        Orthogonalizer,
+        "orthogonalize_stack",
+        one_larger,
+        "largest singular value",
+    ),
+    "fp32 that is bf16": (
+        "arithmetic",
+        checks,
+        "orthogonalized",
+        lambda made, *_: made.bfloat16(),
+        "highest",
+    ),
+    "nothing is offloaded": (
+        "offload",
+        muon,
+        "offload_run",
+        lambda *_: None,
+        "nothing was offloaded",
+    ),
+    "a rounded record": (
+        "offload",
+        Codec,
+        "decode",
+        lambda out, *_: out.mul(1.0001),
+        "momentum in host: ",
+    ),
     "a checkpoint that is not read": ("offload", steps, "load", lambda *_: None, "other bits"),
-    "a leaked buffer": ("cost", Muon, "step", lambda *_: KEPT.append(torch.ones(2**20)), "MiB behind"),
+    "a leaked buffer": (
+        "cost",
+        Muon,
+        "step",
+        lambda *_: KEPT.append(torch.ones(2**20)),
+        "MiB behind",
+    ),
 }
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_what_is_wrong_is_found(control: str, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_is_found(
+    control: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, owner, attribute, after, text = CONTROLS[control]
     if attribute == "load":
         monkeypatch.setattr(owner, attribute, lambda *_, **__: None)
@@ -117,7 +176,9 @@ def test_what_is_wrong_is_found(control: str, context: Context, monkeypatch: pyt
     assert any(text in wrong for wrong in context.wrong), context.wrong
 
 
-@pytest.mark.parametrize("name", [name for name in steps.CHECKS if name not in ("training", "stress")])
+@pytest.mark.parametrize(
+    "name", [name for name in steps.CHECKS if name not in ("training", "stress")]
+)
 def test_what_is_right_passes(name: str, context: Context) -> None:
     steps.CHECKS[name].run(context)
     assert context.wrong == []
@@ -144,7 +205,9 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
         (["--only", "cost", "--write-profile", "my.yaml"], "add it to --only"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert gpu.main(["--device", "cpu", *arguments]) == ExitStatus.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
@@ -159,19 +222,40 @@ def test_arguments_of_the_gpu_go_with_it(capsys: pytest.CaptureFixture[str]) -> 
         assert text in capsys.readouterr().err
 
 
-def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One second is not enough to import torch. The report has where it was, and the checks after it run."""
+def test_a_check_that_hangs_or_crashes_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One second is not enough to import torch. The report has where it was, and the checks after
+    it run.
+    """
     report = tmp_path / "report.md"
-    arguments = ["--device", "cpu", "--only", "machine", "offload", "--limit", "1", "--report", str(report)]
+    arguments = [
+        "--device",
+        "cpu",
+        "--only",
+        "machine",
+        "offload",
+        "--limit",
+        "1",
+        "--report",
+        str(report),
+    ]
     assert gpu.main(arguments) == ExitStatus.FAILURE
     printed = capsys.readouterr().out
     assert printed.count("too late ") == 2
-    assert "repeat with --only machine --limit 240; if it stops at the same place, it hangs: " in printed
+    assert (
+        "repeat with --only machine --limit 240; if it stops at the same place, it hangs: "
+        in printed
+    )
     assert "out of time: machine, offload; " in printed.splitlines()[-1]
     assert "most recent call first" in report.read_text("utf-8")
-    assert json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"] == "too late"
+    assert (
+        json.loads(report.with_suffix(".json").read_text("utf-8"))["checks"]["machine"]["status"]
+        == "too late"
+    )
 
-    (tmp_path / "wrong").mkdir()  # one that has noted a fault before it ran out of time is no matter of time alone
+    # one that has noted a fault before it ran out of time is no matter of time alone
+    (tmp_path / "wrong").mkdir()
     kept = {"figures": {}, "skipped": {}, "wrong": ["a fault"], "now": "owner"}
     (tmp_path / "wrong" / "figures.0.json").write_text(json.dumps(kept), "utf-8")
     late = gpu._run_check("machine", "cpu", tmp_path / "wrong", 0, 1)
@@ -188,7 +272,10 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path: Path, capsys: pytes
         ('File "/home/ada/lib/x.py", line 3', 'File ".../x.py", line 3'),
         (f'File "{gpu.__file__}", line 3', 'File "megatron_muon/tools/doctor/gpu.py", line 3'),
         (f'File "{torch.__file__}", line 3', 'File "torch/__init__.py", line 3'),
-        ("log\nnode-17:12:12 [0] NCCL WARN\n/home/ada/x.py", "log\nNAME:12:12 [0] NCCL WARN\n.../x.py"),
+        (
+            "log\nnode-17:12:12 [0] NCCL WARN\n/home/ada/x.py",
+            "log\nNAME:12:12 [0] NCCL WARN\n.../x.py",
+        ),
         ("node-17.corp.example.com and adapter by ada", "NAME and adapter by NAME"),
         ("[10.12.3.4]:29500, torch 2.13.0", "[ADDRESS]:29500, torch 2.13.0"),
         ("--report /tmp/report.md", "--report .../report.md"),
@@ -215,7 +302,10 @@ def test_a_user_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.yaml"
-    assert gpu.main(["--device", "cpu", "--only", "machine", "--write-profile", str(file)]) == ExitStatus.OK
+    assert (
+        gpu.main(["--device", "cpu", "--only", "machine", "--write-profile", str(file)])
+        == ExitStatus.OK
+    )
     plan = ["plan", "--config", "configs/llama3-8b.yaml", "--world-size", "64", "--hardware"]
     capsys.readouterr()
     assert cli.main([*plan, str(file)]) == ExitStatus.OK
@@ -223,7 +313,13 @@ def test_plan_reads_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main([*plan, str(tmp_path / "other.yaml")]) == ExitStatus.USAGE
     assert "does not describe a machine" in capsys.readouterr().err
     right = file.read_text("utf-8")
-    for wrong in (f"{right}bf16_tflops: abc", f"{right}node_ranks: -3", f"{right}processor: 1", "{", "bf16_tflops: 1"):
+    for wrong in (
+        f"{right}bf16_tflops: abc",
+        f"{right}node_ranks: -3",
+        f"{right}processor: 1",
+        "{",
+        "bf16_tflops: 1",
+    ):
         (tmp_path / "other.yaml").write_text(wrong, "utf-8")
         assert cli.main([*plan, str(tmp_path / "other.yaml")]) == ExitStatus.USAGE
         assert "does not describe a machine" in capsys.readouterr().err.splitlines()[-1]
@@ -242,11 +338,18 @@ def test_a_machine_is_named_by_its_gpu(gpu: str, known: str) -> None:
     measured = {"GPU": gpu, "memory_gb": 40.0, "ranks": 16, "nodes": 2, "all_to_all_gb_per_s": 40.0}
     measured |= dict.fromkeys(("bf16_tflops", "fp32_tflops", "memory_gb_per_s"), 10.0)
     made = estimate.measured(measured)
-    assert (made.memory_gb, made.node_ranks, made.network_gb_per_s, made.bf16_tflops) == (40.0, 8, 40.0, 10.0)
+    assert (made.memory_gb, made.node_ranks, made.network_gb_per_s, made.bf16_tflops) == (
+        40.0,
+        8,
+        40.0,
+        10.0,
+    )
     assert made.node_gb_per_s == estimate.HARDWARE[known].node_gb_per_s
 
 
-def test_an_error_on_one_of_the_simulated_ranks_is_named(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_one_of_the_simulated_ranks_is_named(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others, which wait for it, end; what comes after is checked."""
 
     def failing(marks: Any, *_: Any) -> Any:

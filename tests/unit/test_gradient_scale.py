@@ -1,4 +1,6 @@
-"""Updates do not depend on the scale of gradients, as clipping changes it, and finite gradients are taken as finite."""
+"""Updates do not depend on the scale of gradients, as clipping changes it, and finite gradients are
+taken as finite.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SCALES = (1e-30, 1e-20, 1e-8, 1e8, 1e20, 1e30, 1e36)
 VARIANTS: dict[str, dict[str, Any]] = {
     "muon": {},
     "gram": {"ns": "gram"},
-    "adamuon": {"moment2_method": "adamuon", "moment2_eps": 1e-2},  # of less, elements near zero are rounding alone
+    # of less, elements near zero are rounding alone
+    "adamuon": {"moment2_method": "adamuon", "moment2_eps": 1e-2},
     "normuon": {"moment2_method": "normuon"},
     "hyperball": {"hyperball": True},
     "host": {"offload": "cpu"},
@@ -34,8 +37,12 @@ def gradients(steps: int = 3) -> list[torch.Tensor]:
 
 
 def moved(scale: float, dtype: torch.dtype = torch.float32, **given: Any) -> torch.Tensor:
-    """What three steps add to a matrix's weights, whose gradients are `scale` times those of size 1, in `dtype`."""
-    p = nn.Parameter(weights().to(dtype) if "hyperball" in given else torch.zeros(SHAPE, dtype=dtype))
+    """What three steps add to a matrix's weights, whose gradients are `scale` times those of size
+    1, in `dtype`.
+    """
+    p = nn.Parameter(
+        weights().to(dtype) if "hyperball" in given else torch.zeros(SHAPE, dtype=dtype)
+    )
     before = p.detach().clone()
     optimizer = megatron_muon.Muon([p], lr=0.5, weight_decay=0.0, **given)
     for gradient in gradients():
@@ -78,10 +85,14 @@ def test_three_steps_are_those_of_gradients_of_size_one(variant: str) -> None:
     assert reference.norm() > 1.0
     for scale in SCALES:
         found = moved(scale, fp32_matmul_prec="highest", **given)
-        torch.testing.assert_close(found, reference, rtol=1e-4, atol=2e-5, msg=lambda text, s=scale: f"{s}: {text}")
+        torch.testing.assert_close(
+            found, reference, rtol=1e-4, atol=2e-5, msg=lambda text, s=scale: f"{s}: {text}"
+        )
 
 
-@pytest.mark.parametrize("given", [{}, {"momentum_dtype": "bf16"}, {"momentum_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"momentum_dtype": "bf16"}, {"momentum_dtype": "int8"}], ids=str
+)
 def test_neither_bf16_nor_rounded_momentum_depends_on_the_scale(given: dict[str, Any]) -> None:
     """Each rounds by up to some hundredths of an update's size, at other places for another scale."""
     reference = expected()
@@ -102,12 +113,16 @@ def exact_update(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def test_clipping_by_one_matrix_leaves_the_update_of_another() -> None:
-    """A gradient of 1e9 and `clip_grad_norm_` left the update of one of 1e-9 at a norm of 0.50 instead of 3.66."""
+    """A gradient of 1e9 and `clip_grad_norm_` left the update of one of 1e-9 at a norm of 0.50
+    instead of 3.66.
+    """
     generator = torch.Generator().manual_seed(1)
     large, small = (nn.Parameter(torch.zeros(16, 32)) for _ in range(2))
     unclipped = [size * torch.randn(16, 32, generator=generator) for size in (1e9, 1e-9)]
     large.grad, small.grad = (gradient.clone() for gradient in unclipped)
-    optimizer = megatron_muon.Muon([large, small], lr=1.0, weight_decay=0.0, fp32_matmul_prec="highest")
+    optimizer = megatron_muon.Muon(
+        [large, small], lr=1.0, weight_decay=0.0, fp32_matmul_prec="highest"
+    )
     torch.nn.utils.clip_grad_norm_([large, small], 1.0)
     assert small.grad.abs().max() < 1e-18
     optimizer.step()
@@ -158,7 +173,9 @@ def test_the_measured_norm_of_momentum_is_right_at_any_scale(scale: float) -> No
     optimizer.step()
     norm = 0.5 * scale * gradients()[0].double().norm().item()
     assert optimizer.metrics.latest is not None
-    assert optimizer.metrics.latest.values["momentum_norm"] == pytest.approx(norm, rel=1e-5, abs=0.0)
+    assert optimizer.metrics.latest.values["momentum_norm"] == pytest.approx(
+        norm, rel=1e-5, abs=0.0
+    )
 
 
 def test_hyperball_keeps_the_norm_of_tiny_weights() -> None:
@@ -169,5 +186,7 @@ def test_hyperball_keeps_the_norm_of_tiny_weights() -> None:
     for gradient in gradients():
         p.grad = gradient
         optimizer.step()
-    assert p.detach().double().norm() == pytest.approx(before.double().norm().item(), rel=1e-5, abs=0.0)
+    assert p.detach().double().norm() == pytest.approx(
+        before.double().norm().item(), rel=1e-5, abs=0.0
+    )
     assert (p.detach() - before).norm() > 0.05 * before.norm()

@@ -44,12 +44,19 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def trained(make: Make, place: str, *, has_schedule: bool, **given: Any) -> list[torch.Tensor]:
-    """A matrix and a vector after four steps, with numbers made by `make`, which all kinds have exactly."""
+    """A matrix and a vector after four steps, with numbers made by `make`, which all kinds have
+    exactly.
+    """
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
     of_muon = {"lr": make(0.0625), "weight_decay": make(0.125), "momentum": make(0.875)}
     betas = make(0.875), make(0.9375)
-    of_adamw = {"lr": make(0.0625), "weight_decay": make(0.125), "betas": betas, "eps": make(2.0**-20)}
+    of_adamw = {
+        "lr": make(0.0625),
+        "weight_decay": make(0.125),
+        "betas": betas,
+        "eps": make(2.0**-20),
+    }
     groups: list[dict[str, Any]] = [
         {"params": [matrix], "optimizer": "muon"},
         {"params": [vector], "optimizer": "adamw", "decay_vectors": True},
@@ -58,7 +65,9 @@ def trained(make: Make, place: str, *, has_schedule: bool, **given: Any) -> list
         settings = {f"adamw_{name}": value for name, value in of_adamw.items()} | of_muon
         optimizer = megatron_muon.Muon(groups, **settings, **given)
     elif place == "groups":
-        optimizer = megatron_muon.Muon([{**groups[0], **of_muon}, {**groups[1], **of_adamw}], **given)
+        optimizer = megatron_muon.Muon(
+            [{**groups[0], **of_muon}, {**groups[1], **of_adamw}], **given
+        )
     else:
         optimizer = megatron_muon.Muon(groups, **given)
         state = copy.deepcopy(optimizer.state_dict())
@@ -82,12 +91,16 @@ def trained(make: Make, place: str, *, has_schedule: bool, **given: Any) -> list
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_number_trains_as_a_float(kind: str) -> None:
-    """A learning rate of one element and one dimension was a RuntimeError in the step; a momentum, of any shape."""
+    """A learning rate of one element and one dimension was a RuntimeError in the step; a momentum,
+    of any shape.
+    """
     for has_schedule in (False, True):
         expected = trained(float, "construction", has_schedule=has_schedule)
         for place in PLACES:
             found = trained(KINDS[kind], place, has_schedule=has_schedule)
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, p=place: f"{p}: {text}")
+            torch.testing.assert_close(
+                found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, p=place: f"{p}: {text}"
+            )
 
 
 @pytest.mark.parametrize("given", VARIANTS[1:], ids=str)
@@ -101,14 +114,24 @@ def test_so_it_does_in_every_variant(given: dict[str, Any]) -> None:
 
 def test_every_other_setting_takes_numpys_numbers_and_tensors() -> None:
     p = nn.Parameter(torch.eye(4))
-    settings = {"ns_steps": np.int64(6), "eps": torch.tensor([0.0]), "ns_coefficients": np.array([3.0, -3.2, 1.2])}
-    more = {"adamw_betas": torch.tensor([0.5, 0.75]), "offload_buffer_mb": np.float32(1.0), "adamw_lr": np.float32(1)}
+    settings = {
+        "ns_steps": np.int64(6),
+        "eps": torch.tensor([0.0]),
+        "ns_coefficients": np.array([3.0, -3.2, 1.2]),
+    }
+    more = {
+        "adamw_betas": torch.tensor([0.5, 0.75]),
+        "offload_buffer_mb": np.float32(1.0),
+        "adamw_lr": np.float32(1),
+    }
     optimizer = megatron_muon.Muon([p, nn.Parameter(torch.eye(3))], **settings, **more)
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
 def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
-    """A decay of 0 in a tensor was refused, "weight decay 0 has no effect", and a rate above 1 was taken."""
+    """A decay of 0 in a tensor was refused, "weight decay 0 has no effect", and a rate above 1 was
+    taken.
+    """
     p = nn.Parameter(torch.eye(4))
     optimizer = megatron_muon.Muon([p], lr=0.1, weight_decay=torch.tensor([0.0]), hyperball=True)
     group = optimizer.param_groups[0]
@@ -137,36 +160,57 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
     """Two elements were a RuntimeError of torch, in the middle of a step."""
     value, w, b = WRONG[wrong], nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(4))
     if wrong != "nothing":
-        with pytest.raises(UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"):
+        with pytest.raises(
+            UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"
+        ):
             megatron_muon.Muon([{"params": [w], "lr": value}])
     optimizer = megatron_muon.Muon([("w", w), ("b", b)])
     w.grad, b.grad = torch.ones(4, 4), torch.ones(4)
     of_muon, of_adamw = optimizer.param_groups
-    for group, name in ((of_muon, "lr"), (of_muon, "momentum"), (of_muon, "weight_decay"), (of_adamw, "eps")):
+    for group, name in (
+        (of_muon, "lr"),
+        (of_muon, "momentum"),
+        (of_muon, "weight_decay"),
+        (of_adamw, "eps"),
+    ):
         before = group[name]
         group[name] = value
-        with pytest.raises(UserError, match=f"^{name} of a parameter group is .*; give one finite number"):
+        with pytest.raises(
+            UserError, match=f"^{name} of a parameter group is .*; give one finite number"
+        ):
             optimizer.step()
         group[name] = before
     of_adamw["betas"] = (value, 0.9)
-    with pytest.raises(UserError, match=r"^betas of a parameter group is .*; give one finite number"):
+    with pytest.raises(
+        UserError, match=r"^betas of a parameter group is .*; give one finite number"
+    ):
         optimizer.step()
     assert torch.equal(w.detach(), torch.eye(4)), "nothing has moved"
 
 
-@pytest.mark.parametrize("betas", [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None], ids=repr)
+@pytest.mark.parametrize(
+    "betas", [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None], ids=repr
+)
 def test_betas_are_two_numbers(betas: Any) -> None:
     """One number in a group was a TypeError."""
     b = nn.Parameter(torch.zeros(4))
     for group, given in (({"betas": betas}, {}), ({}, {"adamw_betas": betas})):
         with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
-            megatron_muon.Muon([{"params": [b], "optimizer": "adamw", **group}, {"params": [b]}], **given)
+            megatron_muon.Muon(
+                [{"params": [b], "optimizer": "adamw", **group}, {"params": [b]}], **given
+            )
 
 
 def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:
-    """Its memory is part of a CUDA graph; tensors elsewhere, or of another dtype, are read by the host."""
+    """Its memory is part of a CUDA graph; tensors elsewhere, or of another dtype, are read by the
+    host.
+    """
     device = torch.device("cpu")
-    group = {"lr": torch.tensor([0.5]), "weight_decay": torch.tensor(0.5, dtype=torch.float64), "momentum": np.ones(1)}
+    group = {
+        "lr": torch.tensor([0.5]),
+        "weight_decay": torch.tensor(0.5, dtype=torch.float64),
+        "momentum": np.ones(1),
+    }
     read = read_group(group, group, device)
     assert read["lr"].shape == ()
     assert read["lr"].data_ptr() == group["lr"].data_ptr()
@@ -175,7 +219,13 @@ def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", [{}, {"muon_cautious_weight_decay": True}, {"optimizer": "adaptive_muon"}, {"muon_hyperball": True}]
+    "variant",
+    [
+        {},
+        {"muon_cautious_weight_decay": True},
+        {"optimizer": "adaptive_muon"},
+        {"muon_hyperball": True},
+    ],
 )
 @pytest.mark.parametrize("make", [np.float32, np.float64])
 def test_a_config_of_megatrons_takes_numpys_numbers(make: Make, variant: dict[str, Any]) -> None:
@@ -183,13 +233,19 @@ def test_a_config_of_megatrons_takes_numpys_numbers(make: Make, variant: dict[st
     for kind in (float, make):
         decay = 0.0 if variant.get("muon_hyperball") else 0.125
         rates = {"lr": kind(0.0625), "min_lr": kind(0.0), "weight_decay": kind(decay)}
-        others = {"muon_momentum": kind(0.875), "adaptive_muon_beta2": kind(0.875), "adaptive_muon_eps": kind(2.0**-20)}
+        others = {
+            "muon_momentum": kind(0.875),
+            "adaptive_muon_beta2": kind(0.875),
+            "adaptive_muon_eps": kind(2.0**-20),
+        }
         config = MuonOptimizerConfig(**{"optimizer": "muon", **variant, **rates, **others})
         generator = torch.Generator().manual_seed(0)
         p = nn.Parameter(torch.randn(6, 8, generator=generator))
         layout = Layout(1, (row_sharded("w", (6, 8), [6]),))
         held = Held(layout, Alone(), torch.device("cpu"), [1])  # type: ignore[arg-type]
-        muon = make_muon([{"params": [p], "lr": kind(0.0625)}], held, config, {p: "w"}, offload=None)
+        muon = make_muon(
+            [{"params": [p], "lr": kind(0.0625)}], held, config, {p: "w"}, offload=None
+        )
         for step in range(3):
             muon.param_groups[0]["lr"] = kind(0.0625) / (step + 1)  # as Megatron's schedule
             p.grad = torch.randn(6, 8, generator=generator)

@@ -51,7 +51,9 @@ def test_every_package_has_a_floor_and_nothing_else_lies_loose() -> None:
 
 
 def test_imports_go_down_only() -> None:
-    """Loose modules know the core alone, and the core nothing: it can be read and used without Megatron."""
+    """Loose modules know the core alone, and the core nothing: it can be read and used without
+    Megatron.
+    """
     above = ALL.copy()
     for floor in FLOORS:
         above -= floor
@@ -66,4 +68,6 @@ def test_imports_go_down_only() -> None:
     for file in (PACKAGE / "core").rglob("*.py"):
         for name in imported(file):
             first = name.split(".")[0]
-            assert own(name) == "core" or first in HEAVY | sys.stdlib_module_names, f"{file.name} imports {name}"
+            assert own(name) == "core" or first in HEAVY | sys.stdlib_module_names, (
+                f"{file.name} imports {name}"
+            )

@@ -1,4 +1,6 @@
-"""How `pretrain_gpt.py` starts and ends: versions, --help, without torchrun, ranks that fail; its warnings."""
+"""How `pretrain_gpt.py` starts and ends: versions, --help, without torchrun, ranks that fail; its
+warnings.
+"""
 
 import json
 import multiprocessing
@@ -23,7 +25,13 @@ from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.megatron.model import gpt
 from megatron_muon.megatron.provenance import check_versions
 
-TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
 PREPARED = launch.Launch((), SimpleNamespace(save=None), None, (), ())
 
 
@@ -35,7 +43,9 @@ def test_versions_in_range_pass(version):
 @pytest.mark.parametrize("version", ["0.16.1", "0.18.4", "0.20.0", "0.190.0", "1.0.0"])
 def test_another_megatron_core_is_named_with_the_one_to_install(version):
     """On Python 3.11 pip installs megatron-core 0.16.1, so the Python is named too."""
-    with pytest.raises(UserError, match=rf"^megatron-core {version} .*Python 3.12 .*'megatron-core==0\.19\.\*'$"):
+    with pytest.raises(
+        UserError, match=rf"^megatron-core {version} .*Python 3.12 .*'megatron-core==0\.19\.\*'$"
+    ):
         check_versions(version)
 
 
@@ -49,7 +59,9 @@ def test_an_absent_megatron_core_is_an_error_that_says_what_to_type(monkeypatch)
 
 
 def test_a_warning_of_this_package_is_one_line(capsys):
-    """`train` shows a line that begins with `megatron-muon: warning: `, and no other of a rank's warnings."""
+    """`train` shows a line that begins with `megatron-muon: warning: `, and no other of a rank's
+    warnings.
+    """
     own, other = str(Path(megatron_muon.__file__).parent / "x.py"), "/elsewhere/y.py"
     with warnings.catch_warnings(record=True) as others, own_warnings_in_one_line():
         warnings.simplefilter("always")
@@ -61,7 +73,9 @@ def test_a_warning_of_this_package_is_one_line(capsys):
 
 @pytest.mark.parametrize("argv", [["-h"], ["--config", "absent.yaml", "--help"]])
 def test_help_is_the_flags_and_nothing_else_and_of_the_first_rank(capsys, monkeypatch, argv):
-    """It ended in two tracebacks and status 1, because its SystemExit read as the end of a training."""
+    """It ended in two tracebacks and status 1, because its SystemExit read as the end of a
+    training.
+    """
     with monkeypatch.context() as patched:
         patched.setenv("RANK", "1")
         assert launch.main(argv) == 0
@@ -78,7 +92,8 @@ def test_a_process_by_itself_is_a_group_of_one():
     assert "torchrun --nproc-per-node" in settle_one_process(environ)
     assert {environ[name] for name in ("RANK", "LOCAL_RANK")} == {"0"}
     assert environ["WORLD_SIZE"] == "1"
-    assert environ["MASTER_ADDR"] == "127.0.0.1"  # what a script exported for others is another machine
+    # what a script exported for others is another machine
+    assert environ["MASTER_ADDR"] == "127.0.0.1"
     assert environ["MASTER_PORT"] == "0"
 
 
@@ -91,14 +106,18 @@ def test_a_rank_of_torchrun_keeps_its_environment():
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_processes_of_another_launcher_do_not_train_alone(name):
     environ = {name: "8"}
-    with pytest.raises(UserError, match=f"{name}=8: each process would train alone; start one torchrun"):
+    with pytest.raises(
+        UserError, match=f"{name}=8: each process would train alone; start one torchrun"
+    ):
         settle_one_process(environ)
     assert environ == {name: "8"}
 
 
 @pytest.fixture
 def ended(tmp_path, monkeypatch):
-    """Runs a rank whose training raises something, in a fork of this process; its status, once it has ended."""
+    """Runs a rank whose training raises something, in a fork of this process; its status, once it
+    has ended.
+    """
     is_initialized = [True]
 
     def run(raised, *, alone, signal=False, **args):
@@ -115,7 +134,9 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(launch, "prepare", lambda *_, **__: PREPARED)
             patched.setattr(launch, "_install", lambda _: None)
             patched.setattr(launch, "_ended_by_signal", lambda: signal)
-            patched.setattr(arguments, "parse_and_validate_args", lambda **_: SimpleNamespace(**args))
+            patched.setattr(
+                arguments, "parse_and_validate_args", lambda **_: SimpleNamespace(**args)
+            )
             patched.setattr(argument_utils, "pretrain_cfg_container_from_args", lambda *_: None)
             patched.setattr(gpt, "gpt_config", lambda *_: None)
             patched.setattr(megatron.training, "pretrain", fails)
@@ -136,7 +157,12 @@ def ended(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("raised", "status", "shown", "error"),
     [
-        (RuntimeError("a rank by itself\nand more"), 1, "RuntimeError: a rank by itself\nand more", None),
+        (
+            RuntimeError("a rank by itself\nand more"),
+            1,
+            "RuntimeError: a rank by itself\nand more",
+            None,
+        ),
         (
             UserError("a wrong flag\nand another"),
             2,
@@ -145,7 +171,9 @@ def ended(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ended, raised, status, shown, error):
+def test_a_rank_that_fails_alone_ends_at_once_and_says_why(
+    tmp_path, capfd, ended, raised, status, shown, error
+):
     """It destroyed the process group first: with NCCL a wait for the others until the watchdog."""
     assert ended(raised, alone=True) == status
     out, err = capfd.readouterr()
@@ -163,10 +191,15 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ende
         (AssertionError("of ours"), {}, False),
     ],
 )
-def test_what_megatron_refuses_before_the_first_step_is_one_line(tmp_path, capfd, ended, raised, args, is_refusal):
+def test_what_megatron_refuses_before_the_first_step_is_one_line(
+    tmp_path, capfd, ended, raised, args, is_refusal
+):
     """Each rank printed a traceback for a warm-up that was too long."""
     assert ended(raised, alone=True, **args) == (2 if is_refusal else 1)
-    refusal = "pretrain_gpt.py: error: megatron-core refuses these settings: 3 is not divisible by 2: assert numerator"
+    refusal = (
+        "pretrain_gpt.py: error: megatron-core refuses these settings: 3 is not divisible by 2:"
+        " assert numerator"
+    )
     assert capfd.readouterr().err.startswith(refusal) is is_refusal
 
 
@@ -190,15 +223,23 @@ def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
 def test_a_rank_whose_torchrun_is_killed_before_the_ranks_have_met_ends(tmp_path):
     """It waited for the store that torchrun held, for twelve minutes and with the lock of --save.
 
-    Its watch ended in a traceback where it looked while another thread was importing torch.distributed.
+    Its watch ended in a traceback where it looked while another thread was importing
+    torch.distributed.
     """
-    here, parent = tmp_path / "ended", "subprocess.Popen([sys.executable, '-c', child]); time.sleep(0.5); os._exit(0)"
-    child = (
-        "import os, sys, types; from megatron_muon.megatron import launch; launch._SECONDS_BETWEEN_LOOKS = 0.05; "
-        "sys.modules['torch.distributed'] = types.ModuleType('torch.distributed'); "
-        f"sys.stderr = open({str(here)!r}, 'w'); launch._end_with(int(os.environ['TORCHRUN']))"
+    here, parent = (
+        tmp_path / "ended",
+        "subprocess.Popen([sys.executable, '-c', child]); time.sleep(0.5); os._exit(0)",
     )
-    program = f"import os, subprocess, sys, time; os.environ['TORCHRUN'] = str(os.getpid()); child = {child!r}; "
+    child = (
+        "import os, sys, types; from megatron_muon.megatron import launch;"
+        " launch._SECONDS_BETWEEN_LOOKS = 0.05; sys.modules['torch.distributed'] ="
+        f" types.ModuleType('torch.distributed'); sys.stderr = open({str(here)!r}, 'w');"
+        " launch._end_with(int(os.environ['TORCHRUN']))"
+    )
+    program = (
+        "import os, subprocess, sys, time; os.environ['TORCHRUN'] = str(os.getpid()); child ="
+        f" {child!r}; "
+    )
     subprocess.run([sys.executable, "-c", program + parent], check=True)
     deadline = time.monotonic() + 30
     while not (here.exists() and "torchrun has ended" in here.read_text()):
@@ -217,10 +258,18 @@ def test_a_rank_whose_torchrun_is_killed_before_the_ranks_have_met_ends(tmp_path
         (10, 0, {"skip_train": True}, True),
     ],
 )
-def test_a_start_that_was_to_train_and_did_not_is_told(monkeypatch, train_iters, iteration, facts, trained):
+def test_a_start_that_was_to_train_and_did_not_is_told(
+    monkeypatch, train_iters, iteration, facts, trained
+):
     """It ended as "finished with status 0 after 0 iterations"."""
     from megatron import training
 
-    args = {"train_iters": train_iters, "train_samples": None, "skip_train": False, "iteration": iteration, **facts}
+    args = {
+        "train_iters": train_iters,
+        "train_samples": None,
+        "skip_train": False,
+        "iteration": iteration,
+        **facts,
+    }
     monkeypatch.setattr(training, "get_args", lambda: SimpleNamespace(**args))
     assert launch._has_trained() is trained

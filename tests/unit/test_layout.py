@@ -13,7 +13,9 @@ from megatron_muon.core.layout import Layout, LayoutError, Matrix, RowSplit, Sha
 
 
 def shard(rank: int, rows: range, cols: range) -> Shard:
-    return Shard(rank=rank, row_start=rows.start, rows=len(rows), col_start=cols.start, cols=len(cols))
+    return Shard(
+        rank=rank, row_start=rows.start, rows=len(rows), col_start=cols.start, cols=len(cols)
+    )
 
 
 def matrix(*shards: Shard, shape: tuple[int, int] = (6, 4), name: str = "w") -> Matrix:
@@ -46,7 +48,9 @@ def test_every_grid_tiles_and_every_damage_is_found(
 ) -> None:
     rows, cols = [0, *sorted(row_cuts), 12], [0, *sorted(col_cuts), 8]
     cells = [
-        (range(top, bottom), range(left, right)) for top, bottom in pairwise(rows) for left, right in pairwise(cols)
+        (range(top, bottom), range(left, right))
+        for top, bottom in pairwise(rows)
+        for left, right in pairwise(cols)
     ]
     random.shuffle(cells)  # type: ignore[attr-defined]  # ranks in any order
     shards = [shard(rank, *cell) for rank, cell in enumerate(cells)]
@@ -59,9 +63,13 @@ def test_every_grid_tiles_and_every_damage_is_found(
     elif damage == 1:
         shards.append(Shard(len(shards), broken.row_start, 1, broken.col_start, 1))
     elif damage == 2:
-        shards[victim] = Shard(broken.rank, broken.row_start, broken.rows + 1, broken.col_start, broken.cols)
+        shards[victim] = Shard(
+            broken.rank, broken.row_start, broken.rows + 1, broken.col_start, broken.cols
+        )
     else:
-        shards[victim] = Shard(broken.rank, broken.row_start, broken.rows, broken.col_start, broken.cols - 1)
+        shards[victim] = Shard(
+            broken.rank, broken.row_start, broken.rows, broken.col_start, broken.cols - 1
+        )
     with pytest.raises(LayoutError, match=r"^w: "):
         Layout(world_size=len(shards) + 1, matrices=(matrix(*shards, shape=(12, 8)),))
 
@@ -86,7 +94,10 @@ WHOLE = shard(0, range(6), range(4))
     [
         ([matrix(shard(0, range(3), range(4)))], "no rank holds row 3, column 0"),
         ([matrix(shard(0, range(6), range(3)))], "no rank holds row 0, column 3"),
-        ([matrix(shard(0, range(4), range(4)), shard(1, range(3, 6), range(4)))], "several ranks hold row 3, column 0"),
+        (
+            [matrix(shard(0, range(4), range(4)), shard(1, range(3, 6), range(4)))],
+            "several ranks hold row 3, column 0",
+        ),
         ([matrix(shard(0, range(7), range(4)))], "the shard of rank 0 leaves the matrix 6 x 4"),
         ([matrix(shard(0, range(-1, 6), range(4)))], "the shard of rank 0 leaves the matrix 6 x 4"),
         ([matrix(WHOLE, shard(1, range(6, 6), range(4)))], "rank 1 has an empty shard"),
@@ -94,8 +105,14 @@ WHOLE = shard(0, range(6), range(4))
         ([matrix(WHOLE)] * 2, "w: this name stands for two matrices"),
         ([matrix(shard(-1, range(6), range(4)))], "rank -1 is not in a group of 2"),
         ([matrix(shard(2, range(6), range(4)))], "rank 2 is not in a group of 2"),
-        ([matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))], "rank 0 holds 2 shards"),
-        ([row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))], "blocks of 2 x .* do not make its 6 rows"),
+        (
+            [matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))],
+            "rank 0 holds 2 shards",
+        ),
+        (
+            [row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))],
+            "blocks of 2 x .* do not make its 6 rows",
+        ),
     ],
 )
 def test_a_fault_is_named_with_its_place(matrices: list[Matrix], message: str) -> None:
@@ -104,7 +121,9 @@ def test_a_fault_is_named_with_its_place(matrices: list[Matrix], message: str) -
 
 
 SPLITS = st.builds(
-    RowSplit, groups=st.integers(1, 5), parts=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+    RowSplit,
+    groups=st.integers(1, 5),
+    parts=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
 )
 
 
@@ -114,7 +133,10 @@ def test_blocks_are_views_that_cover_the_matrix(split: RowSplit, cols: int) -> N
     matrix = torch.arange(split.rows * cols, dtype=torch.float32).view(split.rows, cols)
     views = split.views(matrix)
     assert [(view.shape[0] * view.shape[1], view.shape[2]) for view in views] == whole_matrix.blocks
-    assert sorted(value for view in views for value in view.flatten().tolist()) == matrix.flatten().tolist()
+    assert (
+        sorted(value for view in views for value in view.flatten().tolist())
+        == matrix.flatten().tolist()
+    )
     for view in views:
         view.add_(1000.0)
     assert (matrix >= 1000.0).all()
@@ -144,7 +166,9 @@ def test_a_shard_is_no_whole_matrix(shape: tuple[int, ...]) -> None:
         RowSplit(groups=2, parts=(2, 1, 1)).views(torch.zeros(shape))
 
 
-@pytest.mark.parametrize(("groups", "parts"), [(0, (1,)), (1, ()), (2, (3, 0)), (-1, (2,)), (1, (-2,))])
+@pytest.mark.parametrize(
+    ("groups", "parts"), [(0, (1,)), (1, ()), (2, (3, 0)), (-1, (2,)), (1, (-2,))]
+)
 def test_groups_and_parts_are_positive(groups: int, parts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"groups={groups}"):
         RowSplit(groups=groups, parts=parts)

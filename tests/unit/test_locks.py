@@ -21,8 +21,9 @@ from megatron_muon.checkpoint import locks
 from megatron_muon.errors import UserError
 
 HOLD = (
-    "import os, subprocess, sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
-    "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held() as lock:\n    "
+    "import os, subprocess, sys; from pathlib import Path; from megatron_muon.checkpoint import"
+    " locks\nwith locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held() as"
+    " lock:\n    "
 )
 UNTIL_A_LINE = "print('held', flush=True); sys.stdin.readline()"
 IN_A_CHILD = (
@@ -48,15 +49,21 @@ def holder(file: Path, then: str = UNTIL_A_LINE) -> subprocess.Popen[str]:
     """A process that tries to take the lock, says so and goes on."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLD + then, str(file)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
     with holder(file) as other:
         assert other.stdout.readline() == "held\n"
         who = re.escape(f"it is taken (process {other.pid} on {socket.gethostname()}, since 20")
-        with pytest.raises(UserError, match=rf"{who}.*\); wait for its end, or choose another$"), held(file):
+        with (
+            pytest.raises(UserError, match=rf"{who}.*\); wait for its end, or choose another$"),
+            held(file),
+        ):
             pass
         with pytest.raises(UserError, match=who):
             lock_of(file).refuse_if_held()
@@ -122,7 +129,9 @@ def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
 
 
 def test_a_holder_on_another_machine_may_be_dead_and_is_waited_for(file, capsys):
-    """A file server needs a while to see that; a job that SLURM puts on another node comes back before."""
+    """A file server needs a while to see that; a job that SLURM puts on another node comes back
+    before.
+    """
     release = threading.Event()
 
     def hold() -> None:
@@ -139,8 +148,9 @@ def test_a_holder_on_another_machine_may_be_dead_and_is_waited_for(file, capsys)
     timer = threading.Timer(2 * locks.SECONDS_TO_LOOK, release.set)
     timer.start()
     with held(file, wait_s=20.0):
-        assert "process 12 on node7, since then); wait for its end, or choose another; trying for 20 s" in (
-            capsys.readouterr().err
+        assert (
+            "process 12 on node7, since then); wait for its end, or choose another; trying for 20 s"
+            in (capsys.readouterr().err)
         )
     thread.join()
 
@@ -152,7 +162,10 @@ def test_a_file_system_without_locks_is_told_and_used(file, capsys, monkeypatch)
     monkeypatch.setattr(fcntl, "flock", flock)
     with held(file) as lock:
         assert lock is None
-    assert f"note: {file.parent} is on a file system without locks (No locks available)" in capsys.readouterr().err
+    assert (
+        f"note: {file.parent} is on a file system without locks (No locks available)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_the_users_to_change(tmp_path):
@@ -165,12 +178,14 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_change(tmp_path):
 
 
 def test_whoever_only_looks_is_no_holder(file):
-    """Two commands that looked at what a killed run left refused each other, naming the dead process."""
+    """Two commands that looked at what a killed run left refused each other, naming the dead
+    process.
+    """
     file.parent.mkdir()
     file.write_text(json.dumps({"host": "h", "pid": 1}))
     look = (
-        "import fcntl, sys, time; lock = open(sys.argv[1], 'r+'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
-        "print('looking', flush=True); time.sleep(0.05)"
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'r+'); fcntl.flock(lock,"
+        " fcntl.LOCK_EX)\nprint('looking', flush=True); time.sleep(0.05)"
     )
     command = [sys.executable, "-c", look, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:

@@ -1,4 +1,6 @@
-"""State dicts of main weights that lie in host memory, on fake CUDA tensors: torch's own rules, without a GPU."""
+"""State dicts of main weights that lie in host memory, on fake CUDA tensors: torch's own rules,
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,16 @@ def parameter() -> Iterator[nn.Parameter]:
 
 
 class Buffer:
-    """The part of Megatron-FSDP's buffer of main weights that `MainWeights` uses, for one parameter."""
+    """The part of Megatron-FSDP's buffer of main weights that `MainWeights` uses, for one
+    parameter.
+    """
 
     def __init__(self, original: torch.Tensor) -> None:
-        self.data, self.data_size, self.param_idx = torch.empty(ROWS * COLS, device="cuda"), ROWS * COLS, {original: 0}
+        self.data, self.data_size, self.param_idx = (
+            torch.empty(ROWS * COLS, device="cuda"),
+            ROWS * COLS,
+            {original: 0},
+        )
 
     def get_item(self, item: int, *, only_shard: bool) -> torch.Tensor:
         return self.data
@@ -47,7 +55,9 @@ def main_weights(parameter: nn.Parameter) -> MainWeights:
     parameter.orig_param = original = torch.empty(2 * ROWS, COLS, device="cuda")
     buffer = SimpleNamespace(
         optimizer_named_parameters=[("weight", parameter)],
-        parameter_groups=[SimpleNamespace(main_weight_buffer=Buffer(original), model_weight_buffer=None)],
+        parameter_groups=[
+            SimpleNamespace(main_weight_buffer=Buffer(original), model_weight_buffer=None)
+        ],
         param_to_param_group={original: 0},
         dist_main_weight={"weight": parameter},
     )
@@ -66,10 +76,16 @@ def test_a_state_dict_has_main_weights_that_lie_in_host_memory(parameter: nn.Par
     with weights.at_hand(values=False):
         assert parameter.device.type == "cuda", "a DTensor keeps the device on which it was made"
         (entry,) = module.state_dict().values()
-        assert (entry.device.type, entry.shape, entry.placements) == ("cpu", (2 * ROWS, COLS), parameter.placements)
+        assert (entry.device.type, entry.shape, entry.placements) == (
+            "cpu",
+            (2 * ROWS, COLS),
+            parameter.placements,
+        )
         entry.detach()
         del parameter.detach  # as it once was
-        with pytest.raises(RuntimeError, match=r'tensor on device "cpu" to a storage on different device "cuda'):
+        with pytest.raises(
+            RuntimeError, match=r'tensor on device "cpu" to a storage on different device "cuda'
+        ):
             module.state_dict()
 
 
@@ -78,5 +94,7 @@ def test_a_state_dict_has_optimizer_state_that_lies_in_host_memory(parameter: nn
     assert entry.detach().device.type == "cpu"
     entry = parameter.detach()
     entry._local_tensor = torch.empty(ROWS, COLS)
-    with pytest.raises(RuntimeError, match=r'tensor on device "cpu" to a storage on different device "cuda'):
+    with pytest.raises(
+        RuntimeError, match=r'tensor on device "cpu" to a storage on different device "cuda'
+    ):
         entry.detach()

@@ -15,7 +15,13 @@ from megatron_muon.megatron.patches import progress
 
 def flags_of(folder, **flags):
     """Megatron's, of a run of two ranks."""
-    given = {"rank": 1, "world_size": 2, "wandb_project": "mine", "wandb_exp_name": None, "wandb_save_dir": None}
+    given = {
+        "rank": 1,
+        "world_size": 2,
+        "wandb_project": "mine",
+        "wandb_exp_name": None,
+        "wandb_save_dir": None,
+    }
     places = {"tensorboard_dir": str(folder / "tensorboard"), "save": None, "load": None}
     return SimpleNamespace(**{**given, **places, "finetune": False, "ckpt_step": None, **flags})
 
@@ -41,7 +47,9 @@ def start(patches, monkeypatch, tmp_path, writer, *, error=None, **flags):
 
 @pytest.mark.parametrize("writes", [True, False])
 def test_weights_and_biases_gets_what_tensorboard_gets(patches, monkeypatch, tmp_path, writes):
-    """Memory and validation perplexity were TensorBoard's alone; without it Megatron logged no losses at all."""
+    """Memory and validation perplexity were TensorBoard's alone; without it Megatron logged no
+    losses at all.
+    """
     writer = mock.Mock(["add_scalar", "add_text", "flush"]) if writes else None
     tensorboards = writer and writer.add_scalar
     wandb = start(patches, monkeypatch, tmp_path, writer)
@@ -66,8 +74,12 @@ def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, fla
 
 
 def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch, tmp_path):
-    no_key = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured")
-    with pytest.raises(UserError, match=r"--wandb-project mine: No API key configured; type wandb login, or"):
+    no_key = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})(
+        "No API key configured"
+    )
+    with pytest.raises(
+        UserError, match=r"--wandb-project mine: No API key configured; type wandb login, or"
+    ):
         start(patches, monkeypatch, tmp_path, None, error=no_key)
 
 
@@ -76,7 +88,10 @@ def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch,
 
 def settle(folder, *, environ=None, **flags):
     own = str(folder / "saves")
-    args, environ = flags_of(folder, **{"load": own, "save": own, **flags}), {} if environ is None else environ
+    args, environ = (
+        flags_of(folder, **{"load": own, "save": own, **flags}),
+        ({} if environ is None else environ),
+    )
     progress.choose_run(args, environ)
     return args, environ
 
@@ -90,14 +105,21 @@ def folder(tmp_path):
 
 
 def test_which_run_it_is(folder):
-    """One that goes on is the same; steps of one that starts anew would be dropped, where the first had later ones."""
+    """One that goes on is the same; steps of one that starts anew would be dropped, where the first
+    had later ones.
+    """
     args, first = settle(folder, load=None)
     assert (args.wandb_exp_name, args.wandb_save_dir) == ("run", str(folder))
     assert "WANDB_RESUME" not in first
     own = first["WANDB_RUN_ID"]
     assert settle(folder)[1] == {"WANDB_RUN_ID": own, "WANDB_RESUME": "allow"}
     ids = []
-    for start in ({"load": None}, {"ckpt_step": 2}, {"save": str(folder / "others")}, {"finetune": True}):
+    for start in (
+        {"load": None},
+        {"ckpt_step": 2},
+        {"save": str(folder / "others")},
+        {"finetune": True},
+    ):
         ids.append(settle(folder, **start)[1]["WANDB_RUN_ID"])
     (folder / "saves" / "latest_checkpointed_iteration.txt").unlink()
     ids.append(settle(folder)[1]["WANDB_RUN_ID"])
@@ -118,7 +140,9 @@ def test_a_run_of_a_sweep_has_its_points_name(tmp_path):
     trial = tmp_path / "compare" / "lr=8e-3" / "seed=1"
     args, _ = settle(trial, load=None, environ={"WANDB_RUN_GROUP": "compare"})
     assert args.wandb_exp_name == "lr=8e-3/seed=1"
-    args, _ = settle(tmp_path / "a", load=None, tensorboard_dir=None, save=str(tmp_path / "a" / "checkpoints"))
+    args, _ = settle(
+        tmp_path / "a", load=None, tensorboard_dir=None, save=str(tmp_path / "a" / "checkpoints")
+    )
     assert args.wandb_exp_name == "a"
 
 
@@ -131,6 +155,8 @@ def test_the_error_of_a_teams_block_is_the_blocks():
     team = SimpleNamespace(ranks=(0, 1), total=lambda part: (block / 0.5) @ (block / 0.5).mT)
     for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
         probe.block(part, 0.5, team)
-    error, measured = (sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured"))
+    error, measured = (
+        sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured")
+    )
     assert measured == whole._measured.item() == 1.0
     assert error == pytest.approx(whole._error.item(), rel=1e-6)

@@ -25,25 +25,40 @@ PARAMETERS = {
     "layers.0.experts": parameter(2, 8, 8, expert_stack=True),
     "layers.0.excluded": parameter(8, 8, use_muon=False),
     "layers.0.norm": parameter(8),
-    "embedding.weight": parameter(32, 8, is_embedding_or_output_parameter=True, is_embedding_parameter=True),
-    "output_layer.weight": parameter(32, 8, is_embedding_or_output_parameter=True, is_embedding_parameter=False),
+    "embedding.weight": parameter(
+        32, 8, is_embedding_or_output_parameter=True, is_embedding_parameter=True
+    ),
+    "output_layer.weight": parameter(
+        32, 8, is_embedding_or_output_parameter=True, is_embedding_parameter=False
+    ),
 }
 
 
 def found(config, *, ours=True):
-    given = {**get_standard_config_overrides(config), **get_mup_config_overrides(config, WIDTH, config.optimizer)}
+    given = {
+        **get_standard_config_overrides(config),
+        **get_mup_config_overrides(config, WIDTH, config.optimizer),
+    }
     overrides = _overrides(config, given, WIDTH) if ours else given
     return {
-        name: combine_param_group_overrides([value for key, value in overrides.items() if key.matches(weight, name)])
+        name: combine_param_group_overrides(
+            [value for key, value in overrides.items() if key.matches(weight, name)]
+        )
         for name, weight in PARAMETERS.items()
     }
 
 
 @pytest.mark.parametrize("muon_lr", [None, 0.02])
 @pytest.mark.parametrize("optimizer", ["muon", "adaptive_muon"])
-def test_mup_divides_the_rates_of_adams_matrices_by_width_and_leaves_muons_alone(optimizer, muon_lr):
-    """A stack of experts had two rates, a ValueError; an excluded matrix kept the narrow model's rate."""
-    config = MuonOptimizerConfig(optimizer=optimizer, lr=0.008, min_lr=0.0008, adam_eps=1e-8, muon_lr=muon_lr)
+def test_mup_divides_the_rates_of_adams_matrices_by_width_and_leaves_muons_alone(
+    optimizer, muon_lr
+):
+    """A stack of experts had two rates, a ValueError; an excluded matrix kept the narrow model's
+    rate.
+    """
+    config = MuonOptimizerConfig(
+        optimizer=optimizer, lr=0.008, min_lr=0.0008, adam_eps=1e-8, muon_lr=muon_lr
+    )
     settled = found(config)
     for name in ("layers.0.weight", "layers.0.experts"):
         assert settled[name].get("max_lr") == muon_lr

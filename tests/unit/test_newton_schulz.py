@@ -1,4 +1,6 @@
-"""The Gram iteration against the standard one, and both against polar factors and emerging-optimizers."""
+"""The Gram iteration against the standard one, and both against polar factors and
+emerging-optimizers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def conditioned(m: int, n: int, condition: float, seed: int = 0) -> torch.Tensor:
-    """A `(1, m, n)` fp32 block whose singular values fall evenly on a logarithmic scale from 1 to 1 / condition."""
+    """A `(1, m, n)` fp32 block whose singular values fall evenly on a logarithmic scale from 1 to 1
+    / condition.
+    """
     generator = seeded(seed)
     u, _ = torch.linalg.qr(torch.randn(m, m, dtype=torch.double, generator=generator))
     v, _ = torch.linalg.qr(torch.randn(n, m, dtype=torch.double, generator=generator))
@@ -61,7 +65,9 @@ def started(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def test_gram_is_as_near_to_the_polar_factor_as_the_standard_iteration(
     dtype: torch.dtype, condition: float, shape: tuple[int, int]
 ) -> None:
-    """Squaring loses small singular values in half precision; without a restart the loss comes back amplified."""
+    """Squaring loses small singular values in half precision; without a restart the loss comes back
+    amplified.
+    """
     block = conditioned(*shape, condition)
     gram = error(ns.gram(started(block, dtype), QUINTIC), block)
     standard = error(ns.standard(started(block, dtype), QUINTIC), block)
@@ -89,8 +95,12 @@ def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(12, 20), (72, 72), (72, 200), (1, 9)])
 @pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "aol"])
-def test_the_standard_iteration_is_emerging_optimizers_in_fp32(coefficient_type: str, shape: tuple[int, int]) -> None:
-    """The norm goes into the first step's small matrices: a last bit may differ, which six steps enlarge."""
+def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
+    coefficient_type: str, shape: tuple[int, int]
+) -> None:
+    """The norm goes into the first step's small matrices: a last bit may differ, which six steps
+    enlarge.
+    """
     stack = torch.randn(3, *shape, generator=seeded(0)) * 1e-3
     found = ns.standard(started(stack, torch.float32), ns.coefficients(coefficient_type, 6))
     with eo_utils.fp32_matmul_precision("highest"):
@@ -99,23 +109,31 @@ def test_the_standard_iteration_is_emerging_optimizers_in_fp32(coefficient_type:
 
 
 def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
-    """A `(1, m, n)` block of rank 8 with a hundredth of noise, as momentum is in a run's first steps."""
+    """A `(1, m, n)` block of rank 8 with a hundredth of noise, as momentum is in a run's first
+    steps.
+    """
     generator = seeded(seed)
-    left, right, noise = (torch.randn(*shape, generator=generator) for shape in ((m, 8), (8, n), (m, n)))
+    left, right, noise = (
+        torch.randn(*shape, generator=generator) for shape in ((m, 8), (8, n), (m, n))
+    )
     return (left @ right + 0.01 * noise)[None]
 
 
-@pytest.mark.parametrize("make", [lambda m, n, seed: torch.randn(1, m, n, generator=seeded(seed)), low_rank])
 @pytest.mark.parametrize(
-    "shape", [(72, 72), (72, 200), (40, 160), (128, 128), pytest.param((400, 500), marks=pytest.mark.wide)]
+    "make", [lambda m, n, seed: torch.randn(1, m, n, generator=seeded(seed)), low_rank]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(72, 72), (72, 200), (40, 160), (128, 128), pytest.param((400, 500), marks=pytest.mark.wide)],
 )
 def test_a_matrix_rounded_on_the_wire_is_rounded_once(
     shape: tuple[int, int], make: Callable[[int, int, int], torch.Tensor]
 ) -> None:
-    """Dividing the rounded matrix by its norm rounded it again: the error grew by up to 39 % against no_shard's.
+    """Dividing the rounded matrix by its norm rounded it again: the error grew by up to 39 %
+    against no_shard's.
 
-    The error to an fp64 iteration, over seeds, of the iteration on rows that travelled in bf16, and of upstream's on
-    the fp32 matrix. The negative control divides by the norm.
+    The error to an fp64 iteration, over seeds, of the iteration on rows that travelled in bf16, and
+    of upstream's on the fp32 matrix. The negative control divides by the norm.
     """
     ours, theirs, twice = [], [], []
     for seed in range(4 if shape[0] == 400 else 40):
@@ -160,17 +178,24 @@ def test_first_steps_of_polar_express_are_runs_of_their_own_in_bf16() -> None:
     assert Iteration("quintic", 5).runs == (2, 2, 1)
     assert gram_runs(2, half=True, alone=3) == (1, 1)
     five = Iteration("polar_express", 5, method=GRAM)
-    assert five.flops(64, 256) == (16 * 4 + 16) * 64**3 < replace(five, method=STANDARD).flops(64, 256)
+    assert (
+        five.flops(64, 256) == (16 * 4 + 16) * 64**3 < replace(five, method=STANDARD).flops(64, 256)
+    )
 
 
 def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
-    """Five steps: 20 a + 10 against 8 a + 28 (fp32) and 12 a + 22 (bf16) in units of n^3, equal at 1.5."""
+    """Five steps: 20 a + 10 against 8 a + 28 (fp32) and 12 a + 22 (bf16) in units of n^3, equal at
+    1.5.
+    """
     n = 64
     for precision, gram in (("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)):
         for ratio in (1, 2, 4, 8):
             standard = Iteration(method=STANDARD, precision=precision).flops(n, ratio * n)
             assert standard == (20 * ratio + 10) * n**3
-            assert Iteration(method=GRAM, precision=precision).flops(ratio * n, n) == gram(ratio) * n**3
+            assert (
+                Iteration(method=GRAM, precision=precision).flops(ratio * n, n)
+                == gram(ratio) * n**3
+            )
             auto = Iteration(precision=precision)
             assert auto.method_for(n, ratio * n) == (STANDARD if ratio == 1 else GRAM)
             assert auto.flops(n, ratio * n) == min(standard, gram(ratio) * n**3)
@@ -179,7 +204,9 @@ def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
 
 
 def test_the_device_decides_from_which_ratio_gram_pays() -> None:
-    """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 19, equal at 7 / 3."""
+    """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 19, equal
+    at 7 / 3.
+    """
     n = 4096
     kernel, standard = Iteration(products=KERNEL), Iteration(method=STANDARD, products=KERNEL)
     assert kernel.method_for(n, 18 * n // 8) == STANDARD
@@ -190,21 +217,29 @@ def test_the_device_decides_from_which_ratio_gram_pays() -> None:
     small = KERNEL.from_rows - 8
     assert kernel.flops(small, 4 * small) == Iteration(products=DENSE).flops(small, 4 * small)
     assert standard.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
-    assert Iteration(method=STANDARD, products=HALVES).flops(512, 512) == 5 * (1.5 + 1.5 + 2) * 512**3
+    assert (
+        Iteration(method=STANDARD, products=HALVES).flops(512, 512) == 5 * (1.5 + 1.5 + 2) * 512**3
+    )
 
 
 def test_an_unknown_set_is_named() -> None:
-    with pytest.raises(ValueError, match="--muon-coefficient-type cubic does not exist; choose one of simple"):
+    with pytest.raises(
+        ValueError, match="--muon-coefficient-type cubic does not exist; choose one of simple"
+    ):
         ns.coefficients("cubic", 5)
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
-    """A dense stand-in of the GPU's symmetric kernel, from 16 rows on; the sizes and constants of its calls."""
+    """A dense stand-in of the GPU's symmetric kernel, from 16 rows on; the sizes and constants of
+    its calls.
+    """
     calls: list[tuple[float, ...]] = []
     small = replace(KERNEL, from_rows=16)
 
-    def symmetric_kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    def symmetric_kernel(
+        a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
         assert a.dtype == torch.bfloat16
         assert a.ndim == 2
         assert a.is_contiguous()
@@ -215,19 +250,24 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
 
     for module in (ns, orthogonalize):
         monkeypatch.setattr(module, "KERNEL", small)
-    monkeypatch.setattr(ns, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE)
+    monkeypatch.setattr(
+        ns, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE
+    )
     monkeypatch.setattr(ns, "symmetric_kernel", symmetric_kernel)
     return calls
 
 
 @pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
-def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(kernel, monkeypatch, iterate) -> None:
+def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(
+    kernel, monkeypatch, iterate
+) -> None:
     stack = torch.randn(2, 16, 40, generator=seeded(0)).bfloat16()
     found = iterate(stack, QUINTIC)
     wide = [call for call in kernel if call[:2] == (16, 40)]
     squares = [call for call in kernel if call[:2] == (16, 16)]
     assert len(wide) == 2 * (5 if iterate is ns.standard else 3)
-    assert len(squares) == 2 * (5 if iterate is ns.standard else 3)  # of matrices that are symmetric to the last bit
+    # of matrices that are symmetric to the last bit
+    assert len(squares) == 2 * (5 if iterate is ns.standard else 3)
     monkeypatch.setattr(ns, "products_on", lambda device, dtype: DENSE)
     torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
 
@@ -248,18 +288,31 @@ ALONE, OF_TWO = Team((0,), ()), Team((1, 0), (), ((0, 2),))
     ],
 )
 def test_the_symmetric_kernel_is_compiled_before_the_first_step(
-    kernel, steps: int, team: Team, shapes: tuple[tuple[int, int], ...], sizes: list[tuple[int, int]]
+    kernel,
+    steps: int,
+    team: Team,
+    shapes: tuple[tuple[int, int], ...],
+    sizes: list[tuple[int, int]],
 ) -> None:
-    """In a step the other ranks waited for compilations in a collective, also with `--muon-ns-steps-for` and teams."""
+    """In a step the other ranks waited for compilations in a collective, also with
+    `--muon-ns-steps-for` and teams.
+    """
     orthogonalizer = orthogonalize.Orthogonalizer()
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
-    slots = [slot for index, matrix in enumerate(matrices) for slot in team.slots(index, matrix) if slot.rank == 0]
+    slots = [
+        slot
+        for index, matrix in enumerate(matrices)
+        for slot in team.slots(index, matrix)
+        if slot.rank == 0
+    ]
     kinds = orthogonalizer.kernel_kinds(slots)
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
     assert {call[:2] for call in compiled} == set(sizes)
     kernel.clear()
-    sums: Any = SimpleNamespace(ranks=team.ranks, total=lambda part, probe: part, largest=lambda values: values)
+    sums: Any = SimpleNamespace(
+        ranks=team.ranks, total=lambda part, probe: part, largest=lambda values: values
+    )
     for of in make_stacks(slots, orthogonalizer.scale):
         part = torch.randn(of.shape).bfloat16()
         orthogonalizer.orthogonalize_stack(part, of.kind, sums if of.kind.ranks else None)
@@ -268,7 +321,9 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
 
 
 def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:
-    """By Triton's interpreter, which rounds bf16 in its own way: the same bits, and other ones for other constants."""
+    """By Triton's interpreter, which rounds bf16 in its own way: the same bits, and other ones for
+    other constants.
+    """
     code = """
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -288,6 +343,10 @@ for base, alpha, beta in ((None, 1.0, 0.0), (c, 0.5, 0.25), (c, 0.5, 2.0)):
 """
     run = [sys.executable, "-c", code]
     found = subprocess.run(
-        run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+        run,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert found.returncode == 0, found.stderr

@@ -1,4 +1,5 @@
-"""The random bits of stochastic rounding: a published hash, uniform, without correlation and without structure.
+"""The random bits of stochastic rounding: a published hash, uniform, without correlation and
+without structure.
 
 They are a function of step and place, so what is measured here is the same in every run.
 """
@@ -22,7 +23,9 @@ HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
 
 def random_numbers(rows: int, cols: int, *, step: int = 0, place: Place = HERE) -> Tensor:
     """The random numbers of a rectangle, fp64, centred: uniform in (-1/2, 1/2)."""
-    chunks = [numbers.clone() for _, numbers in codecs._noise(torch.empty(rows, cols), place, step=step)]
+    chunks = [
+        numbers.clone() for _, numbers in codecs._noise(torch.empty(rows, cols), place, step=step)
+    ]
     return (torch.cat(chunks).double() + 0.5) / 2**16
 
 
@@ -35,10 +38,17 @@ def lowbias32(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
-@given(rows=st.integers(1, 20), cols=st.integers(1, 200), step=st.integers(0, 2**40), key=st.integers(0, 2**32 - 1))
+@given(
+    rows=st.integers(1, 20),
+    cols=st.integers(1, 200),
+    step=st.integers(0, 2**40),
+    key=st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=30)
 def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: int) -> None:
-    """torch has signed numbers only: the same hash and rounding in numpy's unsigned ones give the same bits."""
+    """torch has signed numbers only: the same hash and rounding in numpy's unsigned ones give the
+    same bits.
+    """
     place = Place(key, row=3 * rows, col=5 * cols)
     seed = np.frombuffer(hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(), "<u4")
     of_row = lowbias32(np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0])
@@ -49,7 +59,9 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     expected = (values.numpy().view(np.uint32) + (mixed >> np.uint32(16))) & np.uint32(0xFFFF0000)
     record = torch.empty(2 * rows * cols, dtype=torch.uint8)
     CODECS["bf16"].encode(values, record, place, step=step)
-    assert np.array_equal(CODECS["bf16"].decode(record, rows, cols).numpy(), expected.view(np.float32))
+    assert np.array_equal(
+        CODECS["bf16"].decode(record, rows, cols).numpy(), expected.view(np.float32)
+    )
 
 
 def test_random_numbers_are_uniform() -> None:
@@ -69,18 +81,35 @@ def correlation(one: Tensor, other: Tensor) -> float:
 
 
 def test_random_numbers_are_not_correlated() -> None:
-    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps and matrices."""
+    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps
+    and matrices.
+    """
     size = 512
     numbers = random_numbers(size, size)
     found = {}
-    for rows, cols in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (8, 0), (0, 8), (64, 64), (0, 128), (128, 0), (0, 256)]:
-        found[rows, cols] = correlation(numbers[rows:, cols:], numbers[: size - rows, : size - cols])
+    for rows, cols in [
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (2, 0),
+        (0, 2),
+        (8, 0),
+        (0, 8),
+        (64, 64),
+        (0, 128),
+        (128, 0),
+        (0, 256),
+    ]:
+        found[rows, cols] = correlation(
+            numbers[rows:, cols:], numbers[: size - rows, : size - cols]
+        )
     found["transposed"] = correlation(numbers, numbers.T)
     for step in (1, 2, 3, 16, 1000):
         found["step", step] = correlation(numbers, random_numbers(size, size, step=step))
     for key in (HERE.key + 1, HERE.key ^ 1 << 31, 0):
         found["key", key] = correlation(numbers, random_numbers(size, size, place=Place(key, 0, 0)))
-    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to the other three.
+    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to
+    # the other three.
     even, odd = slice(0, None, 2), slice(1, None, 2)
     corners = numbers[even, even] * numbers[even, odd] * numbers[odd, even] * numbers[odd, odd]
     found["corners"] = float(144 * corners.mean() * math.sqrt(corners.numel()))
@@ -89,13 +118,20 @@ def test_random_numbers_are_not_correlated() -> None:
 
 def largest_singular_value(numbers: Tensor) -> float:
     """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
-    return float(torch.linalg.matrix_norm(numbers - numbers.mean(), 2) / (2 * math.sqrt(len(numbers) / 12)))
+    return float(
+        torch.linalg.matrix_norm(numbers - numbers.mean(), 2) / (2 * math.sqrt(len(numbers) / 12))
+    )
 
 
 def test_random_numbers_have_no_low_rank_part() -> None:
-    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers does, within 4 %."""
+    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers
+    does, within 4 %.
+    """
     size = 512
-    drawn = torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.5
+    drawn = (
+        torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        - 0.5
+    )
     assert abs(largest_singular_value(drawn) - 1.0) < 0.04
     for step in range(3):
         numbers = random_numbers(size, size, step=step, place=Place(step, 1000 * step, 128 * step))
@@ -104,7 +140,8 @@ def test_random_numbers_have_no_low_rank_part() -> None:
     bits = ((random_numbers(size, size) + 0.5) * 2**16).long()
     for bit in (0, 5, 15):
         assert abs(largest_singular_value(((bits >> bit) & 1) / math.sqrt(3.0)) - 1.0) < 0.04
-    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor without mixing.
+    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor
+    # without mixing.
     row, col = drawn[:, :1], drawn[:1]
     assert largest_singular_value((row + col + 1.5) % 1 - 0.5) > 3
     low = ((row * 2**16).long() ^ (col * 2**16).long()).double() / 2**16

@@ -16,7 +16,16 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
-RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data", "--lr", "0.02")
+RUN = (
+    "--optimizer",
+    "muon",
+    "--use-megatron-fsdp",
+    "--transformer-impl",
+    "local",
+    "--mock-data",
+    "--lr",
+    "0.02",
+)
 RUN = (*RUN, "--data-parallel-sharding-strategy", "optim")
 
 
@@ -49,7 +58,9 @@ OUTSIDE = [
 FLOATS = [name for name, possible in RANGES.items() if not possible.whole]
 
 
-@pytest.mark.parametrize(("name", "value"), OUTSIDE + [(name, bad) for name in FLOATS for bad in ("nan", "inf")])
+@pytest.mark.parametrize(
+    ("name", "value"), OUTSIDE + [(name, bad) for name in FLOATS for bad in ("nan", "inf")]
+)
 def test_impossible_numbers_are_refused_as_flags_and_in_configs(parser, name, value):
     """`--muon-lr -1` trained uphill, `--muon-lr nan` made every weight NaN."""
     flag = "--" + name.replace("_", "-")
@@ -57,17 +68,26 @@ def test_impossible_numbers_are_refused_as_flags_and_in_configs(parser, name, va
     message = rf"^{flag} {float(value):g} is {wrong}; choose .*"
     with pytest.raises(UserError, match=message):
         check(parser, f"{flag}={value}")
-    if name in MuonOptimizerConfig.__dataclass_fields__:  # else a field of the model's config: test_refusals
+    # else a field of the model's config: test_refusals
+    if name in MuonOptimizerConfig.__dataclass_fields__:
         with pytest.raises(UserError, match=message):
             check_supported(MuonOptimizerConfig(**{name: float(value)}), [])
 
 
 def test_every_number_of_this_package_has_a_range(parser):
     """A new flag has to say what it may be."""
-    mine = next(group for group in parser._action_groups if group.title == "muon under megatron-fsdp")
-    assert {action.dest for action in mine._group_actions if action.type in (int, float)} <= RANGES.keys()
+    mine = next(
+        group for group in parser._action_groups if group.title == "muon under megatron-fsdp"
+    )
+    assert {
+        action.dest for action in mine._group_actions if action.type in (int, float)
+    } <= RANGES.keys()
     fields = MuonOptimizerConfig.__dataclass_fields__
-    numeric = {name for name, field in fields.items() if name.startswith("muon_") and "float" in str(field.type)}
+    numeric = {
+        name
+        for name, field in fields.items()
+        if name.startswith("muon_") and "float" in str(field.type)
+    }
     assert len(numeric) >= 7
     assert numeric <= RANGES.keys()
 
@@ -87,9 +107,18 @@ def test_no_number_of_megatrons_is_nan_or_infinite(parser, flag, value):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--muon-lr 0.01 --muon-min-lr 0.1", r"--muon-min-lr 0\.1 is above --muon-lr 0\.01; .* of at most 0"),
-        ("--muon-min-lr 0.1", r"--muon-min-lr 0\.1 is above --lr 0\.02; choose --muon-min-lr of at most 0\.02"),
-        ("--muon-lr 1e-3 --min-lr 0.01", r"--min-lr 0\.01 is above --muon-lr 0\.001; choose --muon-min-lr"),
+        (
+            "--muon-lr 0.01 --muon-min-lr 0.1",
+            r"--muon-min-lr 0\.1 is above --muon-lr 0\.01; .* of at most 0",
+        ),
+        (
+            "--muon-min-lr 0.1",
+            r"--muon-min-lr 0\.1 is above --lr 0\.02; choose --muon-min-lr of at most 0\.02",
+        ),
+        (
+            "--muon-lr 1e-3 --min-lr 0.01",
+            r"--min-lr 0\.01 is above --muon-lr 0\.001; choose --muon-min-lr",
+        ),
         ("--min-lr 0.1", r"--min-lr 0\.1 is above --lr 0\.02; choose --min-lr of at most 0\.02"),
     ],
 )
@@ -101,17 +130,27 @@ def test_the_lowest_rate_is_at_most_the_peak(parser, argv, message):
 
 def test_constructors_keep_to_the_rule():
     good = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    for name, value, flag in (("lr", -1.0, "lr"), ("lr", math.nan, "lr"), ("momentum", math.nan, "muon-momentum")):
+    for name, value, flag in (
+        ("lr", -1.0, "lr"),
+        ("lr", math.nan, "lr"),
+        ("momentum", math.nan, "muon-momentum"),
+    ):
         with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
             ShardedMuon([], None, [], defaults={**good, name: value}, names={})
-    for settings in ({"iteration": Iteration(steps=0)}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
+    for settings in (
+        {"iteration": Iteration(steps=0)},
+        {"extra_scale_factor": -1.0},
+        {"extra_scale_factor": math.inf},
+    ):
         with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
             Orthogonalizer(**settings)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "0"])
 def test_the_buffers_of_bench_keep_to_it(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is out of range; choose at least 0.001"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"{text} is out of range; choose at least 0.001"
+    ):
         buffer_mb(text)
 
 
@@ -119,7 +158,10 @@ def test_the_buffers_of_bench_keep_to_it(text):
     ("value", "wrong"),
     [
         *((value, "is not a number; choose a whole") for value in ("0.1", None, True)),
-        *((value, "is not finite; choose a whole") for value in (10**400, -(10**5000), Fraction(10**400, 3))),
+        *(
+            (value, "is not finite; choose a whole")
+            for value in (10**400, -(10**5000), Fraction(10**400, 3))
+        ),
     ],
     ids=["text", "nothing", "bool", "large", "low", "fraction"],
 )
@@ -132,7 +174,10 @@ def test_what_is_no_number_and_what_no_float_holds_is_refused(value, wrong):
 
 def test_ranges_say_what_they_hold():
     assert str(Range(high=1.0, above=True, closed=True)) == "more than 0 and at most 1"
-    assert str(Range(low=1, whole=True, hint="5 is usual")) == "a whole number, at least 1 (5 is usual)"
+    assert (
+        str(Range(low=1, whole=True, hint="5 is usual"))
+        == "a whole number, at least 1 (5 is usual)"
+    )
     assert not Range(whole=True).holds(1.5)
     assert not any(Range().holds(value) for value in (math.nan, math.inf, -math.inf, -1e-300))
     assert numbers.RANGES["muon_momentum"].holds(0.0)

@@ -16,7 +16,9 @@ from tests.support.streams import Driver
 
 
 def test_a_file_has_its_space_and_no_name(tmp_path: Path) -> None:
-    """Story: files of killed runs kept later runs out, and took locks, headers and a command to be rid of."""
+    """Story: files of killed runs kept later runs out, and took locks, headers and a command to be
+    rid of.
+    """
     before = os.statvfs(tmp_path).f_bfree
     file = MomentumFile(tmp_path, 4096 * PAGE)
     assert list(tmp_path.iterdir()) == []
@@ -53,7 +55,9 @@ def flags_of(memory: torch.Tensor) -> list[str]:
 
 
 def test_children_do_not_get_memory_of_transfers() -> None:
-    """Story: a data loader that forks in the middle of direct I/O leaves its parent with pages that are not read."""
+    """Story: a data loader that forks in the middle of direct I/O leaves its parent with pages that
+    are not read.
+    """
     memory = transfer_memory(4 * PAGE)
     assert "dc" in flags_of(memory)  # "do not copy area on fork", proc(5)
     assert "dc" not in flags_of(torch.zeros(64 * PAGE))
@@ -66,7 +70,9 @@ def test_children_do_not_get_memory_of_transfers() -> None:
     assert memory[0] == 0
 
 
-def test_locked_memory_is_unlocked_once_and_only_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_memory_is_unlocked_once_and_only_by_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     locked: list[torch.Tensor] = []
@@ -80,5 +86,7 @@ def test_locked_memory_is_unlocked_once_and_only_by_its_process(monkeypatch: pyt
         unlock(locked, [], os.getpid())
         assert (driver.registered, locked) == ({}, [])
     driver.limit = PAGE
-    with pytest.raises(RuntimeError, match="cannot lock 8,192 bytes of host memory for transfers: CUDA error 2"):
+    with pytest.raises(
+        RuntimeError, match="cannot lock 8,192 bytes of host memory for transfers: CUDA error 2"
+    ):
         transfer_memory(2 * PAGE, locked=locked)

@@ -1,4 +1,6 @@
-"""A store of records against a plain dict: random schedules, changed orders, small slots, disks that fail."""
+"""A store of records against a plain dict: random schedules, changed orders, small slots, disks
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,33 @@ CPU = torch.device("cpu")
 
 def same(values: torch.Tensor, expected: torch.Tensor) -> bool:
     """Bit for bit; what is lost is NaN."""
-    return torch.equal(values.isnan(), expected.isnan()) and torch.equal(values.nan_to_num(), expected.nan_to_num())
+    return torch.equal(values.isnan(), expected.isnan()) and torch.equal(
+        values.nan_to_num(), expected.nan_to_num()
+    )
 
 
 class Bench:
     """A store over a file in `folder`, and beside it a dict that holds what it should hold."""
 
-    def __init__(self, folder: Path, rows: list[int], places: list[str] | None = None, *, staging_pages: int) -> None:
-        names, shards = [f"matrix{i}" for i in range(len(rows))], [Shard(0, 0, count, 0, 256) for count in rows]
+    def __init__(
+        self, folder: Path, rows: list[int], places: list[str] | None = None, *, staging_pages: int
+    ) -> None:
+        names, shards = (
+            [f"matrix{i}" for i in range(len(rows))],
+            [Shard(0, 0, count, 0, 256) for count in rows],
+        )
         self.places = places or [DISK] * len(rows)
         codec = CODECS["fp32"]
         sizes = [in_pages(codec.record_bytes(count, 256)) for count in rows]  # a row is 1 KiB
         self.file = MomentumFile(folder, sum(sizes))
         self.store = RecordStore(
-            names, shards, self.places, codec, device=CPU, staging_bytes=staging_pages * PAGE, file=self.file
+            names,
+            shards,
+            self.places,
+            codec,
+            device=CPU,
+            staging_bytes=staging_pages * PAGE,
+            file=self.file,
         )
         self.offsets = self.store.disk._offsets
         self.expected = {i: torch.zeros(count, 256) for i, count in enumerate(rows)}
@@ -50,7 +65,9 @@ class Bench:
         for start in range(0, len(order), wave):
             shards = order[start : start + wave]
             for places, borrowed in self.store.borrow(shards):
-                for index, values in zip((shards[place] for place in places), borrowed, strict=True):
+                for index, values in zip(
+                    (shards[place] for place in places), borrowed, strict=True
+                ):
                     assert same(values, self.expected[index]), f"shard {index} is not what it was"
                     change = chance.random()
                     self.expected[index].mul_(0.5).add_(change)
@@ -78,7 +95,9 @@ def benches(tmp_path: Path) -> Iterator[Any]:
         bench.store.close()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     places=st.lists(st.sampled_from([DISK, DISK, HOST, DEVICE]), min_size=12, max_size=12),
@@ -87,7 +106,12 @@ def benches(tmp_path: Path) -> Iterator[Any]:
     seed=st.integers(0, 2**32),
 )
 def test_it_holds_what_a_dict_holds(
-    benches: Any, rows: list[int], places: list[str], staging_pages: int, waves: list[int], seed: int
+    benches: Any,
+    rows: list[int],
+    places: list[str],
+    staging_pages: int,
+    waves: list[int],
+    seed: int,
 ) -> None:
     """Whatever the order, the waves and the slots' size; also after reads and writes between steps."""
     chance = random.Random(seed)
@@ -116,7 +140,9 @@ def test_memory_is_three_slots(benches: Any) -> None:
 
 
 def test_reads_do_not_wait_for_writes(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Story: beside a GPU a write waits for arithmetic; two of them took all threads, and the step stood still."""
+    """Story: beside a GPU a write waits for arithmetic; two of them took all threads, and the step
+    stood still.
+    """
     bench = benches([8] * 6, staging_pages=12)
     bench.step(list(range(6)), wave=6, chance=random.Random(0))
     go_on, gave_up, write = threading.Event(), [], os.pwritev
@@ -164,7 +190,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 ALWAYS = 1 << 30
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     failing=st.dictionaries(st.integers(0, 7), st.integers(1, 5), max_size=8),
     staging_pages=st.integers(1, 24),
@@ -173,7 +201,9 @@ ALWAYS = 1 << 30
 def test_nothing_is_lost_where_writes_fail(
     benches: Any, disk: Disk, failing: dict[int, int], staging_pages: int, seed: int
 ) -> None:
-    """For some steps or for ever: the record stays in memory, and goes to disk once that works again."""
+    """For some steps or for ever: the record stays in memory, and goes to disk once that works
+    again.
+    """
     chance = random.Random(seed)
     disk.writes.clear()  # of the example before
     bench = benches([8] * 8, staging_pages=staging_pages)
@@ -185,7 +215,9 @@ def test_nothing_is_lost_where_writes_fail(
     assert (bench.store.disk.failure is not None) == bool(failing)
     if failing:
         assert bench.store.disk.lost == set()
-        assert "nothing is lost, what was to be written is kept in memory" in bench.store.disk.failure
+        assert (
+            "nothing is lost, what was to be written is kept in memory" in bench.store.disk.failure
+        )
     bench.store.close()
 
 
@@ -203,21 +235,28 @@ def test_a_read_that_works_the_second_time(bench: Bench, disk: Disk) -> None:
     bench.step([0, 1, 2, 3], wave=4, chance=random.Random(1))
     bench.check()
     assert bench.store.disk.lost == set()
-    assert bench.store.disk.failure == (
-        f"cannot read momentum in a file of {bench.file.directory} at offset {bench.offsets[2]:,}: "
+    assert (
+        bench.store.disk.failure
+        == f"cannot read momentum in a file of {bench.file.directory} at offset"
+        f" {bench.offsets[2]:,}: "
         "Input/output error; nothing is lost, a second try worked"
     )
 
 
 def test_a_read_that_never_works(bench: Bench, disk: Disk) -> None:
-    """It is NaN from then on, whatever is written, and is named: zeros would be a momentum like any other."""
+    """It is NaN from then on, whatever is written, and is named: zeros would be a momentum like any
+    other.
+    """
     disk.reads.update({bench.offsets[2]: 2, bench.offsets[3]: ALWAYS})
     bench.expected[2].fill_(torch.nan)
     bench.expected[3].fill_(torch.nan)
     bench.step([0, 1, 2, 3], wave=4, chance=random.Random(1))
     bench.check()
     assert bench.store.disk.lost == {2, 3}
-    assert re.search(r"of matrix[23] is lost on this rank; start again from a checkpoint$", bench.store.disk.failure)
+    assert re.search(
+        r"of matrix[23] is lost on this rank; start again from a checkpoint$",
+        bench.store.disk.failure,
+    )
 
 
 def test_a_read_that_fails_as_a_checkpoint_is_saved(bench: Bench, disk: Disk) -> None:
@@ -256,10 +295,15 @@ def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -
     disk.writes[bench.offsets[0]] = disk.reads[bench.offsets[2]] = ALWAYS
     bench.expected[2].fill_(torch.nan)
     bench.step([0, 1, 2], wave=3, chance=chance)
-    assert f"at offset {bench.offsets[2]:,}: Input/output error; momentum of matrix2 is" in bench.store.disk.failure
+    assert (
+        f"at offset {bench.offsets[2]:,}: Input/output error; momentum of matrix2 is"
+        in bench.store.disk.failure
+    )
 
 
-def test_room_for_a_checkpoint_from_main_memory(benches: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_room_for_a_checkpoint_from_main_memory(
+    benches: Any, monkeypatch: Any, capsys: Any
+) -> None:
     """A full disk takes no checkpoint's momentum either; the checkpoint is saved all the same."""
     bench = benches([8], staging_pages=6)
 
@@ -269,4 +313,7 @@ def test_room_for_a_checkpoint_from_main_memory(benches: Any, monkeypatch: Any, 
     monkeypatch.setattr(os, "posix_fallocate", full)
     (room,) = bench.store.scratch([2048])
     assert (room.numel(), room.dtype) == (2048, torch.float32)
-    assert "has no 8,192 bytes for the momentum of a checkpoint (No space left on device)" in capsys.readouterr().out
+    assert (
+        "has no 8,192 bytes for the momentum of a checkpoint (No space left on device)"
+        in capsys.readouterr().out
+    )

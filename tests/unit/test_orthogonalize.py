@@ -42,7 +42,9 @@ SCALES = {
 @pytest.mark.parametrize("mode", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scale_is_that_of_the_block(mode: str, shape: tuple[int, int]) -> None:
-    one = orthogonalized(Orthogonalizer(Iteration(precision="highest"), scale_mode=mode), randn(*shape))
+    one = orthogonalized(
+        Orthogonalizer(Iteration(precision="highest"), scale_mode=mode), randn(*shape)
+    )
     fifth = Orthogonalizer(Iteration(precision="highest"), scale_mode=mode, extra_scale_factor=0.2)
     torch.testing.assert_close(orthogonalized(fifth, randn(*shape)), 0.2 * one)
     plain = orthogonalized(unscaled(), randn(*shape)) / SCALES["shape_scaling"](*shape)
@@ -64,7 +66,9 @@ def test_zero_stays_zero() -> None:
 
 
 def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
-    """torch refuses to read the older switch once a script has set the newer one; bf16 products heed neither."""
+    """torch refuses to read the older switch once a script has set the newer one; bf16 products
+    heed neither.
+    """
     switch = torch.backends.cuda.matmul
     before = switch.fp32_precision
     switch.fp32_precision = "tf32"
@@ -83,7 +87,9 @@ def test_row_scales_are_those_of_blocks() -> None:
     raw = Orthogonalizer(**settings, scaled=False)
     scaled = orthogonalized(Orthogonalizer(**settings), matrix, split)
     factors = raw.row_scales(Matrix("w", (8, 5), split=split))
-    torch.testing.assert_close(orthogonalized(raw, matrix, split) * factors, scaled, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        orthogonalized(raw, matrix, split) * factors, scaled, rtol=1e-5, atol=0.0
+    )
     assert len(set(factors.flatten().tolist())) == 2
 
 
@@ -99,12 +105,18 @@ def test_row_scales_are_those_of_blocks() -> None:
 def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     monkeypatch: pytest.MonkeyPatch, method: str, precision: str, cols: int
 ) -> None:
-    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where plans counted 8."""
+    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where
+    plans counted 8.
+    """
     block = 512 * cols
     monkeypatch.setitem(memory_module.TOGETHER, "cpu", block)
     orthogonalizer = Orthogonalizer(Iteration(method=method, precision=precision))
     matrices = [Matrix(str(index), (512, cols)) for index in range(3)]
-    slots = [slot for index, matrix in enumerate(matrices) for slot in Team((0,), ()).slots(index, matrix)]
+    slots = [
+        slot
+        for index, matrix in enumerate(matrices)
+        for slot in Team((0,), ()).slots(index, matrix)
+    ]
     (of,) = make_stacks(slots, orthogonalizer.scale)
     stack = randn(3 * 512, cols).view(3, 512, cols).to(orthogonalizer.dtype)
     memory = Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration)
@@ -116,17 +128,26 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
 
     work = buffers()
     planned = memory.of_stacks(stacks([(512, cols)], None))
-    extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, of.kind, work=work), stack.device)
+    extra = peak_extra_bytes(
+        lambda: orthogonalizer.orthogonalize_stack(stack, of.kind, work=work), stack.device
+    )
     assert max(work.nbytes, extra) <= planned
-    assert extra <= 0.1 * planned or precision == "medium"  # a processor sums up bf16 in an fp32 copy
+    # a processor sums up bf16 in an fp32 copy
+    assert extra <= 0.1 * planned or precision == "medium"
     monkeypatch.setitem(memory_module.TOGETHER, "cpu", 3 * block)
     assert buffers().nbytes == 3 * work.nbytes
 
 
-def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --muon-ns-device cpu the plan counted the GPU's products, and its kernel was tuned for nothing."""
+def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With --muon-ns-device cpu the plan counted the GPU's products, and its kernel was tuned for
+    nothing.
+    """
     monkeypatch.setattr(
-        orthogonalize.ns, "products_on", lambda device, dtype: KERNEL if device.type == "cuda" else HALVES
+        orthogonalize.ns,
+        "products_on",
+        lambda device, dtype: KERNEL if device.type == "cuda" else HALVES,
     )
     on_gpu = Orthogonalizer(device=torch.device("cuda"))
     assert on_gpu.iteration.products is KERNEL

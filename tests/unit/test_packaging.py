@@ -22,8 +22,27 @@ from megatron_muon import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "lock.txt"
-SCRIPTS = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("requirements/*.sh"), ROOT / "scripts/slurm/pretrain.sbatch"]
-TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "head", "mv", "rm", "sed", "sleep", "tail", "uname", "wc"]
+SCRIPTS = [
+    *ROOT.glob("scripts/**/*.sh"),
+    *ROOT.glob("requirements/*.sh"),
+    ROOT / "scripts/slurm/pretrain.sbatch",
+]
+TOOLS = [
+    "bash",
+    "cat",
+    "cksum",
+    "dirname",
+    "env",
+    "grep",
+    "head",
+    "mv",
+    "rm",
+    "sed",
+    "sleep",
+    "tail",
+    "uname",
+    "wc",
+]
 READ_SETUP = """
 import json
 import setuptools
@@ -39,16 +58,24 @@ print(json.dumps({
 
 @functools.cache
 def setup_metadata() -> dict:
-    """What setup.py declares, read in a process of its own so that nothing of distutils stays behind."""
-    done = subprocess.run([sys.executable, "-c", READ_SETUP], cwd=ROOT, capture_output=True, text=True, check=True)
+    """What setup.py declares, read in a process of its own so that nothing of distutils stays
+    behind.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", READ_SETUP], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return ast.literal_eval(done.stdout.strip().splitlines()[-1])
 
 
 @functools.cache
 def lock_pins() -> dict[str, Version]:
-    lines = [line for line in LOCK.read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in LOCK.read_text("utf-8").splitlines() if line and not line.startswith("#")
+    ]
     pins = [re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+]+)", line) for line in lines]
-    assert all(pins), f"not NAME==VERSION: {[line for line, pin in zip(lines, pins, strict=True) if not pin]}"
+    assert all(pins), (
+        f"not NAME==VERSION: {[line for line, pin in zip(lines, pins, strict=True) if not pin]}"
+    )
     versions = {canonicalize_name(pin[1]): Version(pin[2]) for pin in pins}
     assert len(versions) == len(pins), "a name is pinned twice"
     assert "megatron-muon" not in versions, "the package itself is installed from the checkout"
@@ -66,7 +93,10 @@ def test_setup_declares_the_version_the_types_and_a_command_that_exists():
 
 
 def test_every_folder_of_the_package_is_installed():
-    on_disk = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "megatron_muon").rglob("*.py")}
+    on_disk = {
+        ".".join(file.parent.relative_to(ROOT).parts)
+        for file in (ROOT / "megatron_muon").rglob("*.py")
+    }
     assert set(setup_metadata()["packages"]) == on_disk
 
 
@@ -87,16 +117,25 @@ def test_scripts_are_executable_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/slurm/local_cluster.sh"])
+@pytest.mark.parametrize(
+    "script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/slurm/local_cluster.sh"]
+)
 def test_help_needs_no_set_up(script):
-    done = subprocess.run([ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith(f"Usage: {script}")
 
 
 def test_the_script_hands_its_flags_and_the_ranks_to_the_command(tmp_path):
-    """It takes the place of the script's process, so that signals reach it and its exit status is the script's."""
+    """It takes the place of the script's process, so that signals reach it and its exit status is
+    the script's.
+    """
     tree = tmp_path / "a tree"
-    for name, code in (("scripts/lib/setup.sh", "exit 0"), (".venv/bin/megatron-muon", 'echo "$PPID $*"\nexit 7')):
+    for name, code in (
+        ("scripts/lib/setup.sh", "exit 0"),
+        (".venv/bin/megatron-muon", 'echo "$PPID $*"\nexit 7'),
+    ):
         (tree / name).parent.mkdir(parents=True)
         (tree / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
         (tree / name).chmod(0o755)
@@ -128,14 +167,20 @@ def bare_machine(tmp_path):
 
 def run_setup(tree, environment):
     return subprocess.run(
-        [tree / "scripts/lib/setup.sh"], cwd="/", env=environment, capture_output=True, text=True, timeout=60
+        [tree / "scripts/lib/setup.sh"],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
 def fake_python(path, answer):
     """A stand-in for an interpreter: answers the probe, and says what else it was asked."""
     path.write_text(
-        f'#!/bin/sh\nif [ "$1" = -c ]; then printf \'{answer}\\n%s\\n\' "$0"; exit; fi\necho "asked: $*" >&2\nexit 3\n'
+        f'#!/bin/sh\nif [ "$1" = -c ]; then printf \'{answer}\\n%s\\n\' "$0"; exit; fi\necho'
+        ' "asked: $*" >&2\nexit 3\n'
     )
     path.chmod(0o755)
 
@@ -147,16 +192,23 @@ def test_no_python_is_one_line_and_exit_1_and_unusable_ones_are_named(bare_machi
         fake_python(tools / "python3", version)
     done = run_setup(tree, environment)
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
-    assert (f"{tools / 'python3'} is {version}" if version else "no Python 3.12 or 3.13 found") in done.stderr
+    assert (
+        f"{tools / 'python3'} is {version}" if version else "no Python 3.12 or 3.13 found"
+    ) in done.stderr
     assert version or "apt install python3.12" in done.stderr
     assert not (tree / ".venv").exists()
 
 
-def test_python_of_the_lock_wins_over_a_newer_python3_and_one_that_is_named_over_both(bare_machine, tmp_path):
+def test_python_of_the_lock_wins_over_a_newer_python3_and_one_that_is_named_over_both(
+    bare_machine, tmp_path
+):
     tree, tools, environment = bare_machine
     fake_python(tools / "python3", "3.13")
     fake_python(tools / "python3.12", "3.12")
-    assert f"making .venv with Python 3.12 ({tools / 'python3.12'})" in run_setup(tree, environment).stderr
+    assert (
+        f"making .venv with Python 3.12 ({tools / 'python3.12'})"
+        in run_setup(tree, environment).stderr
+    )
     python = tmp_path / "my pythons" / "python3"
     python.parent.mkdir()
     fake_python(python, "3.13")
@@ -192,9 +244,13 @@ def check_env(site_packages, *arguments):
 
 
 def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
-    """An interrupted pip leaves METADATA without RECORD, or files cut short, and takes that for installed."""
+    """An interrupted pip leaves METADATA without RECORD, or files cut short, and takes that for
+    installed.
+    """
     lock = tmp_path / "lock.txt"
-    lock.write_text("# comment\ngood==1\nGone.File==1\nshort==1\nno-record==1\nother_version==2\nabsent==1\n")
+    lock.write_text(
+        "# comment\ngood==1\nGone.File==1\nshort==1\nno-record==1\nother_version==2\nabsent==1\n"
+    )
     for name, version, recorded, content in [
         ("good", "1", 4, b"good"),
         ("gone_file", "1", 4, None),
@@ -220,17 +276,25 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
 
 
 def test_a_command_that_needs_megatron_says_what_to_install(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n", "utf-8")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['megatron'] = None\n", "utf-8"
+    )
     commands = ["train --dry-run", "submit --nodes 1", "plan --world-size 2"]
     lines = ["quickstart", *(f"{line} --config configs/quickstart.yaml" for line in commands)]
-    code = "import sys; from megatron_muon.cli import main; print(*(main(line.split()) for line in sys.argv[1:]))"
+    code = (
+        "import sys; from megatron_muon.cli import main; print(*(main(line.split()) for line in"
+        " sys.argv[1:]))"
+    )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     line = [sys.executable, "-c", code, *lines]
     run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1].split() == ["2"] * len(lines), run.stderr
     errors = [line for line in run.stderr.splitlines() if "error:" in line]
     assert len(errors) == len(lines), run.stderr
-    assert all(line.endswith("type pip install '.[megatron]' in the checkout of megatron_muon") for line in errors)
+    assert all(
+        line.endswith("type pip install '.[megatron]' in the checkout of megatron_muon")
+        for line in errors
+    )
 
 
 WITH = {
@@ -245,7 +309,9 @@ WITH = {
 
 
 def test_all_that_is_imported_is_declared() -> None:
-    """A package that only this environment has would be missing after `pip install .`, in an empty environment."""
+    """A package that only this environment has would be missing after `pip install .`, in an empty
+    environment.
+    """
     files = [file for file in (ROOT / "megatron_muon").rglob("*.py") if "shipped" not in file.parts]
     found = set()
     for file in files:
@@ -254,10 +320,15 @@ def test_all_that_is_imported_is_declared() -> None:
                 found |= {name.name.split(".")[0] for name in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 found.add(node.module.split(".")[0])
-    declared = [*setup_metadata()["requires"], *(one for extra in setup_metadata()["extras"].values() for one in extra)]
+    declared = [
+        *setup_metadata()["requires"],
+        *(one for extra in setup_metadata()["extras"].values() for one in extra),
+    ]
     names = {canonicalize_name(Requirement(one).name) for one in declared}
     others = found - sys.stdlib_module_names - {"megatron_muon"}
-    assert {name for name in others if canonicalize_name(WITH.get(name, name)) not in names} == set()
+    assert {
+        name for name in others if canonicalize_name(WITH.get(name, name)) not in names
+    } == set()
 
 
 # scripts/versions.py: the table that it keeps, and what it takes from the lock
@@ -277,11 +348,21 @@ def versions(tmp_path, monkeypatch):
 
 def tried(torch: str, python: str, *failed: str, passed: int = 1200) -> dict:
     tests = {"passed": passed, "failed": list(failed), "skipped": 0, "seconds": 1}
-    return {"torch": torch, "python": python, "commit": "0123456789", "unit": tests, "functional": tests}
+    return {
+        "torch": torch,
+        "python": python,
+        "commit": "0123456789",
+        "unit": tests,
+        "functional": tests,
+    }
 
 
 def test_a_row_takes_the_place_of_that_of_the_same_pair_and_rows_are_in_order(versions):
-    for of in (tried("2.15.0", "3.12.1"), tried("2.9.1", "3.13.0"), tried("2.9.0", "3.12.1", "a::b")):
+    for of in (
+        tried("2.15.0", "3.12.1"),
+        tried("2.9.1", "3.13.0"),
+        tried("2.9.0", "3.12.1", "a::b"),
+    ):
         versions.write(of)
     versions.write(tried("2.9.0+cu130", "3.12.8", passed=3))
     lines = versions.PAGE.read_text().splitlines()

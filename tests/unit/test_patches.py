@@ -1,4 +1,6 @@
-"""Every patch of megatron-core does its work, fails loudly where what it patches has changed, and can be undone."""
+"""Every patch of megatron-core does its work, fails loudly where what it patches has changed, and
+can be undone.
+"""
 
 import argparse
 import contextlib
@@ -14,7 +16,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.datasets import utils as dataset_utils
-from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+    ParamAndGradBuffer,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -41,7 +45,10 @@ UNDER_FSDP = [
     (checkpointing, "handle_swiglu_in_state_dict"),
     (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
 ]
-OF_MUON = [(training, "checkpoint_and_decide_exit"), (ParamAndGradBuffer, "reduce_scatter_gradients")]
+OF_MUON = [
+    (training, "checkpoint_and_decide_exit"),
+    (ParamAndGradBuffer, "reduce_scatter_gradients"),
+]
 PATCHED = [*FOLLOWED, *OF_EVERY_RUN, *UNDER_FSDP, *OF_MUON]
 MUON = "--optimizer muon --use-megatron-fsdp"
 
@@ -62,7 +69,9 @@ def test_a_run_gets_its_patches_and_undo_restores_the_very_objects(
     before = [getattr(owner, name) for owner, name in PATCHED]
 
     def changed():
-        return [each for each, was in zip(PATCHED, before, strict=True) if getattr(*each) is not was]
+        return [
+            each for each, was in zip(PATCHED, before, strict=True) if getattr(*each) is not was
+        ]
 
     mcore_patches.follow(patches, every_run=every_run)
     assert changed() == FOLLOWED
@@ -70,7 +79,9 @@ def test_a_run_gets_its_patches_and_undo_restores_the_very_objects(
     for _ in range(2):  # Megatron parses again for some of its features
         arguments.parse_args()
     assert changed() == expected
-    assert capsys.readouterr().out.count("megatron-muon: patched for this run: ") == (expected != FOLLOWED)
+    assert capsys.readouterr().out.count("megatron-muon: patched for this run: ") == (
+        expected != FOLLOWED
+    )
     patches.undo()
     assert changed() == []
 
@@ -85,7 +96,11 @@ OTHER_SIGNATURE = [
     (use_factory, optimizers, "_get_megatron_emerging_optimizer"),
     (use_factory, training, "clip_qk"),
     (mcore_patches.accept_muon, arguments, "validate_args"),
-    (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
+    (
+        mcore_patches.let_experts_have_biases,
+        tensor_parallel_layers,
+        "reduce_from_tensor_model_parallel_region",
+    ),
     (saving.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
     (saving.explain_failed_saves, training, "save_checkpoint"),
@@ -111,7 +126,10 @@ BEFORE = {
 @pytest.mark.parametrize(
     ("patch", "owner", "name", "why"),
     [
-        *((*case, r"cannot patch .*{name}: it accepts _args, without .*") for case in OTHER_SIGNATURE),
+        *(
+            (*case, r"cannot patch .*{name}: it accepts _args, without .*")
+            for case in OTHER_SIGNATURE
+        ),
         *((*case, "{name}.*") for case in OTHER_CODE),
     ],
 )
@@ -125,13 +143,18 @@ def test_what_has_another_shape_is_not_patched(patches, monkeypatch, patch, owne
 @pytest.mark.parametrize(("patch", "owner", "name"), [*OTHER_SIGNATURE, *ABSENT])
 def test_what_is_gone_is_named(patches, monkeypatch, patch, owner, name):
     monkeypatch.delattr(owner, name)
-    with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19",
+    ):
         patch(patches)
     assert len(patches._exit_callbacks) == BEFORE.get(name, 0)
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_the_compiled_helper_is_used_and_built_only_where_it_is_missing(patches, monkeypatch, is_there):
+def test_the_compiled_helper_is_used_and_built_only_where_it_is_missing(
+    patches, monkeypatch, is_there
+):
     """The wheel of megatron-core has no Makefile: building would end the run."""
     built = []
 
@@ -148,7 +171,9 @@ def test_the_compiled_helper_is_used_and_built_only_where_it_is_missing(patches,
 
 @pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypatch, refused, implementation):
+def test_validation_sees_adam_and_no_logits_of_local_attention(
+    patches, monkeypatch, refused, implementation
+):
     """Also where validation ends in an error: the caller's arguments must not say so then."""
     seen = []
 
@@ -174,7 +199,8 @@ def test_validation_sees_adam_and_no_logits_of_local_attention(patches, monkeypa
 
 
 def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patches, monkeypatch):
-    """Also a caller that imported it by name before; so did Megatron-Bridge what its checkpoints split SwiGLU with.
+    """Also a caller that imported it by name before; so did Megatron-Bridge what its checkpoints
+    split SwiGLU with.
 
     A config of megatron-core's own class ended in a TypeError.
     """
@@ -187,7 +213,9 @@ def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patche
         return optimizer
 
     def chunk(**config):
-        return types.SimpleNamespace(ddp_config=types.SimpleNamespace(**config), named_parameters=lambda: 1 / 0)
+        return types.SimpleNamespace(
+            ddp_config=types.SimpleNamespace(**config), named_parameters=lambda: 1 / 0
+        )
 
     optimizer = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
     monkeypatch.setattr("megatron_muon.megatron.factory.get_megatron_muon_optimizer", factory)
@@ -199,8 +227,14 @@ def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patche
     assert bridge.handle is handlers.handle_swiglu_in_state_dict
     sharded = chunk(use_megatron_fsdp=True)
     assert get_megatron_optimizer(config, [sharded], {}) is optimizer
-    assert training.clip_qk([sharded], log_max_only=True) is optimizer.qk_clip.largest, "what the step has measured"
-    assert bridge.handle is checkpointing.handle_swiglu_in_state_dict is not handlers.handle_swiglu_in_state_dict
+    assert training.clip_qk([sharded], log_max_only=True) is optimizer.qk_clip.largest, (
+        "what the step has measured"
+    )
+    assert (
+        bridge.handle
+        is checkpointing.handle_swiglu_in_state_dict
+        is not handlers.handle_swiglu_in_state_dict
+    )
     assert called["chunks"] == [sharded]
     settings = called["config"]
     assert (settings.lr, settings.muon_lr, settings.muon_exchange) == (0.1, 2.0, "allgather")
@@ -211,13 +245,21 @@ def test_who_calls_megatrons_factory_gets_ours_with_the_settings_of_flags(patche
     ("flags", "says"),
     [
         ("--muon-exchange allgather", "--muon-exchange needs --optimizer muon --use-megatron-fsdp"),
-        ("--use-megatron-fsdp --no-verify-checkpoint", "--no-verify-checkpoint needs --optimizer muon"),
+        (
+            "--use-megatron-fsdp --no-verify-checkpoint",
+            "--no-verify-checkpoint needs --optimizer muon",
+        ),
         (f"{MUON} --muon-ns-device cpu", "--muon-ns-device needs --muon-offload cpu or nvme"),
         (f"{MUON} --muon-exchange-buffer-mb nan", "--muon-exchange-buffer-mb nan is not finite"),
-        (f"{MUON} --pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2 does not work"),
+        (
+            f"{MUON} --pipeline-model-parallel-size 2",
+            "--pipeline-model-parallel-size 2 does not work",
+        ),
     ],
 )
-def test_a_flag_that_would_do_nothing_is_one_line_as_soon_as_it_is_read(patches, monkeypatch, flags, says):
+def test_a_flag_that_would_do_nothing_is_one_line_as_soon_as_it_is_read(
+    patches, monkeypatch, flags, says
+):
     mcore_patches.follow(patches)
     monkeypatch.setattr(sys, "argv", ["script.py", *flags.split()])
     with pytest.raises(UserError) as error:
@@ -227,27 +269,35 @@ def test_a_flag_that_would_do_nothing_is_one_line_as_soon_as_it_is_read(patches,
 
 
 def test_what_a_module_imported_by_name_is_patched_too(patches, monkeypatch):
-    """`from megatron.training.arguments import validate_args` before `enable` kept the function that refuses Muon."""
+    """`from megatron.training.arguments import validate_args` before `enable` kept the function
+    that refuses Muon.
+    """
     script = types.ModuleType("script")
     script.check, script.own = arguments.validate_args, other
     monkeypatch.setitem(sys.modules, "script", script)
     mcore_patches.follow(patches)
     assert script.check is arguments.validate_args
     assert script.own is other
-    with pytest.raises(UserError, match=r"^--optimizer muon: its flags were parsed without .*enable\(\) earlier"):
+    with pytest.raises(
+        UserError, match=r"^--optimizer muon: its flags were parsed without .*enable\(\) earlier"
+    ):
         script.check(argparse.Namespace(optimizer="muon", use_megatron_fsdp=True))
     patches.undo()
     assert script.check is arguments.validate_args
 
 
 def test_a_bias_is_added_in_place_to_what_one_rank_has(patches, monkeypatch):
-    """autograd refused it, and experts with biases ended in a RuntimeError where nothing is parallel."""
+    """autograd refused it, and experts with biases ended in a RuntimeError where nothing is
+    parallel.
+    """
     one = types.SimpleNamespace(size=lambda: 1)
     monkeypatch.setattr(mappings, "get_tensor_model_parallel_group_if_none", lambda group: group)
 
     def with_bias():
         weight = torch.ones(2, requires_grad=True)
-        output = tensor_parallel_layers.reduce_from_tensor_model_parallel_region(weight * 2, group=one)
+        output = tensor_parallel_layers.reduce_from_tensor_model_parallel_region(
+            weight * 2, group=one
+        )
         output += 1
         output.sum().backward()
         return weight.grad
@@ -264,11 +314,15 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = types.SimpleNamespace(num_moe_experts=None)
-        self.module = torch.nn.ModuleDict({name: torch.nn.Linear(2, 4) for name in ("fc1", "proj", "norm")})
+        self.module = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(2, 4) for name in ("fc1", "proj", "norm")}
+        )
 
 
 def handle_swiglu(model, model_state_dict, optimizer_state_dict):
-    """As 0.19's handler: splits every fc1 of the weights, and Adam's two slots of its state, into `_w` and `_v`."""
+    """As 0.19's handler: splits every fc1 of the weights, and Adam's two slots of its state, into
+    `_w` and `_v`.
+    """
     split = {}
     for key, value in model_state_dict.items():
         if "fc1" not in key:
@@ -284,7 +338,10 @@ def handle_swiglu(model, model_state_dict, optimizer_state_dict):
             state[key] = slots
             continue
         for half, rows in (("_w", slice(0, 2)), ("_v", slice(2, 4))):
-            state[key + half] = {**slots, **{slot: slots[slot][rows] for slot in ("exp_avg", "exp_avg_sq")}}
+            state[key + half] = {
+                **slots,
+                **{slot: slots[slot][rows] for slot in ("exp_avg", "exp_avg_sq")},
+            }
     return split, {**optimizer_state_dict, "state": state}
 
 
@@ -302,7 +359,10 @@ def test_muons_momentum_is_split_under_its_own_name(handler):
         "module.proj.weight": {"momentum_buffer": moments},
         "module.norm.weight": {"exp_avg": moments, "exp_avg_sq": moments, "step": 3},
     }
-    state, meta = {"module.fc1.weight": {"momentum_buffer": momentum}, **others}, {"module.fc1.weight": {"lr": 0.1}}
+    state, meta = (
+        {"module.fc1.weight": {"momentum_buffer": momentum}, **others},
+        {"module.fc1.weight": {"lr": 0.1}},
+    )
     given = {"state": state, "param_to_group_meta": meta}
     model_state, optimizer_state = handler(Layer(), {"fc1.weight": momentum}, given)
     assert set(model_state) == {"fc1.weight_w", "fc1.weight_v"}
@@ -319,17 +379,23 @@ ADAM = {"exp_avg": (4,), "exp_avg_sq": (4,), "step": ()}
 @pytest.mark.parametrize(
     ("parameter", "slots", "whole"),
     [
-        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 2)}, None),  # AdaMuon's is split as momentum is
-        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 1)}, "moment2_buffer"),  # NorMuon's, by rows
+        # AdaMuon's is split as momentum is
+        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 2)}, None),
+        # NorMuon's, by rows
+        ("weight", {"momentum_buffer": (4, 2), "moment2_buffer": (4, 1)}, "moment2_buffer"),
         ("bias", ADAM, None),
         ("bias", {"exp_avg": (4,), "step": ()}, None),
         ("bias", {**ADAM, "master_param": (4,)}, None),
     ],
 )
 def test_every_slot_of_the_weights_shape_is_split(handler, parameter, slots, whole):
-    """Lion keeps exp_avg alone: its first save ended in KeyError 'exp_avg_sq', and all that was trained was lost."""
+    """Lion keeps exp_avg alone: its first save ended in KeyError 'exp_avg_sq', and all that was
+    trained was lost.
+    """
     kept = {slot: torch.rand(shape) for slot, shape in slots.items()}
-    split = handler(Layer(), {}, {"state": {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}})[1]["state"]
+    split = handler(
+        Layer(), {}, {"state": {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}}
+    )[1]["state"]
     assert split.pop("module.proj.weight") == kept
     gate, up = (split.pop(f"module.fc1.{parameter}{half}") for half in ("_w", "_v"))
     assert split == {}

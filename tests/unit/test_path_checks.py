@@ -1,4 +1,6 @@
-"""What flags name on disk is looked at before anything starts: data, checkpoints to load, places to write."""
+"""What flags name on disk is looked at before anything starts: data, checkpoints to load, places to
+write.
+"""
 
 import contextlib
 import struct
@@ -18,10 +20,17 @@ def check(parser, *argv: str, refused: str | None = None) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_not_loaded(parser, tmp_path):
-    """Story: a fine-tuning with a mistyped folder trained from scratch, and its figures looked plausible."""
+    """Story: a fine-tuning with a mistyped folder trained from scratch, and its figures looked
+    plausible.
+    """
     load = ("--mock-data", "--load", str(tmp_path))
-    check(parser, *load, refused=r"--load .* holds no checkpoint, as it has no latest_checkpointed_iteration\.txt")
-    check(parser, *load, "--save", f"{tmp_path}/", "--save-interval", "5")  # the first start of one that resumes
+    check(
+        parser,
+        *load,
+        refused=r"--load .* holds no checkpoint, as it has no latest_checkpointed_iteration\.txt",
+    )
+    # the first start of one that resumes
+    check(parser, *load, "--save", f"{tmp_path}/", "--save-interval", "5")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     check(parser, *load)
 
@@ -41,7 +50,12 @@ def test_every_prefix_has_to_exist(parser, tmp_path):
     check(parser, "--data-path", "0.3", there, "0.7", absent, refused=lacks)
     check(parser, "--train-data-path", there, "--valid-data-path", absent, refused=lacks)
     (tmp_path / "there.idx").unlink()
-    check(parser, "--data-path", there, refused=r"there\.idx does not exist; .* megatron-muon data prepare")
+    check(
+        parser,
+        "--data-path",
+        there,
+        refused=r"there\.idx does not exist; .* megatron-muon data prepare",
+    )
 
 
 DAMAGED = {
@@ -70,7 +84,12 @@ def test_a_damaged_index_is_refused(parser, tmp_path, damage):
     else:
         file.write_bytes(DAMAGED[damage](file.read_bytes()))
     for flag in flags:
-        check(parser, flag, prefix, refused=r"text\.idx is not an index of Megatron's data, or is .*; type: [^\n]*$")
+        check(
+            parser,
+            flag,
+            prefix,
+            refused=r"text\.idx is not an index of Megatron's data, or is .*; type: [^\n]*$",
+        )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +110,10 @@ def test_a_damaged_index_is_refused(parser, tmp_path, damage):
 def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, lacks):
     """megatron-core counts epochs until there are tokens enough; of no documents that never ends."""
     prefix = write_index(tmp_path / "text", documents)
-    refused = f"--split {split or '969, 30, 1'} leaves no document of .* for {lacks}: it has {documents} in all"
+    refused = (
+        f"--split {split or '969, 30, 1'} leaves no document of .* for {lacks}: it has {documents}"
+        " in all"
+    )
     argv = ["--eval-iters", "0", *(["--split", split] if split else [])]
     check(parser, "--data-path", prefix, *argv, refused=refused if lacks else None)
 
@@ -99,7 +121,14 @@ def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, 
 @pytest.mark.parametrize("split", ["1e2,2,0", "98,-2,0", "98,2,0,5", "1,2,x", "nan,1,1"])
 def test_a_split_is_of_three_numbers(parser, tmp_path, split):
     prefix = write_index(tmp_path / "text", 1000)
-    check(parser, "--data-path", prefix, "--split", split, refused=f"--split {split}: write three numbers")
+    check(
+        parser,
+        "--data-path",
+        prefix,
+        "--split",
+        split,
+        refused=f"--split {split}: write three numbers",
+    )
 
 
 def test_data_that_is_cut_short_is_refused(parser, tmp_path):
@@ -111,10 +140,24 @@ def test_data_that_is_cut_short_is_refused(parser, tmp_path):
     check(parser, "--data-path", str(tmp_path / "made"), "--split", "50,50,0")
     file = tmp_path / "made.bin"
     file.write_bytes(file.read_bytes()[:-1])
-    check(parser, "--data-path", str(tmp_path / "made"), "--split", "50,50,0", refused=r"made\.bin is cut short: .* of")
+    check(
+        parser,
+        "--data-path",
+        str(tmp_path / "made"),
+        "--split",
+        "50,50,0",
+        refused=r"made\.bin is cut short: .* of",
+    )
 
 
 def test_a_run_that_evaluates_needs_a_part_for_validation(parser, tmp_path):
     """It was a TypeError after the training."""
     prefix = write_index(tmp_path / "text", 100)
-    check(parser, "--data-path", prefix, "--split", "100,0,0", refused="leaves no document of .* for validation")
+    check(
+        parser,
+        "--data-path",
+        prefix,
+        "--split",
+        "100,0,0",
+        refused="leaves no document of .* for validation",
+    )

@@ -1,4 +1,6 @@
-"""Plans: one owner for each matrix, even loads, waves that carry everything once, and the memory that a step takes."""
+"""Plans: one owner for each matrix, even loads, waves that carry everything once, and the memory
+that a step takes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     matrices = []
     for index in range(draw(st.integers(1, 12))):
         rows, cols = draw(st.integers(1, 12)), draw(st.integers(1, 9))
-        cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=world_size - 1, max_size=world_size - 1)))
+        cuts = sorted(
+            draw(st.lists(st.integers(0, rows), min_size=world_size - 1, max_size=world_size - 1))
+        )
         rows_per_rank = [bottom - top for top, bottom in pairwise([0, *cuts, rows])]
         matrices.append(row_sharded(f"w{index}", (rows, cols), rows_per_rank))
     return Layout(world_size, tuple(matrices))
@@ -62,7 +66,9 @@ def held(plan: Plan, wave: tuple[int, ...]) -> np.ndarray:
 
 
 @given(layouts(), st.integers(0, 4000), st.sampled_from([2, 4]))
-def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, more: int, element_bytes: int) -> None:
+def test_every_matrix_has_an_owner_and_travels_once(
+    layout: Layout, more: int, element_bytes: int
+) -> None:
     buffer_bytes = smallest_bytes(lambda size: planned(layout, size, element_bytes)) + more
     plan = planned(layout, buffer_bytes, element_bytes)
     assert len(plan.owners) == len(layout.matrices)
@@ -77,9 +83,15 @@ def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, more: int, e
             assert [shard.rank for shard in layout.matrices[index].shards] == [rank]
     for rank, load in enumerate(plan.loads):
         assert load == pytest.approx(
-            sum(cost for cost, owner in zip(costs(layout), plan.owners, strict=True) if owner == rank)
+            sum(
+                cost
+                for cost, owner in zip(costs(layout), plan.owners, strict=True)
+                if owner == rank
+            )
         )
-    assert plan == make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=Memory(element_bytes))
+    assert plan == make_plan(
+        layout, costs(layout), buffer_bytes=buffer_bytes, memory=Memory(element_bytes)
+    )
 
 
 @given(layouts(), st.integers(0, 60_000), st.sampled_from([2, 4]))
@@ -95,13 +107,17 @@ def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_byt
 
 
 @given(layouts(), st.integers(0, 60_000), st.sampled_from([1, 2, 4]))
-def test_what_the_error_names_is_enough_with_teams_too(layout: Layout, more: int, node: int) -> None:
+def test_what_the_error_names_is_enough_with_teams_too(
+    layout: Layout, more: int, node: int
+) -> None:
     memory = Memory(2)
     nodes = [rank // node for rank in range(layout.world_size)]
 
     def of(buffer_bytes: int, size: int = 0) -> Plan:
         rules = TeamRules(memory.iteration.cost, nodes, size)
-        return make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=memory, rules=rules)
+        return make_plan(
+            layout, costs(layout), buffer_bytes=buffer_bytes, memory=memory, rules=rules
+        )
 
     smallest = smallest_bytes(of)
     plan = of(smallest + more)
@@ -118,9 +134,11 @@ def test_without_a_number_a_step_takes_what_it_needs(layout: Layout) -> None:
 
 @pytest.mark.parametrize("limit_mb", [None, 512, 128, 36])
 def test_experts_that_leave_a_remainder_are_not_padded_to_all_ranks(limit_mb: int | None) -> None:
-    """xtuner #2069: 512 ranks, EP 8, so 64 ranks to a group of experts, of which 64 k + 12 made a buffer of 72 GiB.
+    """xtuner #2069: 512 ranks, EP 8, so 64 ranks to a group of experts, of which 64 k + 12 made a
+    buffer of 72 GiB.
 
-    Here Megatron-FSDP cuts a layer's 76 matrices into 64 equal pieces; a step takes its buffer and no more.
+    Here Megatron-FSDP cuts a layer's 76 matrices into 64 equal pieces; a step takes its buffer and
+    no more.
     """
     ranks, (rows, cols), count = 64, (2048, 1024), 64 + 12
     edges = [round(count * rows * rank / ranks) for rank in range(ranks + 1)]
@@ -138,9 +156,13 @@ def test_experts_that_leave_a_remainder_are_not_padded_to_all_ranks(limit_mb: in
 
 
 @given(layouts())
-def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
+def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(
+    layout: Layout,
+) -> None:
     iteration = Iteration(method="standard", precision="highest")
-    figures = plan_group(Group("layout", layout), Settings(None, Memory(4, iteration)), HARDWARE["cpu-2core"])
+    figures = plan_group(
+        Group("layout", layout), Settings(None, Memory(4, iteration)), HARDWARE["cpu-2core"]
+    )
     assert figures.plan == make_plan(layout, costs(layout), memory=Memory(4, iteration))
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
     whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3
@@ -166,7 +188,9 @@ def test_owners_lie_where_their_rows_are() -> None:
 
 def test_even_holders_keep_what_is_theirs() -> None:
     """Whole matrices, as many on every rank: nothing travels."""
-    matrices = tuple(Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40))
+    matrices = tuple(
+        Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40)
+    )
     plan = make_plan(Layout(4, matrices), [1.0] * 40, memory=Memory(4))
     assert plan.waves == ()
     assert plan.exchanged_bytes() == (0, 0, 0, 0)
@@ -184,7 +208,9 @@ def test_large_matrices_of_several_owners_travel_together() -> None:
     """One matrix a wave would leave all ranks but one idle."""
     layout = Layout(4, tuple(row_sharded(f"w{index}", (64, 64), [16] * 4) for index in range(8)))
     plan = planned(layout, 400_000)
-    assert [sorted(plan.owners[index] for index in wave) for wave in plan.waves] == [[0, 1, 2, 3]] * 2
+    assert [sorted(plan.owners[index] for index in wave) for wave in plan.waves] == [
+        [0, 1, 2, 3]
+    ] * 2
 
 
 def test_many_matrices_make_several_waves() -> None:
@@ -192,7 +218,9 @@ def test_many_matrices_make_several_waves() -> None:
         Layout(2, tuple(row_sharded(f"w{index}", (256, 256), [128, 128]) for index in range(count)))
         for count in (8, 48)
     )
-    assert len(make_plan(few, costs(few), memory=Memory(4)).waves) == 1, "a collective takes longer than it overlaps"
+    assert len(make_plan(few, costs(few), memory=Memory(4)).waves) == 1, (
+        "a collective takes longer than it overlaps"
+    )
     plan = make_plan(layout, costs(layout), memory=Memory(4))
     assert len(plan.waves) >= MIN_WAVES
     for wave in plan.waves:
@@ -201,7 +229,9 @@ def test_many_matrices_make_several_waves() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(2, 8), st.integers(1, 4), st.sampled_from([64, 96, 256]), st.booleans())
-def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: int, whole: bool) -> None:
+def test_loads_are_even_where_matrices_are_many(
+    ranks: int, kinds: int, hidden: int, whole: bool
+) -> None:
     shapes = [(hidden * (kind + 1), hidden) for kind in range(kinds)]
     matrices = []
     for index in range(30 * ranks):
@@ -217,18 +247,32 @@ def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: 
 def test_whole_matrices_are_cut_to_the_buffer() -> None:
     """A rank that owns all of a model would otherwise stack all of it at once."""
     matrices = tuple(Matrix(f"m{i}", (8, 8), (Shard(0, 0, 8, 0, 8),)) for i in range(10))
-    plan = make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 4, memory=Memory(4))
+    plan = make_plan(
+        Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 4, memory=Memory(4)
+    )
     parts = plan.fillers(0)
     assert sorted(index for part in parts for index in part) == list(range(10))
-    assert max(plan.memory.whole([matrices[index] for index in part]) for part in parts) <= plan.buffer_bytes
-    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, memory=Memory(4)).fillers(0) == (
-        tuple(range(10)),
+    assert (
+        max(plan.memory.whole([matrices[index] for index in part]) for part in parts)
+        <= plan.buffer_bytes
     )
+    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, memory=Memory(4)).fillers(
+        0
+    ) == (tuple(range(10)),)
 
 
-@given(st.lists(st.sampled_from([(8, 8), (8, 16), (4, 64)]), max_size=30), st.integers(1, 40), st.integers(1, 40_000))
-def test_whole_matrices_go_in_parts_of_equal_shapes(shapes: list[tuple[int, int]], at_least: int, limit: int) -> None:
-    matrices = tuple(Matrix(f"m{i}", shape, (Shard(0, 0, shape[0], 0, shape[1]),)) for i, shape in enumerate(shapes))
+@given(
+    st.lists(st.sampled_from([(8, 8), (8, 16), (4, 64)]), max_size=30),
+    st.integers(1, 40),
+    st.integers(1, 40_000),
+)
+def test_whole_matrices_go_in_parts_of_equal_shapes(
+    shapes: list[tuple[int, int]], at_least: int, limit: int
+) -> None:
+    matrices = tuple(
+        Matrix(f"m{i}", shape, (Shard(0, 0, shape[0], 0, shape[1]),))
+        for i, shape in enumerate(shapes)
+    )
     memory, layout = Memory(4), Layout(1, matrices)
     parts = memory.parts(layout, range(len(shapes)), limit, at_least)
     assert sorted(index for part in parts for index in part) == list(range(len(shapes)))
@@ -238,7 +282,10 @@ def test_whole_matrices_go_in_parts_of_equal_shapes(shapes: list[tuple[int, int]
     assert sum(kinds) <= len(parts) + max(len(set(shapes)) - 1, 0)
     alike = range(shapes.count((8, 8)))
     ample = memory.parts(
-        Layout(1, tuple(sorted(matrices, key=lambda one: one.shape != (8, 8)))), alike, 2**40, at_least
+        Layout(1, tuple(sorted(matrices, key=lambda one: one.shape != (8, 8)))),
+        alike,
+        2**40,
+        at_least,
     )
     assert len(ample) == min(at_least, len(alike))
     assert max(map(len, ample), default=0) <= min(map(len, ample), default=0) + 1
@@ -262,7 +309,8 @@ MODEL = Layout(
 
 CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 0.1}
 ADAMUON, NORMUON = (
-    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method} for method in ("adamuon", "normuon")
+    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method}
+    for method in ("adamuon", "normuon")
 )
 FP32, LARGE = {"muon_exchange_dtype": "fp32"}, {"muon_exchange_buffer_mb": 256.0}
 OFTEN = [
@@ -304,7 +352,8 @@ OLDER = [
 def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str) -> None:
     cpu.uninstall()
     config = MuonOptimizerConfig(
-        **{"optimizer": "muon", "lr": 0.01, "muon_exchange_buffer_mb": 112.0, "muon_nesterov": True} | settings
+        **{"optimizer": "muon", "lr": 0.01, "muon_exchange_buffer_mb": 112.0, "muon_nesterov": True}
+        | settings
     )
     group = Group("dense", MODEL)
     planned = plan_group(group, settings_of(config, HARDWARE[hardware]), HARDWARE[hardware])

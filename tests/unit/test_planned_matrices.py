@@ -1,4 +1,6 @@
-"""Matrices of a config without ranks: small examples cut by hand, and models that only megatron-core can list."""
+"""Matrices of a config without ranks: small examples cut by hand, and models that only
+megatron-core can list.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,8 @@ def blocks(layout: Layout, name: str) -> RowSplit:
 def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
     """A layer on 2 ranks: fc2 first for its long rows, then by module order, vectors last.
 
-    fc2 8 x 16 at 0, proj 8 x 8 at 128, qkv 16 x 8 at 192, fc1 32 x 8 at 320, two norms of 8 at 576: 592 elements,
-    padded to 2 x 16: 592 = 18.5 x 32, so 19 x 32 = 608 and a piece is 304.
+    fc2 8 x 16 at 0, proj 8 x 8 at 128, qkv 16 x 8 at 192, fc1 32 x 8 at 320, two norms of 8 at 576:
+    592 elements, padded to 2 x 16: 592 = 18.5 x 32, so 19 x 32 = 608 and a piece is 304.
     """
     (dense,) = planned(TINY, 2)
     assert len(dense.matrices) == 8
@@ -104,11 +106,17 @@ def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
     assert rows(dense, "layers.0.mlp.linear_fc1.weight") == [(1, 0, 32)]
     assert rows(dense, "layers.1.mlp.linear_fc1.weight") == [(1, 0, 32)]
     assert blocks(dense, "layers.0.self_attention.linear_qkv.weight") == RowSplit(2, (4, 2, 2))
-    assert matrix_of(dense, "layers.0.self_attention.linear_qkv.weight").blocks == [(8, 8), (4, 8), (4, 8)]
+    assert matrix_of(dense, "layers.0.self_attention.linear_qkv.weight").blocks == [
+        (8, 8),
+        (4, 8),
+        (4, 8),
+    ]
 
 
 def test_experts_are_cut_as_by_hand(planned: Any) -> None:
-    """4 experts, EP 2, 4 ranks: two experts over two ranks; fc1 8 x 8 twice, then fc2 8 x 4 twice: 192, a piece 96."""
+    """4 experts, EP 2, 4 ranks: two experts over two ranks; fc1 8 x 8 twice, then fc2 8 x 4 twice:
+    192, a piece 96.
+    """
     dense, experts = planned(MOE | EP2 | {"muon_split_gated_mlp": "true"}, 4)
     assert (dense.world_size, experts.world_size) == (4, 2)
     assert shapes(experts) == {
@@ -131,14 +139,20 @@ def test_experts_are_cut_as_by_hand(planned: Any) -> None:
 def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None:
     (everything,) = planned(TINY, 2)
     (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, linear_proj]"}, 2)
-    left = [m for m in everything.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
+    left = [
+        m
+        for m in everything.matrices
+        if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name
+    ]
     assert dense.matrices == tuple(left)
     with pytest.raises(UserError, match="--muon-exclude ruoter matches none of Muon's 8 matrices"):
         planned(TINY | {"muon_exclude": "ruoter"}, 2)
 
 
 def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -> None:
-    """Ranks 0 and 1 are tensor-parallel peers, 0 and 2 data-parallel ones; Layout checks that the shards tile."""
+    """Ranks 0 and 1 are tensor-parallel peers, 0 and 2 data-parallel ones; Layout checks that the
+    shards tile.
+    """
     (parts,) = planned(TINY | TP2 | BLOCKWISE, 4)
     (whole,) = planned(TINY | TP2, 4)
     (one,) = planned(TINY, 1)
@@ -161,7 +175,10 @@ def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -
 
 
 def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> None:
-    with pytest.raises(UserError, match=r"--num-query-groups 1 is less than .* 2: .*; use --muon-tp-mode duplicated"):
+    with pytest.raises(
+        UserError,
+        match=r"--num-query-groups 1 is less than .* 2: .*; use --muon-tp-mode duplicated",
+    ):
         planned(TINY | TP2 | BLOCKWISE | {"num_query_groups": 1}, 4)
     (whole,) = planned(TINY | TP2 | {"num_query_groups": 1}, 4)
     (one,) = planned(TINY | {"num_query_groups": 1}, 1)
@@ -169,18 +186,29 @@ def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> 
 
 
 def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
-    parallel = TP2 | EP2 | {"expert_tensor_parallel_size": 2, "num_distributed_optimizer_instances": 2}
+    parallel = (
+        TP2 | EP2 | {"expert_tensor_parallel_size": 2, "num_distributed_optimizer_instances": 2}
+    )
     dense, experts = planned(MOE | parallel | {"sequence_parallel": "true"}, 16)
     assert (dense.world_size, experts.world_size) == (16, 8)
     of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.matrices}
     assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)
     assert of_dense["decoder.layers.1.mlp.router.weight"] == (0, 1, 8, 9)
-    assert {shard.holders for matrix in experts.matrices for shard in matrix.shards} == {(0, 4), (1, 5), (2, 6), (3, 7)}
+    assert {shard.holders for matrix in experts.matrices for shard in matrix.shards} == {
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    }
 
 
 def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:
     flags = {name: value for name, value in MOE.items() if "quer" not in name}
-    latent = LATENT_ATTENTION | {"position_embedding_type": "rope", "mtp_num_layers": 1, "moe_latent_size": 2}
+    latent = LATENT_ATTENTION | {
+        "position_embedding_type": "rope",
+        "mtp_num_layers": 1,
+        "moe_latent_size": 2,
+    }
     (dense,) = planned(flags | latent, 2)  # experts of no groups of their own are dense
     attention = "decoder.layers.0.self_attention."
     assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == RowSplit(1, (5, 2))
@@ -195,7 +223,9 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=8
+    ),
     st.integers(1, 5),
 )
 def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> None:
@@ -213,19 +243,30 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
     groups = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: world_size))
     places = Places(np.arange(world_size).reshape(1, world_size, 1))
     starts = in_buckets(model, groups, ddp_config, None)
-    shards = {p: bucket_shards(*starts[p], tuple(p.shape), tuple(p.shape), places) for p in model.parameters()}
+    shards = {
+        p: bucket_shards(*starts[p], tuple(p.shape), tuple(p.shape), places)
+        for p in model.parameters()
+    }
     policy = buffers.BucketingPolicy(None, [], "optim")
     (bucket,) = buffers._get_parameter_groups(model, policy, {})[0]
     for rank in range(world_size):
         buffer = object.__new__(buffers.DataParallelBuffer)
-        buffer.item_index_map, _, buffer.shard_bucket_index = buffers.build_data_parallel_buffer_index(
-            [parameter.shape for parameter in bucket.params], rank, world_size, True, ddp_config,
-            chunk_size_factor=bucket.chunk_size_factor,
-        )  # fmt: skip
+        buffer.item_index_map, _, buffer.shard_bucket_index = (
+            buffers.build_data_parallel_buffer_index(
+                [parameter.shape for parameter in bucket.params],
+                rank,
+                world_size,
+                True,
+                ddp_config,
+                chunk_size_factor=bucket.chunk_size_factor,
+            )
+        )
         for item, parameter in enumerate(bucket.params):
             start, end = buffer._get_item_slice_in_shard(item)
             held = next((shard for shard in shards[parameter] if shard.rank == rank), None)
             if start % parameter.shape[1] or end % parameter.shape[1]:
-                continue  # a matrix smaller than a chunk that was cut within a row: Megatron-FSDP cannot shard it
+                # a matrix smaller than a chunk that was cut within a row: Megatron-FSDP cannot
+                # shard it
+                continue
             assert (held.numel if held else 0) == end - start
             assert not held or held.row_start * parameter.shape[1] == start

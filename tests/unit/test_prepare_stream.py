@@ -1,4 +1,5 @@
-"""Preparation beside a GPU's products, with its streams on paper: what waits for what, and what does not.
+"""Preparation beside a GPU's products, with its streams on paper: what waits for what, and what
+does not.
 
 It shows the order that the program asks for. How fast a GPU is with it was not measured.
 """
@@ -40,7 +41,9 @@ class Network:
     def __init__(self, gpu: Gpu) -> None:
         self.stream = Stream(gpu, "network")
 
-    def all_to_all_single(self, receive: torch.Tensor, send: torch.Tensor, *_: Any, **__: Any) -> Any:
+    def all_to_all_single(
+        self, receive: torch.Tensor, send: torch.Tensor, *_: Any, **__: Any
+    ) -> Any:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             send.clone()
@@ -56,13 +59,23 @@ class Work:
 class Trial:
     """Rank 0 of two trains: real store, optimizer and exchange."""
 
-    def __init__(self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True, staging_pages: int = 3) -> None:
+    def __init__(
+        self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True, staging_pages: int = 3
+    ) -> None:
         self.gpu = gpu
-        self.behind: list[bool] = []  # whether a record's copy back lies behind the products that were enqueued last
+        # whether a record's copy back lies behind the products that were enqueued last
+        self.behind: list[bool] = []
         self.order: list[str] = []
         self._last_products = 0
-        layout = Layout(2, tuple(row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)))
-        plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, memory=Memory(4))
+        layout = Layout(
+            2,
+            tuple(
+                row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)
+            ),
+        )
+        plan = make_plan(
+            layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, memory=Memory(4)
+        )
         assert len(plan.waves) >= 3
         orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
 
@@ -117,7 +130,9 @@ class Trial:
         def noted(slot: Any) -> None:
             self.order.append("rows")
             if self._last_products:
-                self.behind.append(torch.cuda.current_stream().clock.get("products", 0) >= self._last_products)
+                self.behind.append(
+                    torch.cuda.current_stream().clock.get("products", 0) >= self._last_products
+                )
             leave(slot)
 
         return noted
@@ -165,8 +180,12 @@ def trial(gpu: Gpu, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("place", [HOST, DISK])
-def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: str, nesterov: bool) -> None:
-    """No access is out of order, no copy back lies behind the products enqueued last, and no bit differs."""
+def test_rows_are_prepared_beside_products(
+    trial: Callable[..., Trial], place: str, nesterov: bool
+) -> None:
+    """No access is out of order, no copy back lies behind the products enqueued last, and no bit
+    differs.
+    """
     beside = trial(place=place, nesterov=nesterov)
     weights = beside.train()
     assert beside.behind
@@ -175,38 +194,55 @@ def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: s
 
     one_stream = trial(place=place, nesterov=nesterov)
     one_stream.store.prepare_stream = None  # type: ignore[union-attr]
-    assert all(torch.equal(one, other) for one, other in zip(weights, one_stream.train(), strict=True))
-    assert all(one_stream.behind), "as it was: copies back lie behind products, and with no slot free so does the host"
+    assert all(
+        torch.equal(one, other) for one, other in zip(weights, one_stream.train(), strict=True)
+    )
+    assert all(one_stream.behind), (
+        "as it was: copies back lie behind products, and with no slot free so does the host"
+    )
     assert beside.order == one_stream.order
-    assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[::-1].index("rows")
+    assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[
+        ::-1
+    ].index("rows")
 
 
 def test_rows_have_two_buffers_which_nothing_else_uses(trial: Callable[..., Trial]) -> None:
     exchange = trial(place=DISK).muon.exchange
     spans = {
-        name: {(wave.buffers[name].offset, wave.buffers[name].offset + wave.buffers[name].nbytes)
-               for wave in exchange._waves if wave.buffers[name].numel}
+        name: {
+            (wave.buffers[name].offset, wave.buffers[name].offset + wave.buffers[name].nbytes)
+            for wave in exchange._waves
+            if wave.buffers[name].numel
+        }
         for name in exchange._waves[0].buffers
-    }  # fmt: skip
+    }
     apart = spans.pop("prepared")
     assert len(apart) == 2
     for start, end in apart:
-        assert all(stop <= start or end <= first for of_name in spans.values() for first, stop in of_name)
+        assert all(
+            stop <= start or end <= first for of_name in spans.values() for first, stop in of_name
+        )
 
 
 def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
     """A script of one's own drops its optimizer."""
     gpu_0, shard = torch.device("cuda", 0), Shard(0, 0, 8, 0, 32)
-    kept: Any = RecordStore(["w"], [shard], [HOST], CODECS["fp32"], device=gpu_0, staging_bytes=PAGE)
+    kept: Any = RecordStore(
+        ["w"], [shard], [HOST], CODECS["fp32"], device=gpu_0, staging_bytes=PAGE
+    )
     assert gpu.driver.registered
     del kept
     gc.collect()
     assert gpu.driver.registered == {}
 
 
-@pytest.mark.parametrize("staging_pages", [3, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in range(5, 13))])
+@pytest.mark.parametrize(
+    "staging_pages", [3, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in range(5, 13))]
+)
 @pytest.mark.parametrize("place", [HOST, DISK])
-def test_no_slot_is_rewritten_before_its_event(trial: Callable[..., Trial], place: str, staging_pages: int) -> None:
+def test_no_slot_is_rewritten_before_its_event(
+    trial: Callable[..., Trial], place: str, staging_pages: int
+) -> None:
     """Whatever the slots' size; and no bit differs from no offload."""
     expected = trial(place=DEVICE).train()
     one = trial(place=place, staging_pages=staging_pages)

@@ -1,4 +1,6 @@
-"""Launching and ending processes: nothing is left behind, nothing of the output is lost. Real processes, no ranks."""
+"""Launching and ending processes: nothing is left behind, nothing of the output is lost. Real
+processes, no ranks.
+"""
 
 import os
 import signal
@@ -18,12 +20,16 @@ from megatron_muon.tools.train.processes import Ended, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
-CHILD = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+CHILD = (
+    "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time;"
+    " time.sleep(60)'], "
+)
 CHILD += "start_new_session=True); print(child.pid, flush=True); "
 """Starts a process in a session of its own, as torchrun does, and tells its number."""
 
 STUBBORN = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready',"
+    " flush=True); time.sleep(60)"
 )
 
 
@@ -66,22 +72,27 @@ def heeds_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+    ("end", "status"),
+    [("sys.exit(0)", 0), ("sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)],
 )
 def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, end, status):
-    """The parent of orphans is no longer the launcher: only the mark in their environment tells whose they are."""
+    """The parent of orphans is no longer the launcher: only the mark in their environment tells
+    whose they are.
+    """
     assert watch(python(CHILD + end), tmp_path / "log", env=dict(os.environ)) == Ended(status)
     assert is_gone(int((tmp_path / "log").read_text()))
 
 
 def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
-    """A killed `train` leaves torchrun and its ranks, which go on writing until they print something."""
+    """A killed `train` leaves torchrun and its ranks, which go on writing until they print
+    something.
+    """
     code = (
-        "import os, sys; from pathlib import Path\n"
-        "from megatron_muon.tools.train import run_folder; from megatron_muon.tools.train.processes import watch\n"
-        "with run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n"
-        "    child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
-        "    watch([sys.executable, '-c', child], Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"
+        "import os, sys; from pathlib import Path\nfrom megatron_muon.tools.train import"
+        " run_folder; from megatron_muon.tools.train.processes import watch\nwith"
+        " run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n    child = 'import os, time;"
+        " print(os.getpid(), flush=True); time.sleep(60)'\n    watch([sys.executable, '-c', child],"
+        " Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"
     )
     log = tmp_path / "log"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as launcher:
@@ -108,7 +119,8 @@ SAVES = (
     ("code", "signals", "grace_s", "ended"),
     [
         (STUBBORN, [signal.SIGTERM], 0.2, Ended(137, signal.SIGTERM)),  # not in time
-        (STUBBORN, [signal.SIGINT, signal.SIGINT], 60, Ended(137, signal.SIGINT)),  # a second one kills at once
+        # a second one kills at once
+        (STUBBORN, [signal.SIGINT, signal.SIGINT], 60, Ended(137, signal.SIGINT)),
         (SAVES, [signal.SIGTERM], 30, Ended(75, signal.SIGTERM)),
     ],
 )
@@ -127,7 +139,9 @@ def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
     ended: list[Ended] = []
     log = tmp_path / "log"
     code = "print('ready', flush=True); import time; time.sleep(60)"
-    run = threading.Thread(target=lambda: ended.append(watch(python(code), log, env=dict(os.environ), stop=stop)))
+    run = threading.Thread(
+        target=lambda: ended.append(watch(python(code), log, env=dict(os.environ), stop=stop))
+    )
     run.start()
     sender.join()
     assert run.is_alive()
@@ -139,13 +153,20 @@ def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
 def test_all_output_is_shown_and_logged(tmp_path):
     """Pieces may end within a character or a line; a start that goes on adds to the log."""
     code = (
-        "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush() for n in range(12)]"
+        "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush()"
+        " for n in range(12)]"
     )
     lines: list[str] = []
     log = tmp_path / "log"
     watch(python(code), log, env=dict(os.environ), show=lambda event: lines.append(event["line"]))
     assert log.read_text("utf-8") == "zwölf\nüber"
     assert lines == ["zwölf", "über"]
-    watch(python("print('on')"), log, env=dict(os.environ), show=lambda event: lines.append(event["line"]), append=True)
+    watch(
+        python("print('on')"),
+        log,
+        env=dict(os.environ),
+        show=lambda event: lines.append(event["line"]),
+        append=True,
+    )
     assert log.read_text("utf-8") == "zwölf\nüberon\n"
     assert lines[2:] == ["on"]

@@ -17,7 +17,12 @@ def names_in(profiler: torch.profiler.profile) -> set[str]:
 def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
     assert span("a") is span("b") is SILENT.phase("gather", 3)
     timer = PhaseTimer(torch.device("cpu"))
-    with torch.profiler.profile() as profiler, SILENT.phase("gather", 3), timer.phase("momentum"), span("optimizer"):
+    with (
+        torch.profiler.profile() as profiler,
+        SILENT.phase("gather", 3),
+        timer.phase("momentum"),
+        span("optimizer"),
+    ):
         torch.ones(2).add_(1)
     assert {"muon/gather wave 3", "muon/momentum", "optimizer"} <= names_in(profiler)
     assert timer.seconds["momentum"] > 0
@@ -25,10 +30,18 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
 
 @pytest.mark.parametrize(
     ("done", "steps", "recorded"),
-    [(0, (3, 5), [3, 4]), (0, (1, 3), [1, 2]), (20, (22, 24), [22, 23]), (20, (21, 22), [21]), (20, (10, 13), [])],
+    [
+        (0, (3, 5), [3, 4]),
+        (0, (1, 3), [1, 2]),
+        (20, (22, 24), [22, 23]),
+        (20, (21, 22), [21]),
+        (20, (10, 13), []),
+    ],
 )
 def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps, recorded):
-    """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it wrote no trace."""
+    """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it
+    wrote no trace.
+    """
     args = SimpleNamespace(iteration=done, profile_step_start=steps[0])
     monkeypatch.setattr(install, "get_args", lambda: args)
     asked = {"wait": max(steps[0] - 1, 0), "warmup": 1, "active": steps[1] - steps[0], "repeat": 1}
@@ -39,7 +52,11 @@ def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps
     def records(schedule):
         """The iterations, of which the first after `done` is the schedule's step 1."""
         actions = {done + step: schedule(step) for step in range(1, 60)}
-        return [i for i, action in actions.items() if action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)]
+        return [
+            i
+            for i, action in actions.items()
+            if action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        ]
 
     assert records(mended) == recorded
     assert (records(plain) == recorded) is (done == 0)

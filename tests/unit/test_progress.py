@@ -28,22 +28,34 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     own = {"lr": 0.02, "default_config": False}
     assert muon_rate([ADAM, own]) == 0.02
     assert muon_rate([ADAM, {**own, "default_config": True}]) is None  # one schedule for both
-    assert muon_rate([{**ADAM, "default_config": False}]) is None  # Adam's embeddings with --decoupled-lr
+    # Adam's embeddings with --decoupled-lr
+    assert muon_rate([{**ADAM, "default_config": False}]) is None
 
 
 def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeypatch, settings):
-    """Megatron ends it before it is logged; without --save in an error of its own about where to save."""
+    """Megatron ends it before it is logged; without --save in an error of its own about where to
+    save.
+    """
     told = []
     monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
     progress = Progress(on_gpu=False)
-    assert progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == ({}, 0, False, False, 0)
+    assert progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5) == (
+        {},
+        0,
+        False,
+        False,
+        0,
+    )
     progress.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
-    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}  # where no launcher listens
+    # where no launcher listens
+    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}
 
 
 def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
-    """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands beside them."""
+    """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands
+    beside them.
+    """
     chunk = torch.nn.Linear(8, 6, bias=False)
     chunk.weight.orig_param = torch.empty(3, 8)
     Progress(on_gpu=False).watch(lambda *_: SimpleNamespace(), None, [chunk, torch.nn.Linear(2, 2)])
@@ -56,10 +68,19 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
 def test_the_mean_loss_is_that_of_megatrons_line():
     """Skipped steps count for nothing; the sums are Megatron's, before it adds this step."""
     totals = {"lm loss": torch.tensor([5.0]), "advanced iterations": 2, "skipped iterations": 1}
-    cases = ((totals, 1.0, False, 2.0), (totals, 9.0, True, 2.5), ({}, 4.0, False, 4.0), ({}, 4.0, True, None))
+    cases = (
+        (totals, 1.0, False, 2.0),
+        (totals, 9.0, True, 2.5),
+        ({}, 4.0, False, 4.0),
+        ({}, 4.0, True, None),
+    )
     for before, loss, skipped, mean in cases:
-        assert mean_loss(totals=before, losses={"lm loss": torch.tensor(loss)}, skipped=skipped) == mean
-    assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None  # another pipeline stage
+        assert (
+            mean_loss(totals=before, losses={"lm loss": torch.tensor(loss)}, skipped=skipped)
+            == mean
+        )
+    # another pipeline stage
+    assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None
 
 
 def test_speed_is_that_of_the_steps_and_the_time_left_counts_evaluations_and_saves(settings):
@@ -68,15 +89,24 @@ def test_speed_is_that_of_the_steps_and_the_time_left_counts_evaluations_and_sav
     progress = Progress(on_gpu=False)
     assert progress._speed(settings, Clock(1, 100.0, 9.0, 8.0)) == {}
     assert progress._speed(settings, Clock(10, 118.0, 18.0, 10.25)) == {
-        "tokens_per_s": 128.0, "mfu": None, "optimizer_share": 0.25, "seconds_left": 60.0,
-    }  # fmt: skip
+        "tokens_per_s": 128.0,
+        "mfu": None,
+        "optimizer_share": 0.25,
+        "seconds_left": 60.0,
+    }
     assert progress._speed(settings, Clock(20, 157.0, 28.0, None))["seconds_left"] == 60.0
 
 
 def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, settings):
     """Two sets and a test set, under the names and at the steps that Megatron writes them."""
-    vars(settings).update(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
-    for name, value in ((STATUS_FOLDER, str(tmp_path)), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+    vars(settings).update(
+        multiple_validation_sets=True, validation_set_names=["code", "text"], save="s"
+    )
+    for name, value in (
+        (STATUS_FOLDER, str(tmp_path)),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "2"),
+    ):
         monkeypatch.setenv(name, value)
     (tmp_path / TOLD).touch()
     progress = Progress(on_gpu=False)
@@ -93,7 +123,9 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
     validations = [(e["step"], e["loss"], e["what"]) for e in told if e["event"] == "validation"]
     sets = ((2.0, "code"), (3.0, "text"))
     kinds = ("validation", "test")
-    assert validations == [(20, loss, f"{kind} loss {name}") for kind in kinds for loss, name in sets]
+    assert validations == [
+        (20, loss, f"{kind} loss {name}") for kind in kinds for loss, name in sets
+    ]
     (saved,) = (event for event in told if event["event"] == "saved")
     assert (saved["step"], saved["folder"]) == (20, "s")
     stages = [event["stage"] for event in told if event["event"] == "stage"]
@@ -102,10 +134,16 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
 
 @pytest.mark.parametrize(
     ("evaluated_at", "in_time", "losses"),
-    [(20, True, ["validation"]), (10, True, ["validation", "final validation"]), (20, False, ["final validation"])],
+    [
+        (20, True, ["validation"]),
+        (10, True, ["validation", "final validation"]),
+        (20, False, ["final validation"]),
+    ],
 )
 def test_the_last_step_is_evaluated_once(monkeypatch, settings, evaluated_at, in_time, losses):
-    """Megatron evaluates it again after training, on other samples: two losses of one step, 1.9050 and 1.9729."""
+    """Megatron evaluates it again after training, on other samples: two losses of one step, 1.9050
+    and 1.9729.
+    """
     told = []
     monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
     cpu.install(force=True)
@@ -119,11 +157,14 @@ def test_the_last_step_is_evaluated_once(monkeypatch, settings, evaluated_at, in
             progress.evaluate_set(lambda *_: ({LOSS: torch.tensor(2.0)}, None, False))
             timers("evaluate").stop()
         else:
-            progress.evaluate_set(lambda *_: (None, None, True))  # --exit-duration-in-mins; the timer is left running
+            # --exit-duration-in-mins; the timer is left running
+            progress.evaluate_set(lambda *_: (None, None, True))
 
     progress.evaluate(results, f"iteration {evaluated_at}", None, None, None, evaluated_at, None)
     progress.evaluate(results, "iteration 20 on validation set", None, None, None, 20, None)
-    assert [facts["what"].removesuffix(" loss") for event, facts in told if event == "validation"] == losses
+    assert [
+        facts["what"].removesuffix(" loss") for event, facts in told if event == "validation"
+    ] == losses
 
 
 def test_the_time_left_is_reported_after_ten_steps_of_a_start(monkeypatch, settings):
@@ -134,9 +175,13 @@ def test_the_time_left_is_reported_after_ten_steps_of_a_start(monkeypatch, setti
     monkeypatch.setattr(module, "report_state", lambda optimizer: {})
     monkeypatch.setattr(module.global_vars, "get_tensorboard_writer", lambda: None)
     vars(settings).update(
-        log_interval=40, tensorboard_log_interval=1, log_memory_to_tensorboard=True, train_iters=200,
-        global_batch_size=4, seq_length=32,
-    )  # fmt: skip
+        log_interval=40,
+        tensorboard_log_interval=1,
+        log_memory_to_tensorboard=True,
+        train_iters=200,
+        global_batch_size=4,
+        seq_length=32,
+    )
     progress = Progress(on_gpu=False)
     progress.watch(lambda *_: SimpleNamespace(param_groups=[]), None, [])
     now = 100.0
@@ -149,7 +194,9 @@ def test_the_time_left_is_reported_after_ten_steps_of_a_start(monkeypatch, setti
     for iteration in range(51, 75):  # resumed at 50
         progress.follow(log, {}, {}, 0.1, iteration, 0, 1.0)
         now += 2.0
-    assert [facts for event, facts in told if event == "estimate"] == [{"step": 60, "seconds_left": 280.0}]
+    assert [facts for event, facts in told if event == "estimate"] == [
+        {"step": 60, "seconds_left": 280.0}
+    ]
 
 
 def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """QKClip on models of transformers, against logits that eager attention materialises.
 
-Each attention is run on the inputs of the training step once more, with the clipped weights, and what attention then
-gets is compared: queries, keys and values after rotary embeddings. So the reference knows nothing of rows.
+Each attention is run on the inputs of the training step once more, with the clipped weights, and
+what attention then gets is compared: queries, keys and values after rotary embeddings. So the
+reference knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ ALPHA = 0.3
 
 @contextmanager
 def seen_by_attention(model: Any) -> Iterator[dict[Any, tuple[torch.Tensor, ...]]]:
-    """What eager attention gets, by module: query, key, value, and logits from these and its additive mask."""
+    """What eager attention gets, by module: query, key, value, and logits from these and its
+    additive mask.
+    """
     found: dict[Any, tuple[torch.Tensor, ...]] = {}
     code = sys.modules[type(model).__module__]
     original = code.eager_attention_forward
 
     def spied(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
         heads = range(query.shape[1])
-        of_heads = [query[:, h] @ key[:, h * key.shape[1] // len(heads)].mT * module.scaling for h in heads]
-        found[module] = tuple(x.detach() for x in (query, key, value, torch.stack(of_heads, 1) + mask))
+        of_heads = [
+            query[:, h] @ key[:, h * key.shape[1] // len(heads)].mT * module.scaling for h in heads
+        ]
+        found[module] = tuple(
+            x.detach() for x in (query, key, value, torch.stack(of_heads, 1) + mask)
+        )
         return original(module, query, key, value, mask, **given)
 
     code.eager_attention_forward = spied
@@ -52,7 +59,9 @@ def attentions_of(model: Any) -> list[Any]:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_clipped_heads_get_the_scaled_queries_and_keys_and_no_others(config: str) -> None:
-    """Over two micro-batches; half of the groups pass the threshold. All other weights keep their bits."""
+    """Over two micro-batches; half of the groups pass the threshold. All other weights keep their
+    bits.
+    """
     reference, model = model_of(config, attention="eager"), model_of(config)
     inputs: dict[Any, Any] = {}
     for module in attentions_of(reference):
@@ -66,7 +75,9 @@ def test_clipped_heads_get_the_scaled_queries_and_keys_and_no_others(config: str
             for module, (*_, logits) in before.items():
                 largest[module].append(logits.amax((0, 2, 3)))
     of_layers = [torch.stack(each).amax(0) for each in largest.values()]
-    groups = reference.config.num_attention_heads // getattr(attentions_of(model)[0], "num_key_value_groups", 1)
+    groups = reference.config.num_attention_heads // getattr(
+        attentions_of(model)[0], "num_key_value_groups", 1
+    )
     of_groups = torch.stack(of_layers).view(2, groups, -1).amax(2)
     threshold = float(of_groups.flatten().sort().values[groups])  # one that is not passed
 
@@ -84,24 +95,36 @@ def test_clipped_heads_get_the_scaled_queries_and_keys_and_no_others(config: str
         for module, (args, kwargs) in inputs.items():
             module(*args, **kwargs)
     for module, gammas in zip(before, (threshold / of_groups).clamp(max=1.0), strict=True):
-        of_groups_, of_heads = gammas.view(-1, 1, 1), gammas.repeat_interleave(HEADS // groups).view(-1, 1, 1)
+        of_groups_, of_heads = (
+            gammas.view(-1, 1, 1),
+            gammas.repeat_interleave(HEADS // groups).view(-1, 1, 1),
+        )
         query, key, value, logits = before[module]
         query, key = query * of_heads**ALPHA, key * of_groups_ ** (1 - ALPHA)
         if config.startswith("latent"):  # the rotary parts come last; keys share theirs
-            query[..., 6:], key[..., 6:] = before[module][0][..., 6:] * of_heads, before[module][1][..., 6:]
+            query[..., 6:], key[..., 6:] = (
+                before[module][0][..., 6:] * of_heads,
+                before[module][1][..., 6:],
+            )
         hidden = logits < -1e30
         expected = query, key, value, torch.where(hidden, logits, logits * of_heads)
         for got, wanted in zip(after[module], expected, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     scaled = {"q_proj", "k_proj", "qkv_proj", "c_attn", "q_b_proj", "kv_b_proj"}
-    moved = {name.split(".")[-2] for name, p in model.named_parameters() if not torch.equal(p, start[name])}
+    moved = {
+        name.split(".")[-2]
+        for name, p in model.named_parameters()
+        if not torch.equal(p, start[name])
+    }
     assert moved
     assert moved <= scaled
 
 
 @pytest.mark.parametrize("mask", ["causal", "none", "bool", "added", "of keys"])
 @pytest.mark.parametrize("chunk", [3, 128])
-def test_chunks_find_what_whole_logits_hold(monkeypatch: pytest.MonkeyPatch, mask: str, chunk: int) -> None:
+def test_chunks_find_what_whole_logits_hold(
+    monkeypatch: pytest.MonkeyPatch, mask: str, chunk: int
+) -> None:
     monkeypatch.setattr(qk_clip, "CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(2, heads, 8, 5, generator=generator) for heads in (6, 2))
@@ -125,7 +148,9 @@ def test_chunks_find_what_whole_logits_hold(monkeypatch: pytest.MonkeyPatch, mas
 
 @pytest.mark.parametrize("again", [None, "reentrant", "not reentrant"])
 def test_only_forward_passes_of_training_count_and_those_once(again: str | None) -> None:
-    """Layers that run twice, by activation checkpointing, give the same; evaluations see larger logits here."""
+    """Layers that run twice, by activation checkpointing, give the same; evaluations see larger
+    logits here.
+    """
     model = model_of("grouped")
     clip = megatron_muon.QKClip(model, threshold=1e6)
     kept = [module.largest_attention_logits for module in attentions_of(model)]
@@ -212,20 +237,31 @@ def not_linear(model: Any) -> Any:
 
 
 def of(kind: str, **settings: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**SMALL, **settings}))
+    return transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, kind)(**{**SMALL, **settings})
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: of("Qwen3Config"), r"self_attn \(Qwen3Attention\) has q_norm and k_norm: its logits are bounded"),
+        (
+            lambda: of("Qwen3Config"),
+            r"self_attn \(Qwen3Attention\) has q_norm and k_norm: its logits are bounded",
+        ),
         (lambda: of("Gemma2Config"), "has attn_logit_softcapping: its logits are bounded"),
-        (lambda: of("GPTNeoXConfig"), r"projections of gpt_neox.layers.0.attention \(GPTNeoXAttention\) are not known"),
+        (
+            lambda: of("GPTNeoXConfig"),
+            r"projections of gpt_neox.layers.0.attention \(GPTNeoXAttention\) are not known",
+        ),
         (
             lambda: model_of("grouped", attention="eager"),
             r"attention by eager; call model.set_attn_implementation\('sd",
         ),
-        (lambda: frozen(model_of("grouped")), r"would scale model.layers.1.self_attn.k_proj.weight, which is frozen"),
+        (
+            lambda: frozen(model_of("grouped")),
+            r"would scale model.layers.1.self_attn.k_proj.weight, which is frozen",
+        ),
         (lambda: gated(model_of("grouped")), "q_proj.weight has 144 rows, where its heads need 72"),
         (lambda: not_linear(model_of("grouped")), "q_proj is a Sequential, not a linear layer"),
         (lambda: nn.Linear(2, 2), "Linear has no attention of transformers; leave QKClip out"),
@@ -257,7 +293,9 @@ def test_a_step_without_logits_or_with_other_weights_is_refused() -> None:
         clip.step()
     projection = attentions_of(model)[0].q_proj
     projection.weight = nn.Parameter(projection.weight.detach().clone())
-    with pytest.raises(UserError, match="the model has other weights now; make QKClip after fully_shard"):
+    with pytest.raises(
+        UserError, match="the model has other weights now; make QKClip after fully_shard"
+    ):
         clip.step()
 
 
@@ -268,5 +306,7 @@ def test_attention_of_some_heads_or_with_a_position_bias_is_refused() -> None:
     attention, states = attentions_of(model)[0], torch.zeros(2, HEADS, 4, 8)
     with pytest.raises(UserError, match="LlamaAttention adds a position bias to its logits"):
         attend(attention, states, states, states, None, position_bias=torch.zeros(1))
-    with pytest.raises(UserError, match="LlamaAttention has 2 of 9 heads here; tensor parallelism is not supported"):
+    with pytest.raises(
+        UserError, match="LlamaAttention has 2 of 9 heads here; tensor parallelism is not supported"
+    ):
         attend(attention, states[:, :2], states[:, :2], states[:, :2], None)

@@ -52,16 +52,23 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
 
 def test_without_transformers_it_says_why_the_model_writes_nothing(asked, monkeypatch, capsys):
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
+    )
     assert cli.main(["quickstart"]) == 0
     assert [line.split()[0] for line in asked] == ["data", "train", "summary"]
     assert "transformers is not installed" in capsys.readouterr().out
 
 
-def test_the_first_step_that_fails_is_the_last_and_its_status_is_handed_on(asked, monkeypatch, capsys):
+def test_the_first_step_that_fails_is_the_last_and_its_status_is_handed_on(
+    asked, monkeypatch, capsys
+):
     watched = cli.main
     monkeypatch.setattr(cli, "main", lambda argv: 7 if argv[0] == "train" else watched(argv))
     assert cli.main(["quickstart"]) == 7
     assert [line.split()[0] for line in asked] == ["data"]
     typed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
-    assert typed[-1] == "$ megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart"
+    assert (
+        typed[-1]
+        == "$ megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart"
+    )

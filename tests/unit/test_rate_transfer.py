@@ -1,4 +1,6 @@
-"""`examples/lr_transfer.py`: whether a rate found at one width holds at others, from runs as they are left."""
+"""`examples/lr_transfer.py`: whether a rate found at one width holds at others, from runs as they
+are left.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from tests.support.made_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = ("0.01", "0.02", "0.04")
-BEST = {("spectral", 64): 0.04, ("spectral", 256): 0.01, ("shape_scaling", 64): 0.02, ("shape_scaling", 256): 0.02}
+BEST = {
+    ("spectral", 64): 0.04,
+    ("spectral", 256): 0.01,
+    ("shape_scaling", 64): 0.02,
+    ("shape_scaling", 256): 0.02,
+}
 """With one mode the best rate moves by four, with the other it stays."""
 
 
@@ -26,11 +33,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if (mode, width, rate) == ("shape_scaling", 64, "0.04"):
                 final = math.nan
             flags = {
-                **{"--muon-scale-mode": mode, "--hidden-size": str(width), "--num-attention-heads": str(width // 32)},
-                **{"--muon-lr": rate, "--muon-extra-scale-factor": "0.1" if mode == "spectral" else "1.0"},
+                **{
+                    "--muon-scale-mode": mode,
+                    "--hidden-size": str(width),
+                    "--num-attention-heads": str(width // 32),
+                },
+                **{
+                    "--muon-lr": rate,
+                    "--muon-extra-scale-factor": "0.1" if mode == "spectral" else "1.0",
+                },
             }
             folder = root / f"{mode}-{width}-{rate}"
-            make_run(folder, lambda _, end=final: end, flags=flags, args={"muon_lr": rate}, steps=10)
+            make_run(
+                folder, lambda _, end=final: end, flags=flags, args={"muon_lr": rate}, steps=10
+            )
     return root
 
 
@@ -50,6 +66,17 @@ def test_what_a_narrow_models_rate_loses_on_a_wide_one(runs: Path, tmp_path: Pat
 
 
 def test_a_setting_that_is_the_same_in_all_runs_is_refused(runs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "examples/lr_transfer.py", str(runs), "--out", str(tmp_path), "--setting", "seq_length"]
+    command = [
+        sys.executable,
+        "examples/lr_transfer.py",
+        str(runs),
+        "--out",
+        str(tmp_path),
+        "--setting",
+        "seq_length",
+    ]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (refused.returncode, "--setting seq_length is the same in all runs" in refused.stderr) == (1, True)
+    assert (
+        refused.returncode,
+        "--setting seq_length is the same in all runs" in refused.stderr,
+    ) == (1, True)

@@ -1,4 +1,6 @@
-"""What `megatron-muon rehearse` records and compares: each check finds the fault that it is for, and no other."""
+"""What `megatron-muon rehearse` records and compares: each check finds the fault that it is for,
+and no other.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,21 @@ BUFFER_MB = 0.4
 
 def rehearsal(*groups: Group, **settings: Any) -> Rehearsal:
     config = MuonOptimizerConfig(
-        **{"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "muon_exchange_buffer_mb": BUFFER_MB} | settings
+        **{
+            "optimizer": "muon",
+            "lr": 0.01,
+            "weight_decay": 0.1,
+            "muon_exchange_buffer_mb": BUFFER_MB,
+        }
+        | settings
     )
     return Rehearsal(config, groups or (Group("dense", DENSE),), RANKS, H100)
 
 
 def recorded(
-    of: Rehearsal, ranks: Sequence[int] = range(RANKS), odd: tuple[int, Callable[[], RankTrace]] | None = None
+    of: Rehearsal,
+    ranks: Sequence[int] = range(RANKS),
+    odd: tuple[int, Callable[[], RankTrace]] | None = None,
 ) -> Recorded:
     """The traces of ranks, one of them as `odd` has it."""
     traces = {rank: rehearse_rank(rank, of) for rank in ranks if odd is None or rank != odd[0]}
@@ -101,7 +111,9 @@ def test_nothing_is_found_where_ranks_agree(sound: Recorded) -> None:
         {"muon_hyperball": True, "weight_decay": 0.0},
         pytest.param({"muon_cautious_weight_decay": True}, marks=pytest.mark.wide),
         pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
-        pytest.param({"muon_nesterov": False, "decoupled_weight_decay": False}, marks=pytest.mark.wide),
+        pytest.param(
+            {"muon_nesterov": False, "decoupled_weight_decay": False}, marks=pytest.mark.wide
+        ),
     ],
 )
 def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
@@ -109,9 +121,14 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
 
 
 def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
-    """prime-rl #3437: FSDP2 gives 14 ranks five rows, one two and one none; buffers of equal shards did not fit."""
+    """prime-rl #3437: FSDP2 gives 14 ranks five rows, one two and one none; buffers of equal shards
+    did not fit.
+    """
     held = [5] * 14 + [2, 0]
-    layout = Layout(16, tuple(row_sharded(f"w{k}", (72, cols), held) for k, cols in enumerate((40, 72, 200, 40))))
+    layout = Layout(
+        16,
+        tuple(row_sharded(f"w{k}", (72, cols), held) for k, cols in enumerate((40, 72, 200, 40))),
+    )
     config = MuonOptimizerConfig(optimizer="muon", lr=0.01, muon_exchange_buffer_mb=0.25)
     record = recorded(Rehearsal(config, (Group("dense", layout),), 16, H100), [0, 13, 14, 15])
     assert check(record) == []
@@ -123,18 +140,27 @@ def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     """Operations exactly as noted: a change that makes a step launch more has to be seen."""
     for rank, trace in sound.traces.items():
         expected = sound.planned(rank)
-        assert (trace.received_bytes, trace.steps[1].flops) == (expected["received_bytes"], expected["flops"])
+        assert (trace.received_bytes, trace.steps[1].flops) == (
+            expected["received_bytes"],
+            expected["flops"],
+        )
         assert (len(trace.steps[1].calls), trace.steps[1].operations) == (4, OPERATIONS[rank])
 
 
 def test_a_rank_with_another_plan_is_found() -> None:
     usual = rehearsal()
-    plan = make_plan(DENSE, [1.0 + index for index in range(len(DENSE.matrices))][::-1],
-                     buffer_bytes=int(BUFFER_MB * 2**20), memory=Memory(2))  # fmt: skip
+    plan = make_plan(
+        DENSE,
+        [1.0 + index for index in range(len(DENSE.matrices))][::-1],
+        buffer_bytes=int(BUFFER_MB * 2**20),
+        memory=Memory(2),
+    )
     other = dataclasses.replace(usual, plans={("dense", node_pattern(range(RANKS), H100)): plan})
     findings = check(recorded(usual, odd=(2, lambda: rehearse_rank(2, other))))
     assert found(findings, "plan")[0].ranks == (2,)
-    assert any(2 in finding.ranks and "expects" in finding.text for finding in found(findings, "bytes"))
+    assert any(
+        2 in finding.ranks and "expects" in finding.text for finding in found(findings, "bytes")
+    )
     assert found(findings, "blocks")
 
 
@@ -166,13 +192,25 @@ def fail(*_: Any) -> None:
     ("method", "instead", "name", "text"),
     [
         ("__init__", swap_waves, "bytes", "which expects"),
-        ("run", reduce_first, "order", "rank 0 starts all_to_all of bfloat16, rank 3 all_reduce of float32"),
-        ("_orthogonalize", orthogonalize_twice, "blocks", "part 1 of 1 by rank 3, part 1 of 1 by rank 3"),
+        (
+            "run",
+            reduce_first,
+            "order",
+            "rank 0 starts all_to_all of bfloat16, rank 3 all_reduce of float32",
+        ),
+        (
+            "_orthogonalize",
+            orthogonalize_twice,
+            "blocks",
+            "part 1 of 1 by rank 3, part 1 of 1 by rank 3",
+        ),
         ("_send", forget, "wait", "is never waited for: all_to_all of bfloat16"),
         ("_orthogonalize", fail, "step", "ValueError: no such size (megatron_muon/"),
     ],
 )
-def test_a_rank_that_does_something_else_is_found(method: str, instead: Any, name: str, text: str) -> None:
+def test_a_rank_that_does_something_else_is_found(
+    method: str, instead: Any, name: str, text: str
+) -> None:
     def odd() -> RankTrace:
         with Patches() as patches:
             patches.around(Exchange, method)(instead)
@@ -184,7 +222,9 @@ def test_a_rank_that_does_something_else_is_found(method: str, instead: Any, nam
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
-    """Each group has the same order on all of its ranks; one rank takes the groups in another order."""
+    """Each group has the same order on all of its ranks; one rank takes the groups in another
+    order.
+    """
     groups = Group("dense", DENSE), Group("experts", EXPERTS, stride=2)
     last_first = rehearsal(*groups[::-1])
     record = recorded(rehearsal(*groups), odd=(3, lambda: rehearse_rank(3, last_first)))
@@ -202,16 +242,34 @@ KEPT: list[torch.Tensor] = []
         (lambda updates: updates.sum().item(), "host", "_local_scalar_dense"),
         (lambda updates: updates.cpu(), "host", "a copy to host memory"),
         (lambda updates: torch.cuda.synchronize(), "host", "torch.cuda.synchronize"),
-        (lambda updates: torch.cuda.current_stream().synchronize(), "host", "synchronize of a stream"),
-        (lambda updates: torch.cuda.Event().synchronize(), "host", "synchronize of a stream or an event"),
+        (
+            lambda updates: torch.cuda.current_stream().synchronize(),
+            "host",
+            "synchronize of a stream",
+        ),
+        (
+            lambda updates: torch.cuda.Event().synchronize(),
+            "host",
+            "synchronize of a stream or an event",
+        ),
         (lambda updates: updates.add_(torch.ones(1).to("cuda")), "host", "a copy from host memory"),
-        (lambda updates: KEPT.append(torch.zeros(1000, device="cuda")), "leak", "bytes more in use"),
-        (lambda updates: torch.zeros(2**22, device="cuda").mul_(2), "memory", "bytes, and may take 419,430"),
+        (
+            lambda updates: KEPT.append(torch.zeros(1000, device="cuda")),
+            "leak",
+            "bytes more in use",
+        ),
+        (
+            lambda updates: torch.zeros(2**22, device="cuda").mul_(2),
+            "memory",
+            "bytes, and may take 419,430",
+        ),
     ],
 )
 def test_waits_of_the_host_and_memory_are_found(act: Any, name: str, text: str) -> None:
     with Patches() as patches:
-        patches.around(ShardedMuon, "apply")(lambda apply, muon, chunk: (act(chunk.updates), apply(muon, chunk)))
+        patches.around(ShardedMuon, "apply")(
+            lambda apply, muon, chunk: (act(chunk.updates), apply(muon, chunk))
+        )
         finding, *_ = check(recorded(rehearsal(), [2]))
     assert (finding.check, finding.ranks) == (name, (2,))
     assert text in finding.text
@@ -224,7 +282,9 @@ def test_every_group_is_held_to_its_own_buffer(monkeypatch: pytest.MonkeyPatch) 
     record = recorded(both, [0])
     experts = record.plans[1].of(0)
     roomy = dataclasses.replace(experts.plan, buffer_bytes=2**30)
-    monkeypatch.setattr(record.plans[1], "of", lambda rank: dataclasses.replace(experts, plan=roomy))
+    monkeypatch.setattr(
+        record.plans[1], "of", lambda rank: dataclasses.replace(experts, plan=roomy)
+    )
     record.traces[0].steps[-1].taken["dense"] += 2**24
     first, *_ = found(check(record), "memory")
     assert first.text.startswith("the step of the dense matrices takes")
@@ -233,9 +293,11 @@ def test_every_group_is_held_to_its_own_buffer(monkeypatch: pytest.MonkeyPatch) 
 def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_of_some_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside gloo, NCCL's first call on a group was the messages of some of its ranks, which torch forbids.
+    """Beside gloo, NCCL's first call on a group was the messages of some of its ranks, which torch
+    forbids.
 
-    What ranks say at construction takes gloo then. Here the first call with a tensor of the GPU is an all-reduce.
+    What ranks say at construction takes gloo then. Here the first call with a tensor of the GPU is
+    an all-reduce.
     """
     first: dict[int, str] = {}
     start = RecordingGroup._start
@@ -250,7 +312,12 @@ def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_o
     of = dataclasses.replace(rehearsal(muon_team_size="2"), hardware=two_nodes)
     trace = rehearse_rank(0, of)
     assert trace.failure == ""
-    in_step = {call.group for step in trace.steps for call in step.calls if len(trace.groups[call.group].ranks) > 1}
+    in_step = {
+        call.group
+        for step in trace.steps
+        for call in step.calls
+        if len(trace.groups[call.group].ranks) > 1
+    }
     assert {trace.groups[group].ranks for group in in_step} == {(0, 1), (0, 1, 2, 3)}
     assert {first[group] for group in in_step} == {"all_reduce"}
     assert {trace.groups[group].ranks for group in first} == {(0, 1), (0, 1, 2, 3)}
@@ -265,7 +332,9 @@ def in_teams(world_size: int, hardware: Hardware, *, matrices: int, **lie: int) 
 
 
 def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
-    """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was handed to all."""
+    """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was
+    handed to all.
+    """
     of = in_teams(12, dataclasses.replace(H100, node_ranks=4), matrices=2, stride=3)
     record = recorded(of, range(12))
     (kind,) = record.plans
@@ -305,7 +374,11 @@ def test_collectives_are_recorded_with_their_group(recorder: Recorder) -> None:
         assert work is not None
         work.wait()
     (step,) = recorder.trace.steps
-    assert recorder.trace.groups == [Members(tuple(range(8)), 0), Members((0, 2, 5), 0), Members((0, 2, 5), 1)]
+    assert recorder.trace.groups == [
+        Members(tuple(range(8)), 0),
+        Members((0, 2, 5), 0),
+        Members((0, 2, 5), 1),
+    ]
     assert [(call.group, *call.signature) for call in step.calls] == [
         (1, "all_reduce", "float32", 24),
         (2, "all_reduce", "float32", 24),

@@ -1,4 +1,6 @@
-"""A report's page: one HTML file, with text of others as text, read by a parser; and pictures with nothing cut off."""
+"""A report's page: one HTML file, with text of others as text, read by a parser; and pictures with
+nothing cut off.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Page(HTMLParser):
 
 
 def test_one_file_holds_the_whole_report(tmp_path: Path) -> None:
-    """Its pictures are those beside the Markdown, to the byte, and it refers to nothing outside itself."""
+    """Its pictures are those beside the Markdown, to the byte, and it refers to nothing outside
+    itself.
+    """
     make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", lr="1e-3")
     make_run(tmp_path / "runs" / "muon", falling(0.1), lr="4e-3")
     report = tmp_path / "out"
@@ -66,8 +70,25 @@ def test_one_file_holds_the_whole_report(tmp_path: Path) -> None:
 
 
 NAMES = (
-    *("<script>alert(1)</script>", "a`b", "``", "<img src=x onerror=alert(1)>", '"><b>', "'onload='x", "&lt;b&gt;"),
-    *("a|b", "[a](javascript:alert(1))", "![x](http:/a/b.png)", "# a", "</code></title><p>", "{title}", "*a*", "_a"),
+    *(
+        "<script>alert(1)</script>",
+        "a`b",
+        "``",
+        "<img src=x onerror=alert(1)>",
+        '"><b>',
+        "'onload='x",
+        "&lt;b&gt;",
+    ),
+    *(
+        "a|b",
+        "[a](javascript:alert(1))",
+        "![x](http:/a/b.png)",
+        "# a",
+        "</code></title><p>",
+        "{title}",
+        "*a*",
+        "_a",
+    ),
     *("two\n\n# lines", "é\u202e\x07"),
 )
 
@@ -77,22 +98,36 @@ def test_names_show_as_text(tmp_path: Path, name: str) -> None:
     """Of a run's folder, a setting, a command, a commit and an optimizer."""
     run = {"commit": name, "command": f"train {name}", "torchrun": name}
     make_run(tmp_path / name / "a", falling(0.05), run=run)
-    make_run(tmp_path / name / "b", falling(0.1), run=run, args={"optimizer": name, "train_iters": name})
+    make_run(
+        tmp_path / name / "b", falling(0.1), run=run, args={"optimizer": name, "train_iters": name}
+    )
     for folder, value in (("a", "x"), ("b", name)):
-        (tmp_path / name / folder / "config.yaml").write_text(json.dumps({"MODEL_ARGS": {"--data-path": value}}))
+        (tmp_path / name / folder / "config.yaml").write_text(
+            json.dumps({"MODEL_ARGS": {"--data-path": value}})
+        )
     page = Page(html_page(report_of(tmp_path / name).page(()), {}))
     assert {tag for tag, _ in page.tags} <= TAGS
-    assert not any(attribute.startswith("on") for _, attributes in page.tags for attribute in attributes)
+    assert not any(
+        attribute.startswith("on") for _, attributes in page.tags for attribute in attributes
+    )
     assert not page.all("img")
     assert (len(page.all("h1")), len(page.all("h2"))) == (1, 3)
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
     typed = f"train {shown}".partition("\\n")[0]  # a command keeps its lines
-    for of_what in (f"/{shown}", f"data_path={shown}", typed, f"commit {shown}", f"{shown} and Muon"):
+    for of_what in (
+        f"/{shown}",
+        f"data_path={shown}",
+        typed,
+        f"commit {shown}",
+        f"{shown} and Muon",
+    ):
         assert of_what in page.text, of_what
 
 
 def test_html_in_the_markdown_is_text() -> None:
-    """The control of the test above: the parser sees a tag that the page has, and the one that it has not as text."""
+    """The control of the test above: the parser sees a tag that the page has, and the one that it
+    has not as text.
+    """
     page = Page(html_page("**a**\n\n<b>bold</b>\n\n<script>\nx\n</script>", {}))
     assert len(page.all("strong")) == 1
     assert not {"b", "script"} & {tag for tag, _ in page.tags}
@@ -109,14 +144,18 @@ Draw = Callable[[], tuple[dict[str, Figure], str]]
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     number = itertools.count()
-    return lambda *given, **settings: make_run(tmp_path / "runs" / str(next(number)), *given, **settings)
+    return lambda *given, **settings: make_run(
+        tmp_path / "runs" / str(next(number)), *given, **settings
+    )
 
 
 @pytest.fixture
 def draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Draw:
     """Draws the report of the runs made: its figures by the name of their file, and the page."""
     figures: dict[str, Figure] = {}
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: figures.update({file.name: figure}))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, file, **_: figures.update({file.name: figure})
+    )
 
     def drawn() -> tuple[dict[str, Figure], str]:
         report = report_of(tmp_path / "runs")
@@ -138,20 +177,34 @@ def squeezed(figure: Figure) -> list[str]:
 
 
 def points(panel: Any) -> list[tuple[float, float]]:
-    """All points of a panel's lines that a marker or a line between two shows, within the panel's limits."""
+    """All points of a panel's lines that a marker or a line between two shows, within the panel's
+    limits.
+    """
     (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
-    lines = [line for line in panel.get_lines() if line.get_marker() not in ("", "None") or len(line.get_xdata()) > 1]
-    return [(x, y) for line in lines for x, y in zip(*line.get_data(), strict=True)
-            if left <= x <= right and low <= y <= high]  # fmt: skip
+    lines = [
+        line
+        for line in panel.get_lines()
+        if line.get_marker() not in ("", "None") or len(line.get_xdata()) > 1
+    ]
+    return [
+        (x, y)
+        for line in lines
+        for x, y in zip(*line.get_data(), strict=True)
+        if left <= x <= right and low <= y <= high
+    ]
 
 
 @pytest.mark.parametrize(("outcome", "steps"), [("stopped", 1), ("interrupted", 3), ("failed", 3)])
-def test_the_loss_of_a_run_that_did_not_finish_is_drawn(make: Make, draw: Draw, outcome: str, steps: int) -> None:
-    """Curves were of finished runs alone, and the page of a run that was stopped had a heading and nothing below it."""
+def test_the_loss_of_a_run_that_did_not_finish_is_drawn(
+    make: Make, draw: Draw, outcome: str, steps: int
+) -> None:
+    """Curves were of finished runs alone, and the page of a run that was stopped had a heading and
+    nothing below it.
+    """
     make(falling(0.1), steps=steps, every=1, outcome=outcome)
     figures, page = draw()
     assert list(figures) == ["loss-steps.png"]
-    (training, validation) = figures["loss-steps.png"].axes
+    training, validation = figures["loss-steps.png"].axes
     assert len(points(training)) == len(points(validation)) == steps
     (legend,) = figures["loss-steps.png"].legends
     assert [text.get_text() for text in legend.get_texts()] == ["Muon, lr 0.01 (not finished)"]
@@ -168,16 +221,22 @@ def test_a_run_that_goes_on_is_drawn_beside_a_finished_one(make: Make, draw: Dra
     make(lambda _: 50.0, lr="0.5", steps=100, args={"train_iters": 200}, summary=False)
     figure = draw()[0]["loss-steps.png"]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["AdamW, lr 0.001", "Muon, lr 0.01 (not finished)", "Muon, lr 0.5 (not finished)"]
+    assert names == [
+        "AdamW, lr 0.001",
+        "Muon, lr 0.01 (not finished)",
+        "Muon, lr 0.5 (not finished)",
+    ]
     low, high = figure.axes[0].get_ylim()
     assert low < 2.1
     assert high < 6
 
 
-def test_a_longer_run_that_goes_on_is_not_cut_off_by_a_short_finished_one(make: Make, draw: Draw) -> None:
+def test_a_longer_run_that_goes_on_is_not_cut_off_by_a_short_finished_one(
+    make: Make, draw: Draw
+) -> None:
     make(falling(0.1), lr="1e-3", steps=3)
     make(falling(0.1), steps=90, outcome="stopped")
-    (training, _) = draw()[0]["loss-steps.png"].axes
+    training, _ = draw()[0]["loss-steps.png"].axes
     assert min(y for _, y in points(training)) < 2.1
 
 
@@ -189,7 +248,9 @@ def test_where_no_loss_is_a_number_the_page_says_so(make: Make, draw: Draw) -> N
 
 
 @pytest.mark.parametrize("outcomes", [("stopped", "stopped"), ("stopped", "finished")])
-def test_rates_without_a_final_loss_make_no_empty_picture(make: Make, draw: Draw, outcomes: tuple[str, str]) -> None:
+def test_rates_without_a_final_loss_make_no_empty_picture(
+    make: Make, draw: Draw, outcomes: tuple[str, str]
+) -> None:
     for lr, outcome in zip(("1e-3", "4e-3"), outcomes, strict=True):
         make(falling(0.1), lr=lr, outcome=outcome)
     assert "final-loss-by-rate.png" not in draw()[0]
@@ -198,7 +259,12 @@ def test_rates_without_a_final_loss_make_no_empty_picture(make: Make, draw: Draw
 def test_diverged_rates_have_a_cross_each(make: Make, draw: Draw) -> None:
     rates = ("1e-3", "2e-3", "4e-3")
     for optimizer, lr in itertools.product(("adam", "adaptive_muon"), rates):
-        make(falling(0.1) if lr == rates[0] else lambda _: math.nan, optimizer=optimizer, lr=lr, steps=10)
+        make(
+            falling(0.1) if lr == rates[0] else lambda _: math.nan,
+            optimizer=optimizer,
+            lr=lr,
+            steps=10,
+        )
     figure = draw()[0]["final-loss-by-rate.png"]
     assert not squeezed(figure)
     crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
@@ -210,12 +276,20 @@ LONG = r"/a/very/$$\rac$$/long/place" + "x" * 200
 """Matplotlib takes what stands between two dollar signs for mathematics, and fails where it is none."""
 
 CROWDED: dict[str, list[dict[str, Any]]] = {
-    "single point": [{"optimizer": name, "lr": lr, "every": 40} for name, lr in (("adam", "1e-3"), ("muon", "4e-3"))],
+    "single point": [
+        {"optimizer": name, "lr": lr, "every": 40}
+        for name, lr in (("adam", "1e-3"), ("muon", "4e-3"))
+    ],
     "long names": [
-        {"flags": {"--data-path": f"{LONG}/{n % 2}", "--muon-scale-mode": f"{n}{'y' * 60}"}, "steps": 10}
+        {
+            "flags": {"--data-path": f"{LONG}/{n % 2}", "--muon-scale-mode": f"{n}{'y' * 60}"},
+            "steps": 10,
+        }
         for n in range(6)
     ],
-    "six optimizers": [{"optimizer": f"optimizer_{n}", "lr": f"{1e-3 * 2**n:.3g}", "steps": 10} for n in range(6)],
+    "six optimizers": [
+        {"optimizer": f"optimizer_{n}", "lr": f"{1e-3 * 2**n:.3g}", "steps": 10} for n in range(6)
+    ],
 }
 
 
@@ -227,5 +301,8 @@ def test_every_line_and_name_has_room(make: Make, draw: Draw, case: str) -> None
     figures, _ = draw()
     assert not {name: found for name, figure in figures.items() if (found := squeezed(figure))}
     assert all(points(panel) for figure in figures.values() for panel in figure.axes)
-    looks = {(line.get_color(), line.get_marker()) for line in figures["loss-steps.png"].axes[0].get_lines()}
+    looks = {
+        (line.get_color(), line.get_marker())
+        for line in figures["loss-steps.png"].axes[0].get_lines()
+    }
     assert len(looks) == len(CROWDED[case])

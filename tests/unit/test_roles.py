@@ -1,4 +1,6 @@
-"""Embeddings and output layers that modules show and names do not, and the warning where Muon takes few matrices."""
+"""Embeddings and output layers that modules show and names do not, and the warning where Muon takes
+few matrices.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Language(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.Linear(WIDTH, WORDS)  # as wide as the vocabulary, and not the last
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)) for _ in range(2)
+        )
         self.read = nn.Linear(WIDTH, rows, bias=False)
         self.config = config
         if tied:
@@ -50,11 +54,20 @@ def stacked(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
 
-LLAMA = {"vocab_size": 48, "hidden_size": 8, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 1}
+LLAMA = {
+    "vocab_size": 48,
+    "hidden_size": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 T5_SIZES = {"vocab_size": 40, "d_model": 8, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 1}
 MODELS: dict[str, tuple[Any, dict[str, str]]] = {
     "tied": (lambda: Language(tied=True), {"tok.weight": "embedding"}),
-    "as wide as the vocabulary": (lambda: Language(), {"tok.weight": "embedding", "read.weight": "output layer"}),
+    "as wide as the vocabulary": (
+        lambda: Language(),
+        {"tok.weight": "embedding", "read.weight": "output layer"},
+    ),
     "as wide as the config's vocabulary": (
         lambda: Language(56, config=SimpleNamespace(vocab_size=56)),
         {"tok.weight": "embedding", "read.weight": "output layer"},
@@ -64,7 +77,12 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
         {"tok.weight": "embedding", "read.weight": "output layer"},
     ),
     "numbers alone": (
-        lambda: stacked(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH), nn.Linear(WIDTH, WORDS)),
+        lambda: stacked(
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, 5),
+            nn.Linear(5, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        ),
         {"0.weight": "embedding", "3.weight": "output layer"},
     ),
     "one output": (lambda: stacked(nn.Linear(WIDTH, 5), nn.Linear(5, 1)), {"1.weight": "vector"}),
@@ -103,20 +121,33 @@ def test_an_output_layer_that_its_model_returns_is_one_whatever_its_width() -> N
 def test_a_linear_layer_is_no_table_whatever_its_name() -> None:
     """Story: under Megatron projections of embeddings were matrices, under FSDP2 they were tables."""
     model = nn.ModuleDict(
-        {"embedder": nn.ModuleList([nn.Linear(WIDTH, 5)]), "layers": nn.ModuleList([nn.Linear(5, 6)])}
+        {
+            "embedder": nn.ModuleList([nn.Linear(WIDTH, 5)]),
+            "layers": nn.ModuleList([nn.Linear(5, 6)]),
+        }
     )
     assert left_of(model) == {}
     assert left_of(model.named_parameters()) == {"embedder.0.weight": "embedding"}
 
 
-OUTPUTS = ("value_head", "v_head.summary", "score", "generator", "generator.proj", "lm_heads", "logits", "reward_head")
+OUTPUTS = (
+    "value_head",
+    "v_head.summary",
+    "score",
+    "generator",
+    "generator.proj",
+    "lm_heads",
+    "logits",
+    "reward_head",
+)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_names_of_output_layers(name: str) -> None:
     """Story: these went to Muon."""
     inside = [("layers.0.up.weight", nn.Parameter(torch.ones(5, 6)))]
-    inside.append(("generator.fc1.weight", nn.Parameter(torch.ones(5, 6))))  # of a network that is called so
+    # of a network that is called so
+    inside.append(("generator.fc1.weight", nn.Parameter(torch.ones(5, 6))))
     head = (f"{name}.weight", nn.Parameter(torch.ones(3, 6)))
     assert left_of([*inside, head]) == {head[0]: "output layer"}
 
@@ -152,21 +183,34 @@ def test_one_warning_says_that_muon_takes_few_matrices() -> None:
     """Story: beside one matrix, stacks without a known name and flat parameters trained with AdamW."""
     given = stack_beside_matrix()
     (text,) = warned(lambda: megatron_muon.Muon(given))
-    expected = "Muon takes 25.0% of the 1,600 elements of matrices inside the network; the largest that it leaves is "
+    expected = (
+        "Muon takes 25.0% of the 1,600 elements of matrices inside the network; the largest that it"
+        " leaves is "
+    )
     assert text.startswith(f"{expected}layers.0.moe.w13 (3D; ")
-    assert text.endswith("name what Muon is to take in matrices= or stacks=, and put the rest into a group with "
-                         "optimizer='adamw'")  # fmt: skip
+    assert text.endswith(
+        "name what Muon is to take in matrices= or stacks=, and put the rest into a group with "
+        "optimizer='adamw'"
+    )
 
 
 def test_a_warning_finds_layers_that_their_encoders_name_makes_embeddings() -> None:
     given = stack_beside_matrix()[:1]
-    given += [(f"text_embedder.layers.{n}.up.weight", nn.Parameter(torch.ones(20, 20))) for n in range(2)]
+    given += [
+        (f"text_embedder.layers.{n}.up.weight", nn.Parameter(torch.ones(20, 20))) for n in range(2)
+    ]
     (text,) = warned(lambda: megatron_muon.Muon(given))
     assert re.search(r"takes 33\.3% .* is text_embedder\.layers\.0\.up\.weight \(embedding\)", text)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"stacks": ["w13"]}, {"matrices": ["up"]}, {"exclude": ["up"], "stacks": ["w13"]}, {"group": True}]
+    "settings",
+    [
+        {"stacks": ["w13"]},
+        {"matrices": ["up"]},
+        {"exclude": ["up"], "stacks": ["w13"]},
+        {"group": True},
+    ],
 )
 def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) -> None:
     given: Any = stack_beside_matrix()
@@ -176,7 +220,9 @@ def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) ->
 
 
 def test_no_warning_for_convolutions() -> None:
-    model = nn.Sequential(nn.Conv1d(40, 40, 20), nn.Conv2d(40, 40, 3), nn.Linear(20, 20), nn.Linear(20, 3))
+    model = nn.Sequential(
+        nn.Conv1d(40, 40, 20), nn.Conv2d(40, 40, 3), nn.Linear(20, 20), nn.Linear(20, 3)
+    )
     assert warned(lambda: megatron_muon.Muon(model)) == []
 
 
@@ -186,6 +232,10 @@ def test_the_warning_is_given_under_megatron_too() -> None:
         each.layers = nn.ModuleList([nn.Linear(WIDTH, 6, bias=False)])
         each.c_attn = nn.Linear(WIDTH, 24, bias=False)
     (text,) = warned(lambda: Wrapped(model))
-    assert re.search(r"takes 20\.0% of the 240 .* leaves is c_attn\.weight \(fused in a way .*\): set partition_", text)
+    assert re.search(
+        r"takes 20\.0% of the 240 .* leaves is c_attn\.weight \(fused in a way .*\): set"
+        r" partition_",
+        text,
+    )
     chosen.c_attn.weight.use_muon = False
     assert warned(lambda: Wrapped(chosen)) == []

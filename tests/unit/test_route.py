@@ -1,4 +1,6 @@
-"""Routes of all ranks, carried out by hand in one process: rows make whole blocks, and updates come back."""
+"""Routes of all ranks, carried out by hand in one process: rows make whole blocks, and updates come
+back.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WAYS = {"rows_by": ALL_TO_ALL, "updates_by": ALL_TO_ALL}
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Matrices of one or three blocks, cut by rows or columns, unevenly, with empty shards and replicas."""
+    """Matrices of one or three blocks, cut by rows or columns, unevenly, with empty shards and
+    replicas.
+    """
     matrices = []
     for number in range(draw(st.integers(1, 4))):
         parts = draw(st.sampled_from([(1,), (2, 1, 1)]))
@@ -53,15 +57,20 @@ def slot_of(slot: BlockSlice, layout: Layout) -> torch.Tensor:
     block = matrix.split.views(whole(slot.index, matrix))[slot.block or 0].reshape(slot.of)
     long = block if slot.is_tall else block.mT
     starts = [
-        BlockSlice(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape for place in range(slot.place)
+        BlockSlice(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape
+        for place in range(slot.place)
     ]
     first = sum(shape[0 if slot.is_tall else 1] for shape in starts)
     part = long[first : first + slot.shape[0 if slot.is_tall else 1]]
     return part if slot.is_tall else part.mT
 
 
-def exchanged(sent: list[torch.Tensor], counts: list[list[int]], received: list[list[int]]) -> list[torch.Tensor]:
-    """What each rank has after an all-to-all; `counts` are what each sends, `received` what each expects."""
+def exchanged(
+    sent: list[torch.Tensor], counts: list[list[int]], received: list[list[int]]
+) -> list[torch.Tensor]:
+    """What each rank has after an all-to-all; `counts` are what each sends, `received` what each
+    expects.
+    """
     parts = [buffer.split(of_rank) for buffer, of_rank in zip(sent, counts, strict=True)]
     assert [list(of_rank) for of_rank in zip(*counts, strict=True)] == received
     return [torch.cat([parts[source][rank] for source in range(RANKS)]) for rank in range(RANKS)]
@@ -71,10 +80,13 @@ def exchanged(sent: list[torch.Tensor], counts: list[list[int]], received: list[
 @given(layouts(), st.sampled_from([1, 2]))
 def test_rows_make_whole_blocks_and_updates_come_home(layout: Layout, team_size: int) -> None:
     rules = TeamRules(Iteration(precision="highest").cost, [0] * RANKS, team_size)
-    plan = make_plan(layout, [float(matrix.numel) for matrix in layout.matrices], memory=Memory(4), rules=rules)
+    plan = make_plan(
+        layout, [float(matrix.numel) for matrix in layout.matrices], memory=Memory(4), rules=rules
+    )
     for wave in plan.waves:
         routes = [
-            make_route(layout, wave, plan.teams, rank, lambda shape: 1.0, number=0, **WAYS) for rank in range(RANKS)
+            make_route(layout, wave, plan.teams, rank, lambda shape: 1.0, number=0, **WAYS)
+            for rank in range(RANKS)
         ]
         check_wave(layout, routes)
 
@@ -86,14 +98,19 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
         for held in route.rows:
             shard = held.shard
             full = whole(held.of, layout.matrices[held.of])
-            part = full[shard.row_start : shard.row_start + shard.rows, shard.col_start : shard.col_start + shard.cols]
+            part = full[
+                shard.row_start : shard.row_start + shard.rows,
+                shard.col_start : shard.col_start + shard.cols,
+            ]
             flat[held.start : held.start + shard.numel] = part.reshape(-1)
         rows.append(flat)
         sent.append(torch.full((route.send.numel,), torch.nan))
         own.append(torch.full((route.own.numel,), torch.nan))
         Copies(route.send.copies, flat, sent[-1])()
         Copies(route.own.copies, flat, own[-1])()
-    received = exchanged(sent, [route.send.counts for route in routes], [route.receive.counts for route in routes])
+    received = exchanged(
+        sent, [route.send.counts for route in routes], [route.receive.counts for route in routes]
+    )
     back, stacked = [], []
     for route, arrived, stayed in zip(routes, received, own, strict=True):
         stacks = torch.full((route.stacked,), torch.nan)
@@ -107,7 +124,9 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
         Copies(route.back.copies, stacks, back[-1])()
         stacked.append(stacks)
     counts = [route.back.counts for route in routes], [route.returned.counts for route in routes]
-    for route, arrived, stacks, before in zip(routes, exchanged(back, *counts), stacked, rows, strict=True):
+    for route, arrived, stacks, before in zip(
+        routes, exchanged(back, *counts), stacked, rows, strict=True
+    ):
         returned = torch.cat([arrived, torch.full((route.numel - len(arrived),), torch.nan)])
         Copies(route.own_updates, stacks, returned)()
         own_updates = torch.full((route.numel,), torch.nan)
@@ -118,11 +137,18 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
 def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     """Negative control: two equal blocks in each other's place."""
     layout = Layout(
-        RANKS, tuple(from_rectangles(str(k), (8, 4), [(2 * r, 2, 0, 4) for r in range(RANKS)]) for k in (0, 1))
+        RANKS,
+        tuple(
+            from_rectangles(str(k), (8, 4), [(2 * r, 2, 0, 4) for r in range(RANKS)])
+            for k in (0, 1)
+        ),
     )
     plan = make_plan(layout, [1.0, 1.0], memory=Memory(4))
     teams = [plan.teams[0]] * 2
-    routes = [make_route(layout, (0, 1), teams, rank, lambda shape: 1.0, number=0, **WAYS) for rank in range(RANKS)]
+    routes = [
+        make_route(layout, (0, 1), teams, rank, lambda shape: 1.0, number=0, **WAYS)
+        for rank in range(RANKS)
+    ]
     check_wave(layout, routes)
     owner = routes[teams[0].ranks[0]]
     owner.stacks[0] = owner.stacks[0]._replace(slots=owner.stacks[0].slots[::-1])

@@ -1,4 +1,5 @@
-"""Rules on whole matrices, and rules of one's own: the example of docs/design.md, one in the place of the iteration.
+"""Rules on whole matrices, and rules of one's own: the example of docs/design.md, one in the place
+of the iteration.
 
 On shards cautious weight decay, MuonHyperball and second moments are functional tests.
 """
@@ -70,7 +71,13 @@ def run_both(optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer)
 
 def upstream(kind: type[eo.Muon], params: list[torch.nn.Parameter], decay: float) -> eo.Muon:
     settings = {name: SETTINGS[name] for name in ("lr", "momentum", "nesterov")}
-    return kind(params, **settings, weight_decay=decay, weight_decay_method="decoupled", fp32_matmul_prec="highest")
+    return kind(
+        params,
+        **settings,
+        weight_decay=decay,
+        weight_decay_method="decoupled",
+        fp32_matmul_prec="highest",
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,26 +87,34 @@ def upstream(kind: type[eo.Muon], params: list[torch.nn.Parameter], decay: float
 def test_ten_updates_equal_the_papers_and_emerging_optimizers(
     kind: type[eo.Muon], decay: float, variant: dict[str, bool]
 ) -> None:
-    """To the rounding of ten iterations of random matrices; plain Muon is far off, so the comparison can fail."""
+    """To the rounding of ten iterations of random matrices; plain Muon is far off, so the
+    comparison can fail.
+    """
     mine = parameters()
     norms = [p.detach().norm() for p in mine]
     optimizer = sharded(mine, weight_decay=decay, **variant)
     assert run_both(optimizer, upstream(kind, parameters(), decay)) < 1e-5
-    for p, norm in zip(mine, norms if "hyperball" in variant else (), strict="hyperball" in variant):
+    for p, norm in zip(
+        mine, norms if "hyperball" in variant else (), strict="hyperball" in variant
+    ):
         torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-6, atol=0.0)
     optimizer = sharded(parameters(), weight_decay=decay)
     assert run_both(optimizer, upstream(kind, parameters(), decay)) > 0.01
 
 
 def test_an_update_of_zero_lets_weights_decay() -> None:
-    """The paper's inequality is not strict: rows that get no gradient decay as they do without caution."""
+    """The paper's inequality is not strict: rows that get no gradient decay as they do without
+    caution.
+    """
     (weight,) = mine = [torch.nn.Parameter(torch.ones(3, 4))]
     optimizer = sharded(mine, weight_decay=DECAY, cautious=True, momentum=0.0)
     weight.grad = torch.zeros(3, 4)
     weight.grad[0, 0] = -1.0
     optimizer.step()
     assert weight[0, 0] > 1.0
-    torch.testing.assert_close(weight.detach()[1:], torch.full((2, 4), 1.0 - SETTINGS["lr"] * DECAY))
+    torch.testing.assert_close(
+        weight.detach()[1:], torch.full((2, 4), 1.0 - SETTINGS["lr"] * DECAY)
+    )
 
 
 def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
@@ -126,10 +141,13 @@ def test_every_second_moment_is_a_choice_of_the_flag() -> None:
         *({"moment2_method": method} for method in SECOND_MOMENTS),
     ],
 )
-def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(variant: dict[str, Any]) -> None:
+def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(
+    variant: dict[str, Any],
+) -> None:
     """To the last bit: not even a norm is restored.
 
-    Zeros stand in for the update; averaged into the second moment they made the next one 1.6 times as large.
+    Zeros stand in for the update; averaged into the second moment they made the next one 1.6 times
+    as large.
     """
     mine = parameters()
     optimizer = Muon(zip("abc", mine, strict=True), lr=0.1, fp32_matmul_prec="highest", **variant)
@@ -140,7 +158,10 @@ def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(varia
         if broken:
             mine[0].grad[2, 1] = torch.inf  # type: ignore[index]
         optimizer.step()
-        return [torch.cat([p.detach().flatten(), optimizer.state[p].get(MOMENT2, p[:0]).flatten()]) for p in mine]
+        return [
+            torch.cat([p.detach().flatten(), optimizer.state[p].get(MOMENT2, p[:0]).flatten()])
+            for p in mine
+        ]
 
     before, after = step(broken=False), step(broken=True)
     assert torch.equal(after[0], before[0])
@@ -149,11 +170,14 @@ def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(varia
 
 
 def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
-    """The step keeps them there until all shards' norms are known; further memory would be a shard for each matrix."""
+    """The step keeps them there until all shards' norms are known; further memory would be a shard
+    for each matrix.
+    """
     mine = parameters()
     optimizer = on_spheres(mine)
     train(optimizer, range(1))
-    expected = orthogonalized(optimizer.exchange.orthogonalize, 0.19 * gradients(0)[0])  # 0.1 of it, looked ahead
+    # 0.1 of it, looked ahead
+    expected = orthogonalized(optimizer.exchange.orthogonalize, 0.19 * gradients(0)[0])
     torch.testing.assert_close(mine[0].grad, expected, rtol=0.0, atol=1e-5)
     assert not optimizer.rules[-1]._pairs  # type: ignore[attr-defined]
 
@@ -188,7 +212,9 @@ def test_a_matrix_of_zeros_has_no_sphere() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_an_update_along_the_matrix_does_not_throw_it_far(seed: int) -> None:
-    """What is left of ||w - lr * R * normalize(update)||^2 is rounding then: dividing by it made norms of 90,000 R."""
+    """What is left of ||w - lr * R * normalize(update)||^2 is rounding then: dividing by it made
+    norms of 90,000 R.
+    """
     weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
     norm = float(weight.detach().norm())
     hyperball = on_spheres([weight], lr=0.99999).rules[-1]
@@ -212,7 +238,9 @@ def test_of_replicas_one_sends() -> None:
 
 
 def test_passes_share_a_cache() -> None:
-    """Parts are consecutive, hold all, and no more than a cache takes where there is more than one tensor in them."""
+    """Parts are consecutive, hold all, and no more than a cache takes where there is more than one
+    tensor in them.
+    """
     sizes = [2**19, 2**19, 1, 2**21, 5, 2**20 - 5, 1]
     tensors = [torch.empty(size, device="meta") for size in sizes]
     on_cpu = [SimpleNamespace(numel=tensor.numel, device=torch.device("cpu")) for tensor in tensors]
@@ -222,8 +250,12 @@ def test_passes_share_a_cache() -> None:
 
 
 def test_the_example_of_the_design_is_a_rule_and_works() -> None:
-    """It clips each element of the update: with a bound of 0 nothing but decay is left, with a large one it is Muon."""
-    (code,) = re.findall(r"```python\n(.*?class Clip\(Rule\).*?)```", DESIGN.read_text("utf-8"), re.DOTALL)
+    """It clips each element of the update: with a bound of 0 nothing but decay is left, with a
+    large one it is Muon.
+    """
+    (code,) = re.findall(
+        r"```python\n(.*?class Clip\(Rule\).*?)```", DESIGN.read_text("utf-8"), re.DOTALL
+    )
     found: dict[str, Any] = {}
     exec(compile(code, str(DESIGN), "exec"), found)
     weights = {}
@@ -233,14 +265,18 @@ def test_the_example_of_the_design_is_a_rule_and_works() -> None:
         optimizer.rules = [*first, found["Clip"](first[0].held, {"bound": bound}), decay, descent]
         weights[bound] = train(optimizer, range(1))
     plain = train(sharded(parameters()), range(1))
-    for old, none, some, all_of_it, muon in zip(parameters(), *weights.values(), plain, strict=True):
+    for old, none, some, all_of_it, muon in zip(
+        parameters(), *weights.values(), plain, strict=True
+    ):
         torch.testing.assert_close(none, old.detach() * (1.0 - 0.1 * 0.05))
         assert torch.equal(all_of_it, muon)
         assert float((some - none).abs().max()) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
 class Whitened(Rule):
-    """A toy Shampoo: X -> L^(-1/2) X, where L, which lies with the block's owner, adds up X X^T over the steps."""
+    """A toy Shampoo: X -> L^(-1/2) X, where L, which lies with the block's owner, adds up X X^T
+    over the steps.
+    """
 
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         super().__init__(held, options)
@@ -267,14 +303,23 @@ class Whitened(Rule):
 
 def whitening(weights: list[torch.nn.Parameter], team_size: str = "auto") -> ShardedMuon:
     shapes = [(p.shape[0], p.shape[1]) for p in weights]
-    layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(shapes)))
+    layout = Layout(
+        1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(shapes))
+    )
     held = Held(layout, Alone(), CPU, [1] * len(weights))  # type: ignore[arg-type]
     rules = make_rules(("momentum", "descent"), held, {"nesterov": False})
     rules.insert(1, Whitened(held, {}))
     exchange = make_exchange(
-        OWNER, layout, Alone(), Orthogonalizer(Iteration(precision="highest")), Buffers(CPU),  # type: ignore[arg-type]
-        buffer_mb=None, wire="fp32", rules=rules, team_size=team_size,
-    )  # fmt: skip
+        OWNER,
+        layout,
+        Alone(),
+        Orthogonalizer(Iteration(precision="highest")),
+        Buffers(CPU),  # type: ignore[arg-type]
+        buffer_mb=None,
+        wire="fp32",
+        rules=rules,
+        team_size=team_size,
+    )
     assert exchange.plan is not None
     assert exchange.plan.loads == (sum(10.0 * min(p.shape) ** 3 for p in weights),)
     names = {p: f"w{i}" for i, p in enumerate(weights)}
@@ -297,5 +342,7 @@ def test_a_rule_takes_the_place_of_the_iteration_and_keeps_state_with_the_owner(
 
 
 def test_a_rule_for_whole_blocks_has_no_teams() -> None:
-    with pytest.raises(ValueError, match="--muon-team-size 2: Whitened works on whole matrices, which"):
+    with pytest.raises(
+        ValueError, match="--muon-team-size 2: Whitened works on whole matrices, which"
+    ):
         whitening(parameters(), team_size="2")

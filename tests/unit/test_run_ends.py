@@ -39,8 +39,12 @@ def summary_for(root, *, status, error=None, diverged_at=None):
 
 
 @pytest.mark.parametrize(
-    ("at", "error"),  # the second with --rerun-mode disabled, where losses that were not yet flushed are lost
-    [(5, "TypeError"), (None, "RuntimeError: Rank 1, node a, iteration 5: Unexpected result nan (message='x')")],
+    # the second with --rerun-mode disabled, where losses that were not yet flushed are lost
+    ("at", "error"),
+    [
+        (5, "TypeError"),
+        (None, "RuntimeError: Rank 1, node a, iteration 5: Unexpected result nan (message='x')"),
+    ],
 )
 def test_a_non_finite_loss_is_a_divergence(tmp_path, at, error):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
@@ -52,29 +56,48 @@ def test_a_non_finite_loss_is_a_divergence(tmp_path, at, error):
 
 
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):
-    """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
+    """In a warm-up the loss may rise; a name of the only validation set is none that a reader of
+    JSON has to guess.
+    """
     make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3, skipped=2)
     summary = summary_for(tmp_path / "run", status=0)
-    assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (False, None, 1000)
+    assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (
+        False,
+        None,
+        1000,
+    )
     assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
     assert summary["skipped_iterations"] == 1
     assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
 
 
 def test_a_run_that_its_time_limit_ended_can_go_on(tmp_path):
-    """--exit-duration-in-mins ends with 0, as the last step does: nothing said that there was more to train."""
+    """--exit-duration-in-mins ends with 0, as the last step does: nothing said that there was more
+    to train.
+    """
     for steps, goes_on in ((5, True), (6, False)):
         root = make_run(tmp_path / str(steps), lambda step: 5.5, steps=steps)
         summary = summary_for(root, status=0)
         assert summary["outcome"] == "finished"
-        assert summary["go_on"] == (f"megatron-muon train --resume --out {root}" if goes_on else None)
+        assert summary["go_on"] == (
+            f"megatron-muon train --resume --out {root}" if goes_on else None
+        )
 
 
 @pytest.mark.parametrize(
     ("status", "checkpoint", "goes_on"),
-    [(0, True, True), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
-     (130, False, True), (137, True, True), (16, True, True)],
-)  # fmt: skip
+    [
+        (0, True, True),
+        (1, True, True),
+        (1, False, True),
+        (2, True, True),
+        (2, False, False),
+        (75, True, True),
+        (130, False, True),
+        (137, True, True),
+        (16, True, True),
+    ],
+)
 def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
     """After a rank was killed it had neither the reason nor a command."""
     root = tmp_path / "a run"

@@ -1,4 +1,6 @@
-"""Tensors that state dicts hand out: they own their storage, and lie in the memory that a step works on."""
+"""Tensors that state dicts hand out: they own their storage, and lie in the memory that a step
+works on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def trained(**settings: Any) -> tuple[nn.Module, megatron_muon.Muon]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_tensor_takes_the_bytes_of_its_elements(kind: str) -> None:
-    """Story: each was a view of a wave's flat momentum, and one of them alone took all of it into the file."""
+    """Story: each was a view of a wave's flat momentum, and one of them alone took all of it into
+    the file.
+    """
     _, optimizer = trained(**KINDS[kind])
     state = optimizer.state_dict()["state"]
     for slot in (slot for slots in state.values() for slot in slots.values()):
@@ -52,12 +56,16 @@ def test_a_saved_tensor_takes_the_bytes_of_its_elements(kind: str) -> None:
 
 
 def test_state_is_in_the_memory_of_the_step() -> None:
-    """Momentum set to zero in place is zero in the step; so it is where a copy has kept other values."""
+    """Momentum set to zero in place is zero in the step; so it is where a copy has kept other
+    values.
+    """
     net, optimizer = trained()
     kept = copy.deepcopy(optimizer.state_dict())
     for slots in optimizer.state.values():
         slots["momentum_buffer"].zero_()
-    fresh = megatron_muon.Muon([(n, nn.Parameter(p.detach().clone())) for n, p in net.named_parameters()], lr=0.1)
+    fresh = megatron_muon.Muon(
+        [(n, nn.Parameter(p.detach().clone())) for n, p in net.named_parameters()], lr=0.1
+    )
     theirs = [p for group in fresh.param_groups for p in group["params"]]
     for p, other in zip(net.parameters(), theirs, strict=True):
         other.grad = p.grad.clone()
@@ -80,18 +88,30 @@ def test_a_view_in_its_own_storage_keeps_the_memory_alive() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_optimizer_itself_cannot_be_copied(duplicate: Any) -> None:
-    """torch's `__getstate__` would leave out the plan and the process groups, and the copy fail in its first step."""
+    """torch's `__getstate__` would leave out the plan and the process groups, and the copy fail in
+    its first step.
+    """
     _, optimizer = trained()
     for one in (optimizer, optimizer.parts[0]):
-        with pytest.raises(TypeError, match="cannot be copied or pickled; make another one and give it the state_dict"):
+        with pytest.raises(
+            TypeError,
+            match="cannot be copied or pickled; make another one and give it the state_dict",
+        ):
             duplicate(one)
 
 
 @pytest.mark.parametrize("kind", ["adamuon", "host"])
 @pytest.mark.parametrize("whole", [False, True])
-def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(kind: str, whole: bool) -> None:
-    """Story: other momentum of a stack, or another dict of any matrix, was left aside without a word."""
-    settings: dict[str, Any] = {"host": {"offload": "cpu"}, "adamuon": {"moment2_method": "adamuon"}}[kind]
+def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(
+    kind: str, whole: bool
+) -> None:
+    """Story: other momentum of a stack, or another dict of any matrix, was left aside without a
+    word.
+    """
+    settings: dict[str, Any] = {
+        "host": {"offload": "cpu"},
+        "adamuon": {"moment2_method": "adamuon"},
+    }[kind]
     (net, written), (other, replaced) = trained(**settings), trained(**settings)
     state = copy.deepcopy(written.state_dict())
     for number, slots in state["state"].items():
@@ -99,7 +119,9 @@ def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(kind: st
             generator = torch.Generator().manual_seed(number)
             slots[slot] = torch.rand(tensor.shape, generator=generator)
     written.load_state_dict(state)
-    for (p, shown), slots in zip(list(replaced.state.items()), state["state"].values(), strict=True):
+    for (p, shown), slots in zip(
+        list(replaced.state.items()), state["state"].values(), strict=True
+    ):
         if whole:
             replaced.state[p] = dict(slots)
         else:
@@ -114,7 +136,9 @@ def test_a_slot_that_is_taken_away_is_refused() -> None:
     kept = copy.deepcopy(optimizer.state_dict())
     for slots in list(optimizer.state.values()):
         slots.pop("moment2_buffer", None)
-    with pytest.raises(UserError, match="has no moment2_buffer; to reset it, set it to zero in place"):
+    with pytest.raises(
+        UserError, match="has no moment2_buffer; to reset it, set it to zero in place"
+    ):
         optimizer.step()
     optimizer.load_state_dict(kept)
     optimizer.step()
@@ -122,7 +146,9 @@ def test_a_slot_that_is_taken_away_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
 def test_a_state_that_is_cleared_starts_afresh(kind: str) -> None:
-    """Story: matrices went on with the old momentum without a word, and AdamW's part ended in a KeyError."""
+    """Story: matrices went on with the old momentum without a word, and AdamW's part ended in a
+    KeyError.
+    """
     model = Model()
     used = megatron_muon.Muon(model, lr=0.02, **KINDS[kind])
     for seed in range(2):
@@ -139,7 +165,9 @@ def test_a_state_that_is_cleared_starts_afresh(kind: str) -> None:
 
 
 def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
-    """Story: the one that a state came from went on with the moments of the one that had loaded it, as torch's do."""
+    """Story: the one that a state came from went on with the moments of the one that had loaded it,
+    as torch's do.
+    """
     nets = [Model(), Model()]
     optimizers = [megatron_muon.Muon(net, lr=0.02) for net in nets]
     give_gradients(nets[0].parameters())
@@ -149,12 +177,16 @@ def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
     give_gradients(nets[1].parameters(), 1)
     optimizers[1].step()
     after = optimizers[0].state_dict()["state"]
-    assert all(torch.equal(before[key][slot], after[key][slot]) for key in before for slot in before[key])
+    assert all(
+        torch.equal(before[key][slot], after[key][slot]) for key in before for slot in before[key]
+    )
 
 
 @pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3])[0].double()])
 def test_whole_numbers_of_steps_are_loaded(count: Any) -> None:
-    """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in the step."""
+    """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in
+    the step.
+    """
     model = Model()
     optimizer = megatron_muon.Muon(model, lr=0.02)
     give_gradients(model.parameters())

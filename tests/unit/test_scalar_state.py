@@ -1,4 +1,6 @@
-"""State of the scalar optimizers: there from the start, counted in step, and in pieces without a change of bits."""
+"""State of the scalar optimizers: there from the start, counted in step, and in pieces without a
+change of bits.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Weights:
         self.model[piece.parameter][piece.start : piece.stop] = record[0]
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        numbers = [number for number, piece in enumerate(self.pieces) if piece.parameter is parameter]
+        numbers = [
+            number for number, piece in enumerate(self.pieces) if piece.parameter is parameter
+        ]
         return torch.cat([self.store.read(number)[0] for number in numbers])
 
 
@@ -55,7 +59,9 @@ def wrapped(kind: type[torch.optim.Optimizer], params: list[torch.Tensor]) -> An
     def init_state(opt: Any, config: Any = None) -> None:
         for parameter in (parameter for group in opt.param_groups for parameter in group["params"]):
             if not opt.state[parameter]:
-                opt.state[parameter] |= {slot: torch.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
+                opt.state[parameter] |= {
+                    slot: torch.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")
+                }
 
     groups = [{"params": params[:3], "lr": 0.01}, {"params": params[3:], "lr": 0.02}]
     return SimpleNamespace(optimizer=kind(groups, lr=0.01), config=None, init_state_fn=init_state)
@@ -64,7 +70,9 @@ def wrapped(kind: type[torch.optim.Optimizer], params: list[torch.Tensor]) -> An
 def give_gradients(params: list[torch.Tensor], step: int) -> None:
     for number, parameter in enumerate(params):
         generator = torch.Generator().manual_seed(100 * step + number)
-        parameter.grad = torch.randn(parameter.shape, generator=generator) if parameter.numel() else None
+        parameter.grad = (
+            torch.randn(parameter.shape, generator=generator) if parameter.numel() else None
+        )
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
@@ -75,7 +83,13 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
     weights: Any = Weights(pieced)
     names = {parameter: f"p{number}" for number, parameter in enumerate(pieced)}
     kept = ScalarState(other, weights, OffloadRun("cpu", "fp32", buffer_mb=0.01), names)
-    assert [sum(piece.parameter is p for piece in weights.pieces) for p in pieced] == [3, 0, 5, 1, 0]
+    assert [sum(piece.parameter is p for piece in weights.pieces) for p in pieced] == [
+        3,
+        0,
+        5,
+        1,
+        0,
+    ]
     for step in range(3):
         give_gradients(plain, step)
         give_gradients(pieced, step)
@@ -95,17 +109,29 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
         group.get("step") for group in reference.optimizer.param_groups
     ]
 
-    kept.load({two: {slot: torch.ones(two.shape) for slot in ("exp_avg", "exp_avg_sq")} for two in pieced[:1]})
+    kept.load(
+        {
+            two: {slot: torch.ones(two.shape) for slot in ("exp_avg", "exp_avg_sq")}
+            for two in pieced[:1]
+        }
+    )
     assert kept.state()[pieced[0]]["exp_avg"].unique().tolist() == [1.0]
-    assert torch.equal(kept.state()[pieced[2]]["exp_avg"], slots[pieced[2]]["exp_avg"]), "it stays as it was"
+    assert torch.equal(kept.state()[pieced[2]]["exp_avg"], slots[pieced[2]]["exp_avg"]), (
+        "it stays as it was"
+    )
 
 
 def test_empty_shards_are_stepped_over_in_step() -> None:
-    """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes the counter."""
+    """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes
+    the counter.
+    """
     full, empty = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(0, 3))
     adam = torch.optim.AdamW([full, empty])
     for parameter in (full, empty):
-        adam.state[parameter] |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        adam.state[parameter] |= {
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
     initialize_scalar_state(without_state(adam))
     full.grad = torch.ones(2, 3)
     adam.step()
@@ -117,7 +143,9 @@ def without_state(inner: torch.optim.Optimizer) -> Any:
 
 
 def test_fused_adam_sees_no_gradient_of_an_empty_shard() -> None:
-    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a group."""
+    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a
+    group.
+    """
     empty = torch.nn.Parameter(torch.ones(0, 3))
     fused = FusedAdam([empty], lr=0.1)
     initialize_scalar_state(without_state(fused))
@@ -125,9 +153,13 @@ def test_fused_adam_sees_no_gradient_of_an_empty_shard() -> None:
     assert empty.grad is None
 
 
-@pytest.mark.parametrize(("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))])
+@pytest.mark.parametrize(
+    ("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))]
+)
 def test_a_counter_in_the_group_is_there_to_be_loaded(capturable: bool, counter: Any) -> None:
-    """It came with the first step: a resumed run did not ask the checkpoint for it, and counted from 0 again."""
+    """It came with the first step: a resumed run did not ask the checkpoint for it, and counted
+    from 0 again.
+    """
     inner = FusedAdam([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     inner.capturable = capturable
     initialize_scalar_state(without_state(inner))

@@ -1,4 +1,6 @@
-"""Which 2D weights of a plain nn.Module are no matrices of Muon's, what patterns find, and how the table says so."""
+"""Which 2D weights of a plain nn.Module are no matrices of Muon's, what patterns find, and how the
+table says so.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Plain(nn.Module):
     def __init__(self, *, head: bool = True, tied: bool = False, wide: int = 48) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(POSITIONS, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in ((WIDTH, wide), (wide, POSITIONS), (POSITIONS, WIDTH)))
+        self.blocks = nn.ModuleList(
+            nn.Linear(a, b) for a, b in ((WIDTH, wide), (wide, POSITIONS), (POSITIONS, WIDTH))
+        )
         self.norm = nn.LayerNorm(WIDTH)
         if head:
             self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -46,7 +50,9 @@ def tagged(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     """Names of the matrices, and of the other 2D weights with their reasons."""
     names = mp.parameter_names([Wrapped(model)])
     return [name for p, name in names.items() if mp.is_muon_matrix(p)], {
-        name: getattr(p, "why_not_muon", "") for p, name in names.items() if p.ndim == 2 and not mp.is_muon_matrix(p)
+        name: getattr(p, "why_not_muon", "")
+        for p, name in names.items()
+        if p.ndim == 2 and not mp.is_muon_matrix(p)
     }
 
 
@@ -55,7 +61,11 @@ BLOCKS = [f"blocks.{number}.weight" for number in range(3)]
 
 @pytest.mark.parametrize(
     ("model", "output"),
-    [(Plain(), {"lm_head.weight": "output layer"}), (Plain(tied=True, wide=WORDS), {}), (Plain(head=False), {})],
+    [
+        (Plain(), {"lm_head.weight": "output layer"}),
+        (Plain(tied=True, wide=WORDS), {}),
+        (Plain(head=False), {}),
+    ],
 )
 def test_a_plain_models_embeddings_and_output_layer_are_left_out(model, output):
     """They went to Muon without a word unless their names held "embedding"."""
@@ -112,7 +122,12 @@ def test_the_table_says_why_and_what_is_split() -> None:
 NAMES = [
     f"decoder.layers.{layer}.{part}.weight"
     for layer in (0, 1, 10)
-    for part in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.router", "mlp.experts.linear_fc1")
+    for part in (
+        "self_attention.linear_proj",
+        "self_attention.linear_qkv",
+        "mlp.router",
+        "mlp.experts.linear_fc1",
+    )
 ]
 
 
@@ -130,7 +145,9 @@ NAMES = [
         (("*",), 12),
     ],
 )
-def test_a_pattern_matches_whole_components_anywhere_in_a_name(patterns: tuple[str, ...], count: int) -> None:
+def test_a_pattern_matches_whole_components_anywhere_in_a_name(
+    patterns: tuple[str, ...], count: int
+) -> None:
     found = matching("--muon-exclude", patterns, NAMES)
     assert len(found) == count
     assert found == [name for name in NAMES if name in found], "in their order, each once"
@@ -145,16 +162,24 @@ def test_a_pattern_matches_whole_components_anywhere_in_a_name(patterns: tuple[s
         ("qqq", f"; one of them is {NAMES[0]}"),
     ],
 )
-def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_component(pattern: str, near: str) -> None:
+def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_component(
+    pattern: str, near: str
+) -> None:
     with pytest.raises(UserError) as caught:
         matching("--muon-exclude", ["linear_qkv", pattern], NAMES)
-    nothing = f"--muon-exclude {pattern} matches none of Muon's 12 matrices by whole components of their names"
+    nothing = (
+        f"--muon-exclude {pattern} matches none of Muon's 12 matrices by whole components of their"
+        " names"
+    )
     assert str(caught.value) == nothing + near
 
 
 def test_what_goes_to_the_scalar_optimizer_anyway_is_an_error_too() -> None:
     others = ["embedding.word_embeddings.weight"]
-    with pytest.raises(UserError, match=r"embedding matches none .* only parameters that are not among these \(embedd"):
+    with pytest.raises(
+        UserError,
+        match=r"embedding matches none .* only parameters that are not among these \(embedd",
+    ):
         matching("--muon-exclude", ["embedding"], NAMES, others=others)
 
 

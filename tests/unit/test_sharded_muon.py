@@ -28,22 +28,37 @@ SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weigh
 
 
 class WholeMatrices(Exchange):
-    """An exchange for one rank: what it holds is the matrix. What it holds nothing of lies on another rank."""
+    """An exchange for one rank: what it holds is the matrix. What it holds nothing of lies on
+    another rank.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.runs = 0
         self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
         shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
         layout = Layout(
-            2, tuple(row_sharded(f"w{i}", (max(r, 1), c), [r, int(not r)]) for i, (r, c) in enumerate(shapes))
+            2,
+            tuple(
+                row_sharded(f"w{i}", (max(r, 1), c), [r, int(not r)])
+                for i, (r, c) in enumerate(shapes)
+            ),
         )
         held = [index for index, (rows, _) in enumerate(shapes) if rows]
         teams = [Team((0,), (1.0,))] * len(shapes)
         route = make_route(
-            layout, held, teams, 0, self.orthogonalize.scale, number=None, rows_by=NOWHERE, updates_by=NOWHERE
+            layout,
+            held,
+            teams,
+            0,
+            self.orthogonalize.scale,
+            number=None,
+            rows_by=NOWHERE,
+            updates_by=NOWHERE,
         )
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-        super().__init__(LOCAL, layout, group, self.orthogonalize, Buffers(CPU), routes=[], local=[route])
+        super().__init__(
+            LOCAL, layout, group, self.orthogonalize, Buffers(CPU), routes=[], local=[route]
+        )
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
@@ -76,7 +91,9 @@ def sharded(params: Any, **changes: Any) -> ShardedMuon:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_ten_updates_equal_emerging_optimizers(nesterov: bool, decoupled: bool) -> None:
-    """Same fp32 arithmetic in the same order; decay added to the gradient may differ in the last bit."""
+    """Same fp32 arithmetic in the same order; decay added to the gradient may differ in the last
+    bit.
+    """
     mine, theirs = parameters(), parameters()
     optimizer = sharded(mine, nesterov=nesterov, decoupled=decoupled)
     reference = Muon(
@@ -96,7 +113,9 @@ def test_ten_updates_equal_emerging_optimizers(nesterov: bool, decoupled: bool) 
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0.0, atol=1e-5)
         momentum = reference.state[q]["momentum_buffer"]
-        torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum, rtol=0.0, atol=1e-5)
+        torch.testing.assert_close(
+            optimizer.state[p]["momentum_buffer"], momentum, rtol=0.0, atol=1e-5
+        )
 
 
 def test_gradients_are_left_alone() -> None:
@@ -127,7 +146,10 @@ def test_groups_have_rates_of_their_own() -> None:
 
 
 def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
-    mine = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))]
+    mine = [
+        torch.nn.Parameter(torch.zeros(0, 4)),
+        torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16)),
+    ]
     optimizer = sharded(mine)
     for p in mine:
         assert optimizer.state[p]["momentum_buffer"].shape == p.shape
@@ -155,7 +177,10 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
         (lambda: sharded(parameters()).step(), "matrix0 has no gradient"),
         (lambda: sharded(parameters()).step(lambda: 0.0), "closure"),
         (lambda: sharded(parameters(), momentum=95.0), "--muon-momentum 95 is out of range"),
-        (lambda: sharded([torch.nn.Parameter(torch.zeros(3))]), r"matrix0: Muon takes 2D .*, got shape \(3,\)"),
+        (
+            lambda: sharded([torch.nn.Parameter(torch.zeros(3))]),
+            r"matrix0: Muon takes 2D .*, got shape \(3,\)",
+        ),
     ],
 )
 def test_misuse_is_named(misuse: Callable[[], Any], message: str) -> None:
@@ -164,11 +189,15 @@ def test_misuse_is_named(misuse: Callable[[], Any], message: str) -> None:
 
 
 def test_buffers_are_given_back_between_steps() -> None:
-    """`free_buffers` ended construction with an error of torch: views were made after the memory was given back."""
+    """`free_buffers` ended construction with an error of torch: views were made after the memory
+    was given back.
+    """
     weights, sizes = [], []
     for is_free in (False, True):
         mine = parameters()
-        optimizer = megatron_muon.Muon(zip("abc", mine, strict=True), fp32_matmul_prec="highest", free_buffers=is_free)
+        optimizer = megatron_muon.Muon(
+            zip("abc", mine, strict=True), fp32_matmul_prec="highest", free_buffers=is_free
+        )
         storage = optimizer.parts[0].exchange.arena.memory.untyped_storage()
         for step in range(3):
             sizes.append(storage.nbytes())

@@ -1,4 +1,6 @@
-"""Sharing the work of replicas, rank by rank in one process: broadcasts are recorded and carried out by hand."""
+"""Sharing the work of replicas, rank by rank in one process: broadcasts are recorded and carried
+out by hand.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,20 @@ class Group:
 
 
 def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan:
-    layout = Layout(ranks, tuple(Matrix(f"w{i}", shape, everywhere(shape, ranks)) for i, shape in enumerate(shapes)))
+    layout = Layout(
+        ranks,
+        tuple(Matrix(f"w{i}", shape, everywhere(shape, ranks)) for i, shape in enumerate(shapes)),
+    )
     costs = [float(rows * cols) for rows, cols in shapes]
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
-def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[list[tuple[int, int]], list[int]]:
-    """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
+def step(
+    plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised;
+    checks its order.
+    """
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
     owned = set[int]()
     under_way: list[int] = []
@@ -73,7 +82,9 @@ def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[l
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
-    exchange = exchange_by(scheme, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan)
+    exchange = exchange_by(
+        scheme, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan
+    )
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
     with mock.patch.object(dist, "broadcast", broadcast):
@@ -89,7 +100,9 @@ def step(plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED) -> tuple[l
     st.sampled_from([0, 1000, 2**20]),
 )
 def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, more: int) -> None:
-    """Matrices of one row too, which the plan takes to lie whole on a rank; and all ranks post the same broadcasts."""
+    """Matrices of one row too, which the plan takes to lie whole on a rank; and all ranks post the
+    same broadcasts.
+    """
     plan = planned(shapes, ranks, smallest_bytes(lambda size: planned(shapes, ranks, size)) + more)
     seen = [step(plan, shapes, rank) for rank in range(ranks)]
     assert sorted(index for _, owned in seen for index in owned) == list(range(len(shapes)))
@@ -108,4 +121,11 @@ def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        exchange_by(SHARED, plan.layout, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), plan=plan)
+        exchange_by(
+            SHARED,
+            plan.layout,
+            Group(3, 0),
+            Orthogonalizer(),
+            Buffers(torch.device("cpu")),
+            plan=plan,
+        )

@@ -1,9 +1,10 @@
-"""Every coefficient set, number of steps and iteration that a run may have gives updates near orthogonal.
+"""Every coefficient set, number of steps and iteration that a run may have gives updates near
+orthogonal.
 
-With cans in bf16 singular values went to 44 in five steps and to NaN in eight, and weights with them: gradients alone
-are checked. With aol they changed their sign, so that a run went uphill; after six steps of quintic they were an
-eighth; with polar_express the Gram iteration in bf16 made 50 of them, where a direction dominated, until each of its
-first three steps had a run of its own.
+With cans in bf16 singular values went to 44 in five steps and to NaN in eight, and weights with
+them: gradients alone are checked. With aol they changed their sign, so that a run went uphill;
+after six steps of quintic they were an eighth; with polar_express the Gram iteration in bf16 made
+50 of them, where a direction dominated, until each of its first three steps had a run of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_muon.core import cost
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.cost import FULL_PRECISION_SETS, GRAM, PROVEN_STEPS, REVERSING_SETS, Iteration
+from megatron_muon.core.cost import (
+    FULL_PRECISION_SETS,
+    GRAM,
+    PROVEN_STEPS,
+    REVERSING_SETS,
+    Iteration,
+)
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 
 LARGEST = 1.3
@@ -66,12 +73,16 @@ def arithmetic(precision: str) -> Iterator[torch.dtype]:
 
 @cache
 def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Blocks `(batch, m, ratio * m)` of each spectrum, and their U, singular values over the norm, and V."""
+    """Blocks `(batch, m, ratio * m)` of each spectrum, and their U, singular values over the norm,
+    and V.
+    """
     m, n = ROWS, ratio * ROWS
     generator = torch.Generator().manual_seed(ratio)
     u, _ = torch.linalg.qr(torch.randn(m, m, dtype=torch.double, generator=generator))
     v, _ = torch.linalg.qr(torch.randn(n, m, dtype=torch.double, generator=generator))
-    spectra = [torch.logspace(0, -math.log10(condition), m, dtype=torch.double) for condition in CONDITIONS]
+    spectra = [
+        torch.logspace(0, -math.log10(condition), m, dtype=torch.double) for condition in CONDITIONS
+    ]
     for share in DOMINANT:
         rest = math.sqrt((1 - share**2) / (m - 1))
         spectra.append(torch.tensor([share] + [rest] * (m - 1), dtype=torch.double))
@@ -88,18 +99,29 @@ def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     return ((u * values[:, None]) @ v.T).float(), u, values / values.norm(dim=1, keepdim=True), v
 
 
-def fault(coefficient_type: str, steps: int, precision: str, *, iterations: Sequence[Any] = BOTH) -> str | None:
+def fault(
+    coefficient_type: str, steps: int, precision: str, *, iterations: Sequence[Any] = BOTH
+) -> str | None:
     """What is wrong with the results of the iterations, over all ratios and spectra."""
     for ratio in (1, 2, 4, 8):
         start, u, values, v = blocks(ratio)
         for iterate in iterations:
-            runs = {"runs": Iteration(coefficient_type, steps, precision).runs} if iterate is ns.gram else {}
+            runs = (
+                {"runs": Iteration(coefficient_type, steps, precision).runs}
+                if iterate is ns.gram
+                else {}
+            )
             with arithmetic(precision) as dtype:
                 result = iterate(
-                    to_unit_magnitude(start.clone(), dtype), ns.coefficients(coefficient_type, steps), **runs
+                    to_unit_magnitude(start.clone(), dtype),
+                    ns.coefficients(coefficient_type, steps),
+                    **runs,
                 )
             result = result.double()
-            if not result.isfinite().all() or torch.linalg.eigvalsh(result @ result.mT).max() > LARGEST**2:
+            if (
+                not result.isfinite().all()
+                or torch.linalg.eigvalsh(result @ result.mT).max() > LARGEST**2
+            ):
                 return "too large"
             found = (u.T @ result @ v).diagonal(dim1=1, dim2=2)
             if (found[values >= SEEN] < 0).any():
@@ -124,22 +146,32 @@ def test_every_set_of_emerging_optimizers_is_listed() -> None:
 @pytest.mark.parametrize(
     ("coefficient_type", "precision"),
     [
-        pytest.param(name, precision, marks=pytest.mark.wide if precision == "high" and name != "quintic" else ())
+        pytest.param(
+            name,
+            precision,
+            marks=pytest.mark.wide if precision == "high" and name != "quintic" else (),
+        )
         for name in SETS
         for precision in ("highest", "high", "medium")
     ],
 )
-def test_updates_are_near_orthogonal_exactly_where_a_run_may_start(coefficient_type: str, precision: str) -> None:
+def test_updates_are_near_orthogonal_exactly_where_a_run_may_start(
+    coefficient_type: str, precision: str
+) -> None:
     for steps in range(1, 13):
         proven = BOTH if Iteration(coefficient_type, steps, precision).gram_is_proven else BOTH[:1]
         if allowed(coefficient_type, steps, precision):
             assert fault(coefficient_type, steps, precision, iterations=proven) is None, steps
         elif coefficient_type not in FULL_PRECISION_SETS or precision == "highest":
-            assert fault(coefficient_type, steps, precision) is not None, f"{steps} steps are refused for nothing"
+            assert fault(coefficient_type, steps, precision) is not None, (
+                f"{steps} steps are refused for nothing"
+            )
 
 
 @pytest.mark.parametrize("steps", [5, 7, 8])
-def test_polar_express_in_runs_of_two_is_not_stable(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def test_polar_express_in_runs_of_two_is_not_stable(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     """Negative control of the runs that its first steps have."""
     monkeypatch.delitem(cost.ALONE_IN_HALF, "polar_express")
     assert fault("polar_express", steps, "medium", iterations=[ns.gram]) == "too large"
@@ -150,26 +182,48 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
     assert fault(coefficient_type, steps, "medium", iterations=[ns.gram]) == "too large"
     orthogonalizer = Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps))
     assert orthogonalizer.iteration.method_for(128, 1024) == "standard"
-    with pytest.raises(ValueError, match=rf"--muon-ns gram is not stable in bf16 with {steps} steps of .* auto"):
+    with pytest.raises(
+        ValueError, match=rf"--muon-ns gram is not stable in bf16 with {steps} steps of .* auto"
+    ):
         Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps, method=GRAM))
-    in_fp32 = Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps, precision="high"))
+    in_fp32 = Orthogonalizer(
+        Iteration(coefficient_type=coefficient_type, steps=steps, precision="high")
+    )
     assert in_fp32.iteration.method_for(128, 1024) == GRAM
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coefficient_type": "cans"}, "cans is not stable with --muon-fp32-matmul-prec medium; use highest"),
-        ({"coefficient_type": "cans", "precision": "high"}, "cans is not stable with .* high; use highest"),
-        ({"coefficient_type": "aol"}, "--muon-coefficient-type aol turns updates round .* such as quintic"),
+        (
+            {"coefficient_type": "cans"},
+            "cans is not stable with --muon-fp32-matmul-prec medium; use highest",
+        ),
+        (
+            {"coefficient_type": "cans", "precision": "high"},
+            "cans is not stable with .* high; use highest",
+        ),
+        (
+            {"coefficient_type": "aol"},
+            "--muon-coefficient-type aol turns updates round .* such as quintic",
+        ),
         (
             {"coefficient_type": "polar_express", "steps": 4},
             "steps 4 is not proven .*; choose one of 5, 6, 7, 8,",
         ),
-        ({"steps": 6}, "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5, 8, 9, 10;"),
+        (
+            {"steps": 6},
+            (
+                "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5,"
+                " 8, 9, 10;"
+            ),
+        ),
         ({"steps": 0}, "--muon-num-ns-steps 0 is out of range"),
         ({"steps": 13}, "--muon-num-ns-steps 13 is not proven"),
-        ({"method": "newton"}, "--muon-ns newton does not exist; choose one of auto, standard, gram"),
+        (
+            {"method": "newton"},
+            "--muon-ns newton does not exist; choose one of auto, standard, gram",
+        ),
     ],
 )
 def test_an_iteration_that_is_not_proven_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""`megatron-muon summary`: the figures, from event files like those that Megatron's training loop writes."""
+"""`megatron-muon summary`: the figures, from event files like those that Megatron's training loop
+writes.
+"""
 
 import json
 import math
@@ -19,10 +21,26 @@ def loaded(run_dir):
 
 
 def write_start(
-    directory, steps, *, began=1000.0, timers=True, loss=lambda step: 6.0 - step / 10, suffix="", points=(), **args
+    directory,
+    steps,
+    *,
+    began=1000.0,
+    timers=True,
+    loss=lambda step: 6.0 - step / 10,
+    suffix="",
+    points=(),
+    **args,
 ):
-    """Writes what one start of the training leaves: its arguments, the scalars of each step, (tag, step, value)."""
-    given = {"seq_length": SEQ_LENGTH, "optimizer": "muon", "world_size": 2, "data_path": "['data/ü']", **args}
+    """Writes what one start of the training leaves: its arguments, the scalars of each step, (tag,
+    step, value).
+    """
+    given = {
+        "seq_length": SEQ_LENGTH,
+        "optimizer": "muon",
+        "world_size": 2,
+        "data_path": "['data/ü']",
+        **args,
+    }
     with SummaryWriter(log_dir=str(directory), filename_suffix=suffix) as writer:
         writer.add_text("facts/plan", "of an earlier version", walltime=began - 1)
         for name, value in given.items():
@@ -32,7 +50,10 @@ def write_start(
             scalars = {"lm loss": loss(step), "batch-size": BATCH_SIZE}
             if timers:  # the first steps are slow; the summary is about the others
                 slow = 40 if step <= 10 else 1
-                scalars |= {"iteration-time": STEP_SECONDS * slow, "optimizer-time": OPTIMIZER_SECONDS}
+                scalars |= {
+                    "iteration-time": STEP_SECONDS * slow,
+                    "optimizer-time": OPTIMIZER_SECONDS,
+                }
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, step, walltime=now)
             writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
@@ -76,9 +97,16 @@ def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path):
 
 
 def test_the_first_step_of_a_start_is_no_measure_of_the_optimizer(tmp_path):
-    """Megatron divides its time by the log interval: the optimizer seemed ten times as fast as it is."""
-    points = [("optimizer-time", step, OPTIMIZER_SECONDS / (1 if step % 10 == 0 else 10)) for step in (1, 10, 11, 20)]
-    write_start(tmp_path / "tensorboard", range(1, 26), timers=False, points=points, log_interval=10)
+    """Megatron divides its time by the log interval: the optimizer seemed ten times as fast as it
+    is.
+    """
+    points = [
+        ("optimizer-time", step, OPTIMIZER_SECONDS / (1 if step % 10 == 0 else 10))
+        for step in (1, 10, 11, 20)
+    ]
+    write_start(
+        tmp_path / "tensorboard", range(1, 26), timers=False, points=points, log_interval=10
+    )
     summary = loaded(tmp_path)
     assert summary.optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
     assert summary.optimizer_ms == pytest.approx(OPTIMIZER_SECONDS * 1e3)
@@ -86,27 +114,46 @@ def test_the_first_step_of_a_start_is_no_measure_of_the_optimizer(tmp_path):
 
 
 def test_validation_is_the_first_result_of_the_last_iteration(tmp_path):
-    """Megatron writes the test set's loss under the validation set's tag, after it, at the same iteration."""
+    """Megatron writes the test set's loss under the validation set's tag, after it, at the same
+    iteration.
+    """
     tag = "lm loss validation"
-    points = [(tag, 15, 5.5), (tag, 30, 4.5), (tag, 30, 9.9), (f"{tag} ppl", 30, 90.0), (f"{tag} vs samples", 240, 4.5)]
+    points = [
+        (tag, 15, 5.5),
+        (tag, 30, 4.5),
+        (tag, 30, 9.9),
+        (f"{tag} ppl", 30, 90.0),
+        (f"{tag} vs samples", 240, 4.5),
+    ]
     write_start(tmp_path / "one/tensorboard", range(1, 31), points=points)
     assert loaded(tmp_path / "one").validation_by_set == {"validation": pytest.approx(4.5)}
     assert dict(rows(loaded(tmp_path / "one")))["validation loss"] == "4.500 at iteration 30"
     sets = [(f"{tag}-code", 30, 4.0), (f"{tag}-prose", 30, 5.0)]
     write_start(tmp_path / "two/tensorboard", range(1, 31), points=sets)
-    assert loaded(tmp_path / "two").validation_by_set == {"code": pytest.approx(4.0), "prose": pytest.approx(5.0)}
+    assert loaded(tmp_path / "two").validation_by_set == {
+        "code": pytest.approx(4.0),
+        "prose": pytest.approx(5.0),
+    }
     assert loaded(tmp_path / "two").validation_last == pytest.approx(4.5)
 
 
 def test_a_run_without_a_launcher_says_in_its_facts_where_it_diverged(run_dir):
-    """In a job Megatron's end for a number that is not finite left a run that was merely unfinished."""
+    """In a job Megatron's end for a number that is not finite left a run that was merely
+    unfinished.
+    """
     (run_dir / "tensorboard" / "facts.json").write_text('{"diverged_at": 31}')
     assert (loaded(run_dir).diverged_at, loaded(run_dir).diverged) == (31, True)
 
 
 def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path):
-    write_start(tmp_path / "tensorboard", range(1, 31), loss=lambda step: math.nan if step > 20 else 5.0)
-    assert (loaded(tmp_path).diverged_at, loaded(tmp_path).rose, loaded(tmp_path).diverged) == (21, False, True)
+    write_start(
+        tmp_path / "tensorboard", range(1, 31), loss=lambda step: math.nan if step > 20 else 5.0
+    )
+    assert (loaded(tmp_path).diverged_at, loaded(tmp_path).rose, loaded(tmp_path).diverged) == (
+        21,
+        False,
+        True,
+    )
     assert "from iteration 21 on" in dict(rows(loaded(tmp_path)))["warning"]
     assert cli.main(["summary", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == 0
     assert json.loads((tmp_path / "figures.json").read_text())["loss_last"] is None
@@ -147,7 +194,9 @@ def test_a_resumed_run_is_one_run(tmp_path):
     assert [point.step for point in losses] == list(range(1, 31))
     assert max(point.value for point in losses) == 6.0
     first, last = 30 + 15 * STEP_SECONDS, 30 + 15 * STEP_SECONDS
-    assert [events.seconds_at(losses[index]) for index in (14, 29)] == pytest.approx([first, first + last])
+    assert [events.seconds_at(losses[index]) for index in (14, 29)] == pytest.approx(
+        [first, first + last]
+    )
 
 
 def test_missing_runs_and_logs_are_named(tmp_path):
@@ -161,12 +210,21 @@ def test_missing_runs_and_logs_are_named(tmp_path):
 def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
     assert cli.main(["summary", str(run_dir), "--json", str(tmp_path / "figures.json")]) == 0
     out = capsys.readouterr().out
-    for shown in ("5.900 -> 3.450 in 30 iterations", "4,096 tokens/s, 250 ms per step", "20% of the step"):
+    for shown in (
+        "5.900 -> 3.450 in 30 iterations",
+        "4,096 tokens/s, 250 ms per step",
+        "20% of the step",
+    ):
         assert shown in out
     assert f"tensorboard --logdir {run_dir / 'tensorboard'}\n" in out
     assert "to go on" not in out
-    assert json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"] == pytest.approx(4096)
+    assert json.loads((tmp_path / "figures.json").read_text())[
+        "tokens_per_second"
+    ] == pytest.approx(4096)
     assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 2
     assert "megatron-muon: error: cannot write" in capsys.readouterr().err
     (run_dir / "summary.json").write_text('{"go_on": "megatron-muon train --resume --out run"}')
-    assert rows(loaded(run_dir))[-1] == ("to go on", f"megatron-muon train --resume --out {run_dir}")
+    assert rows(loaded(run_dir))[-1] == (
+        "to go on",
+        f"megatron-muon train --resume --out {run_dir}",
+    )

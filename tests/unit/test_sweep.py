@@ -1,4 +1,6 @@
-"""`megatron-muon sweep` without a training: what a grid means, which runs are to be done, and what the table says."""
+"""`megatron-muon sweep` without a training: what a grid means, which runs are to be done, and what
+the table says.
+"""
 
 import csv
 import json
@@ -14,7 +16,14 @@ from megatron_muon.tools import screen
 from megatron_muon.tools.sweep import trials as sweep
 from megatron_muon.tools.sweep.trials import Results, Task, folder_of, tasks_of
 from megatron_muon.tools.train import run_folder
-from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
+from megatron_muon.tools.train.resolve import (
+    FROM_FOLDER,
+    FROM_SET,
+    Flag,
+    Request,
+    Resolved,
+    check_gpus,
+)
 from tests.support.made_runs import falling, make_run
 
 # The grid
@@ -26,11 +35,17 @@ def names(*grids):
 
 def test_a_grid_is_a_product_and_several_are_alternatives():
     assert names("optimizer=adam,muon lr=1,2") == [
-        "optimizer=adam,lr=1", "optimizer=adam,lr=2", "optimizer=muon,lr=1", "optimizer=muon,lr=2",
-    ]  # fmt: skip
+        "optimizer=adam,lr=1",
+        "optimizer=adam,lr=2",
+        "optimizer=muon,lr=1",
+        "optimizer=muon,lr=2",
+    ]
     assert names("lr=1,2", "lr=2,3 muon_momentum=0.9") == [
-        "lr=1", "lr=2", "lr=2,muon_momentum=0.9", "lr=3,muon_momentum=0.9",
-    ]  # fmt: skip
+        "lr=1",
+        "lr=2",
+        "lr=2,muon_momentum=0.9",
+        "lr=3,muon_momentum=0.9",
+    ]
     assert names("--muon-lr=1,2", "muon_lr=2,3") == ["muon_lr=1", "muon_lr=2", "muon_lr=3"]
     assert names('"split=98,2,0","95,5,0"') == ["split=98,2,0", "split=95,5,0"]
 
@@ -51,7 +66,12 @@ def test_folders_can_be_read_and_are_never_shared():
 
 def test_all_points_get_the_first_seed_before_the_second():
     tasks = tasks_of([["lr=1,2"]], 2, Path("out"))
-    assert [(task.point, task.seed) for task in tasks] == [("lr=1", 1), ("lr=2", 1), ("lr=1", 2), ("lr=2", 2)]
+    assert [(task.point, task.seed) for task in tasks] == [
+        ("lr=1", 1),
+        ("lr=2", 1),
+        ("lr=1", 2),
+        ("lr=2", 2),
+    ]
     assert tasks[3].folder == Path("out/lr=2/seed=2")
 
 
@@ -68,7 +88,16 @@ def test_all_points_get_the_first_seed_before_the_second():
 )
 def test_flags_that_would_make_all_runs_the_same_are_refused(flags, says, capsys):
     """They win over the grid and over the seeds, so that every run would be the same."""
-    argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
+    argv = [
+        "sweep",
+        "--config",
+        "configs/quickstart.yaml",
+        "--grid",
+        "lr=1,2",
+        "muon_lr=1",
+        "--dry-run",
+        *flags,
+    ]
     assert cli.main(argv) == ExitStatus.USAGE
     assert says in capsys.readouterr().err
 
@@ -80,7 +109,15 @@ def resolved_of(folder, *, lr="0.01", more=(), env=None, save=False, **changes):
     flags = (Flag("--optimizer", ("muon",), "tiny.yaml"), Flag("--lr", (lr,), FROM_SET), *more)
     flags = (*flags, Flag("--tensorboard-dir", (str(folder / "tensorboard"),), FROM_FOLDER))
     where = RunFolder(folder, folder / "tensorboard", folder / "checkpoints" if save else None)
-    given = {"filled_in": (), "env": env or {}, "notes": (), "device": "cpu", "ranks": 1, "gpus": 0, "settings": {}}
+    given = {
+        "filled_in": (),
+        "env": env or {},
+        "notes": (),
+        "device": "cpu",
+        "ranks": 1,
+        "gpus": 0,
+        "settings": {},
+    }
     return Resolved(flags=flags, folder=where, files=(), **{**given, **changes})
 
 
@@ -97,7 +134,9 @@ def leave(folder, *, summary=None, lr="0.01", checkpoint=False):
     (folder / "config.yaml").write_text(run_folder.config_text(flags, {}, heading=""))
     (folder / "run.json").write_text(json.dumps({"config_hash": run_folder.config_hash(flags, {})}))
     if summary is not None:
-        (folder / "summary.json").write_text(json.dumps({"iterations": 5, "diverged": False, **summary}))
+        (folder / "summary.json").write_text(
+            json.dumps({"iterations": 5, "diverged": False, **summary})
+        )
     if checkpoint:
         (folder / "checkpoints").mkdir()
         (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5\n")
@@ -124,7 +163,9 @@ def test_the_state_of_a_run(tmp_path, left, save, state):
     assert plan.state == state
     if state != sweep.CHANGED:
         return sweep.refuse_changed([plan])
-    with pytest.raises(UserError, match=r"1 of 1 runs have results of other settings.*--out.*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"1 of 1 runs have results of other settings.*--out.*--overwrite"
+    ):
         sweep.refuse_changed([plan])
 
 
@@ -139,15 +180,28 @@ def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
     )
     more = (Flag("--offset", ("-3",), FROM_SET), Flag("--data-path", ("a b", "c"), FROM_SET))
     assert plan_of(tmp_path / "run", tmp_path / "tiny.yaml", more=more).flags() == [
-        "--unset", "--muon-momentum", "--unset", "--save", "--lr", "0.01", "--offset=-3", "--data-path", "a b", "c",
-        "--tensorboard-dir", str(tmp_path / "run" / "tensorboard"),
-    ]  # fmt: skip
+        "--unset",
+        "--muon-momentum",
+        "--unset",
+        "--save",
+        "--lr",
+        "0.01",
+        "--offset=-3",
+        "--data-path",
+        "a b",
+        "c",
+        "--tensorboard-dir",
+        str(tmp_path / "run" / "tensorboard"),
+    ]
 
 
 def test_jobs_share_gpus_and_cores_and_no_more(tmp_path, monkeypatch):
     resolved = resolved_of(tmp_path / "run", device="cuda", ranks=4, gpus=8)
     check_gpus(4, 8, jobs=2)
-    with pytest.raises(UserError, match=r"12 processes at once .* it has 8; give --nproc 2 or --jobs 2, or --device"):
+    with pytest.raises(
+        UserError,
+        match=r"12 processes at once .* it has 8; give --nproc 2 or --jobs 2, or --device",
+    ):
         check_gpus(4, 8, jobs=3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -165,14 +219,22 @@ def test_jobs_share_gpus_and_cores_and_no_more(tmp_path, monkeypatch):
 # What is shown
 
 ENDED = {
-    "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"validation": 2.25},
-    "diverged": False, "error": None, "seconds": 9.5,
-}  # fmt: skip
+    "outcome": "finished",
+    "status": 0,
+    "iterations": 20,
+    "loss_last": 2.5,
+    "validation_loss": {"validation": 2.25},
+    "diverged": False,
+    "error": None,
+    "seconds": 9.5,
+}
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
-    """Two runs of which one is done; the other starts alone until its first step, and is shown while it goes on."""
+    """Two runs of which one is done; the other starts alone until its first step, and is shown
+    while it goes on.
+    """
     from megatron_muon.tools.train.train import Outcome
 
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
@@ -182,7 +244,10 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     live, starting, groups = [], [], []
 
     def execute(experiment, *, show, stop, env):
-        for event in ({"event": "stage", "stage": "reading the data"}, {"event": "step", "step": 12, "steps": 20}):
+        for event in (
+            {"event": "stage", "stage": "reading the data"},
+            {"event": "step", "step": 12, "steps": 20},
+        ):
             show({**event, "loss": 2.851484})
             starting.append(whole._starting.locked())
         groups.append(env["WANDB_RUN_GROUP"])
@@ -197,7 +262,10 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     assert (starting, ends, groups) == ([True, False], [1], [tmp_path.parent.name])
     assert live == (["lr=0.01 seed=1  step 12/20  loss 2.8515"] if terminal else [])
     losses = "training loss 2.5000, validation loss 2.2500"
-    assert f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}, 10 s; about 0:00 left" in shown
+    assert (
+        f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}, 10 s; about"
+        " 0:00 left" in shown
+    )
     assert ("\x1b[" in shown) is terminal
 
 
@@ -207,14 +275,21 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
 def end(task, loss=None, outcome="finished", **figures):
     """What a run of a sweep that has ended leaves."""
     task.folder.mkdir(parents=True)
-    found = {"outcome": outcome, "diverged": loss is None, "loss_last": loss and loss - 0.1, "step_ms": 100.0}
+    found = {
+        "outcome": outcome,
+        "diverged": loss is None,
+        "loss_last": loss and loss - 0.1,
+        "step_ms": 100.0,
+    }
     found |= {"validation_loss": {"validation": loss}, "iterations": 40, "tokens": 2560, **figures}
     (task.folder / "summary.json").write_text(json.dumps(found))
 
 
 def test_rows_and_points(tmp_path):
     """Two optimizers, two rates each, two seeds; one run diverged and one never started."""
-    swept = tasks_of([["optimizer=adam", "lr=1e-3,2e-3"], ["optimizer=muon", "lr=4e-3,8e-3"]], 2, tmp_path)
+    swept = tasks_of(
+        [["optimizer=adam", "lr=1e-3,2e-3"], ["optimizer=muon", "lr=4e-3,8e-3"]], 2, tmp_path
+    )
     losses = {"1e-3": 3.0, "2e-3": 2.5, "4e-3": 2.0}
     for task in swept:
         if loss := losses.get(dict(task.settings)["lr"]):
@@ -226,15 +301,37 @@ def test_rows_and_points(tmp_path):
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     first = lines[0]
-    assert list(first.items())[:4] == [("point", swept[0].point), ("optimizer", "adam"), ("lr", "1e-3"), ("seed", "1")]
-    assert [float(first[name]) for name in ("validation_loss", "loss_last", "step_ms")] == [3.1, 3.0, 100.0]
-    assert (first["tokens"], first["iterations"], first["folder"]) == ("2560", "40", str(swept[0].folder))
-    diverged, absent = (next(r for r in lines if r["lr"] == "8e-3" and r["seed"] == seed) for seed in "12")
-    assert (diverged["outcome"], diverged["diverged"], diverged["validation_loss"]) == ("failed", "True", "")
+    assert list(first.items())[:4] == [
+        ("point", swept[0].point),
+        ("optimizer", "adam"),
+        ("lr", "1e-3"),
+        ("seed", "1"),
+    ]
+    assert [float(first[name]) for name in ("validation_loss", "loss_last", "step_ms")] == [
+        3.1,
+        3.0,
+        100.0,
+    ]
+    assert (first["tokens"], first["iterations"], first["folder"]) == (
+        "2560",
+        "40",
+        str(swept[0].folder),
+    )
+    diverged, absent = (
+        next(r for r in lines if r["lr"] == "8e-3" and r["seed"] == seed) for seed in "12"
+    )
+    assert (diverged["outcome"], diverged["diverged"], diverged["validation_loss"]) == (
+        "failed",
+        "True",
+        "",
+    )
     assert (absent["outcome"], absent["iterations"]) == ("not started", "")
 
     found = json.loads((tmp_path / "results.json").read_text())
-    assert [point["point"] for point in found["points"] if point["best"]] == [swept[1].point, swept[2].point]
+    assert [point["point"] for point in found["points"] if point["best"]] == [
+        swept[1].point,
+        swept[2].point,
+    ]
     best = found["points"][1]["validation_loss"]
     assert best["mean"] == pytest.approx(2.65)
     assert best["std"] == pytest.approx(0.1 / math.sqrt(2))
@@ -256,5 +353,11 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     for task, loss in zip(tasks, (4.0, 3.0, 2.0, 1.0), strict=True):
         end(task, loss)
     results = Results(tasks)
-    assert {point.name for point in results.best} == {"seq_length=64,lr=2e-3", "seq_length=128,lr=2e-3"}
-    assert [note.partition(": ")[2][:12] for note in results.notes] == ["lr=2e-3 is t", "lr=2e-3 is t"]
+    assert {point.name for point in results.best} == {
+        "seq_length=64,lr=2e-3",
+        "seq_length=128,lr=2e-3",
+    }
+    assert [note.partition(": ")[2][:12] for note in results.notes] == [
+        "lr=2e-3 is t",
+        "lr=2e-3 is t",
+    ]

@@ -27,7 +27,12 @@ def one_by_one(runs: list[Piece]) -> list[Piece]:
     """The pieces of runs, each alone."""
     return [
         Piece(
-            run.row + number * run.stride, run.rows, run.col, run.cols, run.slice_row + number * run.rows, run.slice_col
+            run.row + number * run.stride,
+            run.rows,
+            run.col,
+            run.cols,
+            run.slice_row + number * run.rows,
+            run.slice_col,
         )
         for run in runs
         for number in range(run.repeats)
@@ -36,7 +41,9 @@ def one_by_one(runs: list[Piece]) -> list[Piece]:
 
 @given(data=st.data())
 def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
-    groups, parts = data.draw(st.tuples(st.integers(1, 7), st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    groups, parts = data.draw(
+        st.tuples(st.integers(1, 7), st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    )
     split, cols = RowSplit(groups, tuple(parts)), data.draw(st.integers(1, 40))
     bounds = sorted(data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)))
     held = [bounds[0], bounds[1] - bounds[0], split.rows - bounds[1]]
@@ -44,12 +51,16 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     size = data.draw(st.sampled_from(TEAM_SIZES[1:]))
     cuts = []
     for block in matrix.blocks:
-        count = data.draw(st.sampled_from([each for each in TEAM_SIZES if each <= min(size, max(block))]))
+        count = data.draw(
+            st.sampled_from([each for each in TEAM_SIZES if each <= min(size, max(block))])
+        )
         cuts.append((data.draw(st.integers(0, size // count - 1)) * count, count))
     team = Team(tuple(range(size)), (0.0,) * size, tuple(cuts))
 
     numbers = torch.arange(1, matrix.numel + 1).view(matrix.shape)
-    blocks = [view.reshape(shape) for view, shape in zip(split.views(numbers), matrix.blocks, strict=True)]
+    blocks = [
+        view.reshape(shape) for view, shape in zip(split.views(numbers), matrix.blocks, strict=True)
+    ]
     seen = torch.zeros_like(numbers)
     rooms: list[list[torch.Tensor]] = [[] for _ in blocks]
     for block_slice in team.slices(0, matrix):
@@ -60,13 +71,17 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
             assert sorted(one_by_one(block_slice.runs(shard))) == pieces
             assert sum(piece.rows * piece.cols for piece in pieces) == elements
             for piece in pieces:
-                there = slice(piece.row, piece.row + piece.rows), slice(piece.col, piece.col + piece.cols)
+                there = (
+                    slice(piece.row, piece.row + piece.rows),
+                    slice(piece.col, piece.col + piece.cols),
+                )
                 assert shard.row_start <= piece.row
                 assert piece.row + piece.rows <= shard.row_start + shard.rows
                 seen[there] += 1
-                room[piece.slice_row : piece.slice_row + piece.rows, piece.slice_col : piece.slice_col + piece.cols] = (
-                    numbers[there]
-                )
+                room[
+                    piece.slice_row : piece.slice_row + piece.rows,
+                    piece.slice_col : piece.slice_col + piece.cols,
+                ] = numbers[there]
         assert block_slice.block is not None
         rooms[block_slice.block].append(room)
     assert seen.eq(1).all()
@@ -76,8 +91,18 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
     team = Team((0, 1, 2, 3), (0.0,) * 4, ((0, 4),))
-    assert [p.shape for p in team.slices(0, Matrix("w", (64, 201)))] == [(64, 48), (64, 56), (64, 48), (64, 49)]
-    assert [p.shape for p in team.slices(0, Matrix("w", (63, 5)))] == [(15, 5), (16, 5), (16, 5), (16, 5)]
+    assert [p.shape for p in team.slices(0, Matrix("w", (64, 201)))] == [
+        (64, 48),
+        (64, 56),
+        (64, 48),
+        (64, 49),
+    ]
+    assert [p.shape for p in team.slices(0, Matrix("w", (63, 5)))] == [
+        (15, 5),
+        (16, 5),
+        (16, 5),
+        (16, 5),
+    ]
 
 
 def test_teams_lie_in_one_node() -> None:
@@ -116,7 +141,9 @@ def test_a_matrix_beyond_a_ranks_share_gets_a_team() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "ranks"), [([(4096, 4096)] * 64, 8), ([(64, 256), (64, 64)], 4)], ids=["even", "small"]
+    ("shapes", "ranks"),
+    [([(4096, 4096)] * 64, 8), ([(64, 256), (64, 64)], 4)],
+    ids=["even", "small"],
 )
 def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], ranks: int) -> None:
     plan = plan_of(shapes, ranks, rules(ranks))
@@ -140,14 +167,20 @@ def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
 @pytest.mark.parametrize("most", [1024, pytest.param(4096, marks=pytest.mark.wide)])
 def test_more_ranks_make_a_step_no_slower(most: int) -> None:
     """Llama 3's matrices of 32 layers: the largest load falls, or stays."""
-    shapes = [shape for _ in range(32) for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))]
+    shapes = [
+        shape
+        for _ in range(32)
+        for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    ]
     loads = [max(plan_of(shapes, ranks, rules(ranks)).loads) for ranks in (64, 128, 256, most)]
     assert all(after <= before for before, after in itertools.pairwise(loads)), loads
     assert loads[-1] < 0.5 * max(plan_of(shapes, most, None).loads)
 
 
 def test_what_a_team_costs() -> None:
-    """A team of 8 on 4096 x 28672: 6 a / 8 + 11 of 6 a + 11 dense products, a = 7, and the time of three sums."""
+    """A team of 8 on 4096 x 28672: 6 a / 8 + 11 of 6 a + 11 dense products, a = 7, and the time of
+    three sums.
+    """
     n, iteration = 4096, Iteration(products=DENSE)
     assert iteration.flops(n, 7 * n) == (12 * 7 + 22) * n**3
     assert iteration.flops(n, 7 * n, 8) == (12 * 7 // 8 * 8 / 8 + 22 + 0.5) * n**3
@@ -163,7 +196,9 @@ def test_what_a_team_costs() -> None:
 Iterate = Callable[..., torch.Tensor]
 
 
-def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members: int) -> torch.Tensor:
+def in_parts(
+    iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members: int
+) -> torch.Tensor:
     """The iteration by threads that stand for a team's ranks."""
     parts = [part.contiguous() for part in x.tensor_split(members, dim=2)]
     given: list[torch.Tensor] = [x] * members
@@ -189,12 +224,17 @@ def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members:
 def test_parts_are_as_exact_as_the_whole(iterate: Iterate, members: int, rank: int) -> None:
     """Against fp32, with bf16 products: the error of parts is that of whole blocks."""
     generator = torch.Generator().manual_seed(0)
-    left, right, noise = (torch.randn(3, *shape, generator=generator) for shape in ((96, rank), (rank, 250), (96, 250)))
+    left, right, noise = (
+        torch.randn(3, *shape, generator=generator)
+        for shape in ((96, rank), (rank, 250), (96, 250))
+    )
     x = left @ right + 1e-3 * noise
     x = (x / x.abs().amax(dim=(1, 2), keepdim=True)).bfloat16()
     steps = ns.coefficients("quintic", 5)
     exact = iterate(x.float(), steps)
-    torch.testing.assert_close(in_parts(iterate, x.float(), steps, members), exact, rtol=0.0, atol=2e-5)
+    torch.testing.assert_close(
+        in_parts(iterate, x.float(), steps, members), exact, rtol=0.0, atol=2e-5
+    )
 
     def error(found: torch.Tensor) -> float:
         return float((found.float() - exact).norm() / exact.norm())

@@ -16,7 +16,13 @@ from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import RunFolder, beside, locate, settle_places
 from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
-from megatron_muon.tools.train.run_folder import check_free, clear, config_hash, config_text, name_of
+from megatron_muon.tools.train.run_folder import (
+    check_free,
+    clear,
+    config_hash,
+    config_text,
+    name_of,
+)
 from megatron_muon.tools.train.train import prepare
 
 # The folder
@@ -28,23 +34,59 @@ TB = "--tensorboard-dir"
     ("values", "chosen", "out", "folder", "flags"),
     [
         ({}, {}, None, ("d", "d/tensorboard", None), {TB: "d/tensorboard"}),
-        ({TB: "runs/q/tensorboard", "--save": "/big/q"}, {}, None, ("runs/q", "runs/q/tensorboard", "/big/q"), {}),
-        ({"--save": "x/checkpoints"}, {}, None, ("x", "x/tensorboard", "x/checkpoints"), {TB: "x/tensorboard"}),
+        (
+            {TB: "runs/q/tensorboard", "--save": "/big/q"},
+            {},
+            None,
+            ("runs/q", "runs/q/tensorboard", "/big/q"),
+            {},
+        ),
+        (
+            {"--save": "x/checkpoints"},
+            {},
+            None,
+            ("x", "x/tensorboard", "x/checkpoints"),
+            {TB: "x/tensorboard"},
+        ),
         ({TB: "logs"}, {}, None, ("d", "logs", None), {}),
         ({TB: "a/tensorboard"}, {TB: "b/tensorboard"}, None, ("b", "b/tensorboard", None), {}),
-        ({TB: "a/tensorboard", "--save": "a/c", "--load": "a/c"}, {}, "o", ("o", "o/tensorboard", "o/checkpoints"),
-         {"--save": "o/checkpoints", "--load": "o/checkpoints", TB: "o/tensorboard"}),
+        (
+            {TB: "a/tensorboard", "--save": "a/c", "--load": "a/c"},
+            {},
+            "o",
+            ("o", "o/tensorboard", "o/checkpoints"),
+            {"--save": "o/checkpoints", "--load": "o/checkpoints", TB: "o/tensorboard"},
+        ),
         # Events went on to the file's folder, where another run's lay.
-        ({TB: "a/tensorboard", "--save": "a/checkpoints"}, {"--save": "b/checkpoints"}, None,
-         ("b", "b/tensorboard", "b/checkpoints"), {TB: "b/tensorboard"}),
-        ({TB: "a/tensorboard"}, {"--save": "b"}, None, ("b", "b/tensorboard", "b"), {TB: "b/tensorboard"}),
-        ({"--save": "a/c", "--load": "pretrained"}, {"--save": "/big"}, "o", ("o", "o/tensorboard", "/big"),
-         {TB: "o/tensorboard"}),
+        (
+            {TB: "a/tensorboard", "--save": "a/checkpoints"},
+            {"--save": "b/checkpoints"},
+            None,
+            ("b", "b/tensorboard", "b/checkpoints"),
+            {TB: "b/tensorboard"},
+        ),
+        (
+            {TB: "a/tensorboard"},
+            {"--save": "b"},
+            None,
+            ("b", "b/tensorboard", "b"),
+            {TB: "b/tensorboard"},
+        ),
+        (
+            {"--save": "a/c", "--load": "pretrained"},
+            {"--save": "/big"},
+            "o",
+            ("o", "o/tensorboard", "/big"),
+            {TB: "o/tensorboard"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_where_a_run_goes(values, chosen, out, folder, flags):
     root, tensorboard, checkpoints = (path and Path(path) for path in folder)
-    assert locate(values, chosen, out=out, default="d") == (RunFolder(root, tensorboard, checkpoints), flags)
+    assert locate(values, chosen, out=out, default="d") == (
+        RunFolder(root, tensorboard, checkpoints),
+        flags,
+    )
 
 
 def test_a_run_is_named_after_its_file(tmp_path):
@@ -108,7 +150,8 @@ BESIDE = {TB: "{}-2/tensorboard", "--save": "{}-2/checkpoints"}
         ({TB: "{}/tensorboard"}, {}, {TB: "{}-2/tensorboard"}),
         (FILE, {"--load": "{}/checkpoints"}, {}),  # goes on
         ({**FILE, "--load": "{}/checkpoints"}, {}, {}),
-        ({**FILE, "--load": "{}/checkpoints", "--finetune": ""}, {}, BESIDE),  # from weights of the run that lies there
+        # from weights of the run that lies there
+        ({**FILE, "--load": "{}/checkpoints", "--finetune": ""}, {}, BESIDE),
         (FILE, {"--save": "{}-x/checkpoints"}, {TB: "{}-x/tensorboard"}),
         ({}, {"--save": "{}/checkpoints"}, "add --load {}/checkpoints"),
         ({}, {"--save": "{}/checkpoints", "--load": "other"}, "add --load {}/checkpoints"),
@@ -125,7 +168,9 @@ def test_ranks_without_a_folder_of_their_own_keep_off_another_run(taken, file, t
         return {flag: path.format(taken.root) for flag, path in flags.items()}
 
     if isinstance(moves, str):
-        with pytest.raises(UserError, match=f"holds a run that stopped .*{re.escape(moves.format(taken.root))}"):
+        with pytest.raises(
+            UserError, match=f"holds a run that stopped .*{re.escape(moves.format(taken.root))}"
+        ):
             settle_places(here(file), here(typed))
         return
     flags, note = settle_places(here(file), here(typed))
@@ -158,7 +203,9 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
 
 
 def test_a_start_without_a_step_may_be_overwritten(tmp_path):
-    """Megatron writes its arguments to TensorBoard before it reads data: these events are no run's results."""
+    """Megatron writes its arguments to TensorBoard before it reads data: these events are no run's
+    results.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     folder = RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints")
@@ -175,7 +222,9 @@ def test_a_start_without_a_step_may_be_overwritten(tmp_path):
 
 
 def test_places_of_a_run_move_with_its_folder(tmp_path):
-    """A copy went on from the original's checkpoints and wrote into them; a renamed run began at step 1."""
+    """A copy went on from the original's checkpoints and wrote into them; a renamed run began at
+    step 1.
+    """
     run = {"folder": "runs/first", "directory": str(tmp_path)}
     first, copy = tmp_path / "runs" / "first", tmp_path / "runs" / "copy"
     first.mkdir(parents=True)
@@ -187,8 +236,14 @@ def test_places_of_a_run_move_with_its_folder(tmp_path):
     first.rmdir()
     assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
     assert run_folder.moved("runs/first/checkpoints", {}, copy) == "runs/first/checkpoints"
-    of_first = {**run, "tensorboard_dir": "runs/first/tensorboard", "checkpoint_dir": "runs/first/checkpoints"}
-    assert run_folder.places_of(copy, of_first) == RunFolder(copy, copy / "tensorboard", copy / "checkpoints")
+    of_first = {
+        **run,
+        "tensorboard_dir": "runs/first/tensorboard",
+        "checkpoint_dir": "runs/first/checkpoints",
+    }
+    assert run_folder.places_of(copy, of_first) == RunFolder(
+        copy, copy / "tensorboard", copy / "checkpoints"
+    )
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(taken):
@@ -197,15 +252,24 @@ def test_overwriting_deletes_the_run_and_nothing_else(taken):
         (taken.root / name).parent.mkdir(exist_ok=True)
         (taken.root / name).touch()
     clear(taken)
-    assert sorted(path.name for path in taken.root.rglob("*")) == ["notes.txt", "tensorboard", "torch_profile"]
+    assert sorted(path.name for path in taken.root.rglob("*")) == [
+        "notes.txt",
+        "tensorboard",
+        "torch_profile",
+    ]
     assert not taken.has_steps
 
 
 def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkpoints"
     elsewhere.mkdir()
-    for folder in (RunFolder(taken.root, taken.tensorboard, elsewhere), RunFolder(taken.root, elsewhere, None)):
-        with pytest.raises(UserError, match=r"deletes nothing outside of .*; remove .*elsewhere.*/checkpoints"):
+    for folder in (
+        RunFolder(taken.root, taken.tensorboard, elsewhere),
+        RunFolder(taken.root, elsewhere, None),
+    ):
+        with pytest.raises(
+            UserError, match=r"deletes nothing outside of .*; remove .*elsewhere.*/checkpoints"
+        ):
             clear(folder)
     assert elsewhere.exists()
     assert taken.checkpoint is not None
@@ -217,7 +281,10 @@ def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
 
 def test_the_resolved_file_says_the_same(tmp_path):
     alone = ("8.0e-3", "98,2,0", "true", "[0]*1+[1]*2", "null", "", 'say "no": # $HOME', "-3")
-    flags = (*((f"--flag-{number}", (value,)) for number, value in enumerate(alone)), ("--bf16", ()))
+    flags = (
+        *((f"--flag-{number}", (value,)) for number, value in enumerate(alone)),
+        ("--bf16", ()),
+    )
     flags = (*flags, ("--data-path", ("0.3", "a b", "null", "it's $5")))
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PLAIN": "1"}
     path = tmp_path / "config.yaml"
@@ -229,7 +296,9 @@ def test_the_resolved_file_says_the_same(tmp_path):
 
 def test_equal_experiments_have_equal_hashes():
     one = config_hash([("--lr", ("1",)), ("--bf16", ()), ("--save", ("a",))], {"A": "1"})
-    assert one == config_hash([("--bf16", ()), ("--lr", ("1",)), ("--tensorboard-dir", ("b",))], {"A": "1"})
+    assert one == config_hash(
+        [("--bf16", ()), ("--lr", ("1",)), ("--tensorboard-dir", ("b",))], {"A": "1"}
+    )
     assert one != config_hash([("--bf16", ()), ("--lr", ("2",))], {"A": "1"})
     assert one != config_hash([("--bf16", ()), ("--lr", ("1",))], {"A": "2"})
 
@@ -238,16 +307,34 @@ def test_equal_experiments_have_equal_hashes():
 
 
 def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
-    """`--load pretrained --ckpt-step 3` once more asked the run's own checkpoints for an iteration they lack."""
+    """`--load pretrained --ckpt-step 3` once more asked the run's own checkpoints for an iteration
+    they lack.
+    """
     step = Flag("--ckpt-step", ("3",), "my.yaml")
-    for flags in ((step,), (step, Flag("--load", ("pretrained",), "my.yaml")),
-                  (replace(step, source=FROM_LINE), Flag("--load", ("pretrained",), FROM_LINE))):  # fmt: skip
+    for flags in (
+        (step,),
+        (step, Flag("--load", ("pretrained",), "my.yaml")),
+        (replace(step, source=FROM_LINE), Flag("--load", ("pretrained",), FROM_LINE)),
+    ):
         resolved = Resolved(
-            flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=taken,
-            settings={"train_iters": 20}, files=(),
-        )  # fmt: skip
+            flags=flags,
+            filled_in=(),
+            env={},
+            notes=(),
+            device="cpu",
+            ranks=1,
+            gpus=0,
+            folder=taken,
+            settings={"train_iters": 20},
+            files=(),
+        )
         experiment = prepare(Request("x.yaml", default_out=str(taken.root), resume=True), resolved)
-        assert experiment.torchrun[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
+        assert experiment.torchrun[-4:] == [
+            "--load",
+            str(taken.checkpoints),
+            "--unset",
+            "--ckpt-step",
+        ]
         assert experiment.checkpoint == taken.checkpoints / "iter_0000007"
 
 
@@ -259,7 +346,10 @@ def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
     [
         ([], "give --config FILE, or --resume --out DIR"),
         (["--config", "x", "--resume", "--overwrite"], "give one of them"),
-        (["--config", "x", "--no-save", "--set", "save=y"], "--no-save writes no checkpoint and --save says where to"),
+        (
+            ["--config", "x", "--no-save", "--set", "save=y"],
+            "--no-save writes no checkpoint and --save says where to",
+        ),
         (["--config", "x", "--set", "lr"], "--set lr: write KEY=VALUE"),
         (["--resume", "--out", "x", "--ckpt-step", "3"], "to go back, start another run"),
     ],
@@ -271,7 +361,9 @@ def test_arguments_that_do_not_go_together(argv, message, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("taken_away", [["--set", "ckpt_step=null"], ["--", "--unset", "ckpt-step"]])
+@pytest.mark.parametrize(
+    "taken_away", [["--set", "ckpt_step=null"], ["--", "--unset", "ckpt-step"]]
+)
 def test_a_ckpt_step_that_is_taken_away_is_no_step_to_go_back_to(taken_away, tmp_path, capsys):
     line = ["train", "--resume", "--out", str(tmp_path), *taken_away]
     assert cli.main(line) == ExitStatus.USAGE

@@ -1,4 +1,6 @@
-"""A simulated training step: what a model computes and holds, what is sent, and what Muon adds to Adam's step."""
+"""A simulated training step: what a model computes and holds, what is sent, and what Muon adds to
+Adam's step.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ TINY = Model(
 def changed(tmp_path: Path, name: str, changes: dict[str, object]) -> Path:
     """A shipped config with flags changed, added or (None) left out."""
     lines = (CONFIGS / f"{name}.yaml").read_text("utf-8").splitlines()
-    kept = [line for line in lines if line.strip().removeprefix("--").partition(":")[0] not in changes]
+    kept = [
+        line for line in lines if line.strip().removeprefix("--").partition(":")[0] not in changes
+    ]
     added = [f"  --{flag}: {value}" for flag, value in changes.items() if value is not None]
     path = tmp_path / "run.yaml"
     path.write_text("\n".join([*kept, *added]) + "\n", "utf-8")
@@ -50,9 +54,13 @@ def read_model(path: Path, world_size: int) -> Model:
     return read_model(path, world_size)[2]
 
 
-def simulate(model: Model = TINY, mfu: float = 0.5, **changes: Any) -> tuple[dict[str, Any], list[str]]:
+def simulate(
+    model: Model = TINY, mfu: float = 0.5, **changes: Any
+) -> tuple[dict[str, Any], list[str]]:
     figures = {"world_size": 16, "step_ms": 5.0, "max_over_mean": 2.0} | changes
-    return training_step.simulate(model, figures, settings=SETTINGS, hardware=HARDWARE["h100-sxm"], mfu=mfu)
+    return training_step.simulate(
+        model, figures, settings=SETTINGS, hardware=HARDWARE["h100-sxm"], mfu=mfu
+    )
 
 
 def memory(model: Model, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
@@ -60,17 +68,28 @@ def memory(model: Model, step_bytes: int = 0, **settings: Any) -> dict[str, Any]
 
 
 def test_a_dense_model_computes_and_holds_what_its_sizes_say() -> None:
-    """Llama 3 8B: grouped queries, a gated MLP, and an output layer that does not share the embedding's weights."""
+    """Llama 3 8B: grouped queries, a gated MLP, and an output layer that does not share the
+    embedding's weights.
+    """
     model = read_model(CONFIGS / "llama3-8b.yaml", 1024)
     hidden, layers, vocabulary, length = 4096, 32, 128256, 8192
     layer = hidden * (hidden + 2 * 1024 + hidden) + 3 * hidden * 14336
     norms = (2 * layers + 1) * hidden
     (dense,) = model.parameters
-    assert dense == Parameters(layers * layer + 2 * vocabulary * hidden + norms, layers * layer, 1, 1024)
+    assert dense == Parameters(
+        layers * layer + 2 * vocabulary * hidden + norms, layers * layer, 1, 1024
+    )
     assert dense.count == 8_030_261_248
     causal_attention = layers * 2 * length * hidden  # scores and values, half of each
-    assert model.sequence_flops == 3 * length * (2 * (layers * layer + vocabulary * hidden) + causal_attention)
-    assert (model.global_batch, model.replicas, model.weight_bytes, model.reduced_bytes) == (512, 1024, 2, 4)
+    assert model.sequence_flops == 3 * length * (
+        2 * (layers * layer + vocabulary * hidden) + causal_attention
+    )
+    assert (model.global_batch, model.replicas, model.weight_bytes, model.reduced_bytes) == (
+        512,
+        1024,
+        2,
+        4,
+    )
 
 
 def test_a_mixture_computes_with_the_experts_of_a_token_and_holds_all(tmp_path: Path) -> None:
@@ -81,8 +100,13 @@ def test_a_mixture_computes_with_the_experts_of_a_token_and_holds_all(tmp_path: 
     assert experts == Parameters(layers * 512 * expert, layers * 512 * expert, 8, 16)
     norms = (2 * layers + 1) * hidden + layers * 2 * 256
     assert dense.count == layers * (attention + expert + router) + 2 * vocabulary * hidden + norms
-    assert (dense.muon, dense.parts, dense.ranks) == (layers * (attention + expert + router), 1, 128)
-    of_a_token = layers * (attention + (10 + 1) * expert) + vocabulary * hidden  # Megatron leaves the router out
+    assert (dense.muon, dense.parts, dense.ranks) == (
+        layers * (attention + expert + router),
+        1,
+        128,
+    )
+    # Megatron leaves the router out
+    of_a_token = layers * (attention + (10 + 1) * expert) + vocabulary * hidden
     assert model.sequence_flops == 3 * length * (2 * of_a_token + layers * 2 * length * heads)
 
 
@@ -99,10 +123,18 @@ def test_tied_embeddings_are_held_once_and_multiplied_all_the_same(tmp_path: Pat
 def test_tensor_parallel_ranks_and_instances_hold_their_part(tmp_path: Path) -> None:
     alone, cut = (
         read_model(changed(tmp_path, "llama3-8b", {"num-layers": 2, **cuts}), 8)
-        for cuts in ({}, {"tensor-model-parallel-size": 2, "num-distributed-optimizer-instances": 2})
+        for cuts in (
+            {},
+            {"tensor-model-parallel-size": 2, "num-distributed-optimizer-instances": 2},
+        )
     )
     assert replace(cut.parameters[0], parts=1, ranks=8) == alone.parameters[0]
-    assert (cut.parameters[0].parts, cut.parameters[0].ranks, cut.copies, cut.replicas) == (2, 2, 2, 4)
+    assert (cut.parameters[0].parts, cut.parameters[0].ranks, cut.copies, cut.replicas) == (
+        2,
+        2,
+        2,
+        4,
+    )
 
 
 def test_the_step_adds_up_by_hand() -> None:
@@ -125,7 +157,9 @@ def test_the_step_adds_up_by_hand() -> None:
     ours = figures["muon_ms"]
     assert ours["adam"] == pytest.approx(25_000 * 28 * passes)
     assert ours["elementwise"] == pytest.approx(elementwise)
-    assert ours["total"] == pytest.approx(forward_backward + both + 25_000 * 28 * passes + elementwise + 5.0)
+    assert ours["total"] == pytest.approx(
+        forward_backward + both + 25_000 * 28 * passes + elementwise + 5.0
+    )
     assert figures["muon_over_adam"] == ours["total"] / figures["adam_ms"]["total"]
     assert (figures["communication_share"], notes) == (0, [])
 
@@ -141,25 +175,39 @@ def test_sharded_weights_and_gradients_travel_in_each_micro_batch(
 
 
 def test_a_node_shares_what_comes_from_other_nodes() -> None:
-    hardware = replace(HARDWARE["h100-sxm"], node_ranks=8, node_gb_per_s=100.0, network_gb_per_s=10.0)
+    hardware = replace(
+        HARDWARE["h100-sxm"], node_ranks=8, node_gb_per_s=100.0, network_gb_per_s=10.0
+    )
     dense, experts = Parameters(16 * 10**9, 0, 1, 16), Parameters(16 * 10**9, 0, 8, 2)
-    # 32 GB to each rank, half of them from the other node, by 8 adapters: 2 GB each at 10 GB/s; 28 GB at 100 GB/s.
+    # 32 GB to each rank, half of them from the other node, by 8 adapters: 2 GB each at 10 GB/s; 28
+    # GB at 100 GB/s.
     assert dense.gather_s(hardware, 2) == pytest.approx(0.28)
-    # Each of 8 expert-parallel ranks of a node gathers its own 4 GB from its one peer, in the other node.
+    # Each of 8 expert-parallel ranks of a node gathers its own 4 GB from its one peer, in the other
+    # node.
     assert experts.gather_s(hardware, 2) == pytest.approx(0.2)
-    assert replace(dense, ranks=8).gather_s(replace(hardware, node_gb_per_s=1.0), 2) == pytest.approx(28.0)
+    assert replace(dense, ranks=8).gather_s(
+        replace(hardware, node_gb_per_s=1.0), 2
+    ) == pytest.approx(28.0)
 
 
 def test_a_step_that_mostly_waits_for_communication_says_so() -> None:
-    """Muon / Adam was 1.002 over a step of which FSDP's communication took 75 %, and nothing said so."""
+    """Muon / Adam was 1.002 over a step of which FSDP's communication took 75 %, and nothing said
+    so.
+    """
     slow, _ = simulate(replace(TINY, sequence_flops=6e6))
     exposed = slow["adam_ms"]["communication"]
-    assert exposed == slow["assumptions"]["communication_ms"] - slow["adam_ms"]["forward_backward"] > 0
+    assert (
+        exposed == slow["assumptions"]["communication_ms"] - slow["adam_ms"]["forward_backward"] > 0
+    )
     assert slow["communication_share"] == exposed / slow["adam_ms"]["total"] > 0.5
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("llama3-70b", 512), ("moe-large", 128)])
-def test_the_shipped_configs_fit_and_compute_while_they_communicate(name: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("llama3-8b", 64), ("llama3-70b", 512), ("moe-large", 128)]
+)
+def test_the_shipped_configs_fit_and_compute_while_they_communicate(
+    name: str, world_size: int
+) -> None:
     """At the size that the file's first lines name."""
     assert f"--world-size {world_size}\n" in (CONFIGS / f"{name}.yaml").read_text("utf-8")
     model = read_model(CONFIGS / f"{name}.yaml", world_size)
@@ -169,7 +217,9 @@ def test_the_shipped_configs_fit_and_compute_while_they_communicate(name: str, w
 
 
 def test_the_memory_of_a_gpu_adds_up_by_hand() -> None:
-    """100,000 parameters of a rank, 75,000 of them Muon's, in bf16 with fp32 main weights and gradients."""
+    """100,000 parameters of a rank, 75,000 of them Muon's, in bf16 with fp32 main weights and
+    gradients.
+    """
     model = replace(TINY, activation_bytes=1e6)
     found, common = memory(model, 5000), {"gradients": 4e5, "activations": 1e6}
     assert found["adam"] == {**common, "weights": 6e5, "state": 8e5, "step": 0, "total": 2.8e6}
@@ -185,10 +235,19 @@ def test_the_memory_of_a_gpu_adds_up_by_hand() -> None:
 
 
 def test_activations_are_megatrons(tmp_path: Path) -> None:
-    """Llama 3 8B, a sequence of 8,192: 34 bytes an element and layer, logits; recomputed, 2 and one layer's 34."""
+    """Llama 3 8B, a sequence of 8,192: 34 bytes an element and layer, logits; recomputed, 2 and one
+    layer's 34.
+    """
     kept, again = (
         read_model(changed(tmp_path, "llama3-8b", flags), 64).activation_bytes
-        for flags in ({}, {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1})
+        for flags in (
+            {},
+            {
+                "recompute-granularity": "full",
+                "recompute-method": "uniform",
+                "recompute-num-layers": 1,
+            },
+        )
     )
     assert kept is not None
     assert again is not None

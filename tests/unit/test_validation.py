@@ -20,11 +20,31 @@ from megatron_muon.megatron.flags import arguments
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *("--group-query-attention", "--num-query-groups", "2", "--seq-length", "32", "--max-position-embeddings", "32"),
+    *(
+        "--group-query-attention",
+        "--num-query-groups",
+        "2",
+        "--seq-length",
+        "32",
+        "--max-position-embeddings",
+        "32",
+    ),
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2", "--lr", "0.01"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0", "--mock-data"),
+    *(
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "256",
+        "--eval-iters",
+        "0",
+        "--mock-data",
+    ),
 )
-LAYOUTS = ("", "--tensor-model-parallel-size 4", "--num-experts 4 --expert-model-parallel-size 2 --swiglu")
+LAYOUTS = (
+    "",
+    "--tensor-model-parallel-size 4",
+    "--num-experts 4 --expert-model-parallel-size 2 --swiglu",
+)
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 RANKS = 4
 
@@ -39,7 +59,10 @@ CASES = [
     ("--save x", "assert args.save_interval is not None (arguments.py:"),
     (
         "--swiglu --num-experts 3 --expert-model-parallel-size 2",
-        "Number of experts should be a multiple of expert model parallel_size.: assert args.num_experts % ",
+        (
+            "Number of experts should be a multiple of expert model parallel_size.: assert"
+            " args.num_experts % "
+        ),
     ),
     ("--recompute-granularity full", 'if self.recompute_granularity != "selective":'),
 ]
@@ -65,7 +88,9 @@ def check(parser: arguments.Parser, more: str, **settings: object) -> list[str]:
 
 @pytest.mark.parametrize(("more", "fragment"), CASES)
 def test_a_refusal_is_one_line_with_its_condition(parser, more, fragment):
-    """Each of these passed --dry-run and ended in up to 1,200 lines of tracebacks, one for each rank."""
+    """Each of these passed --dry-run and ended in up to 1,200 lines of tracebacks, one for each
+    rank.
+    """
     with pytest.raises(UserError) as caught:
         check(parser, more)
     assert fragment in str(caught.value)
@@ -84,15 +109,23 @@ def test_what_trains_is_not_refused(parser, more):
 @pytest.mark.parametrize(
     ("more", "package"),
     [
-        ("--save x --save-interval 1 --async-save --use-persistent-ckpt-worker", "nvidia-resiliency-ext"),
         (
-            "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --non-persistent-local-ckpt-dir x",
+            "--save x --save-interval 1 --async-save --use-persistent-ckpt-worker",
+            "nvidia-resiliency-ext",
+        ),
+        (
+            (
+                "--non-persistent-ckpt-type local --non-persistent-save-interval 1"
+                " --non-persistent-local-ckpt-dir x"
+            ),
             "nvidia_resiliency_ext",
         ),
     ],
 )
 def test_a_package_that_the_other_machine_may_have_is_a_note(parser, more, package):
-    """Megatron-LM's own gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor was refused for nvidia-resiliency-ext."""
+    """Megatron-LM's own gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor was refused for
+    nvidia-resiliency-ext.
+    """
     (note,) = check(parser, more, elsewhere=True)
     assert package in note
     with pytest.raises(UserError, match=package):
@@ -109,7 +142,10 @@ def test_settings_that_do_not_fit_are_refused_elsewhere_too(parser):
     [
         (KeyError("a bug"), r"failed: KeyError: KeyError\(.a bug.\); the traceback is in"),
         (AssertionError("ours"), r"failed: AssertionError: ours; the traceback is in"),
-        (CheckpointException("a", {7: (ValueError("a bug"), None)}), r"CheckpointException: rank 7: a bug; the trace"),
+        (
+            CheckpointException("a", {7: (ValueError("a bug"), None)}),
+            r"CheckpointException: rank 7: a bug; the trace",
+        ),
         (UserError("ours"), r"^ours$"),
     ],
 )
@@ -133,7 +169,9 @@ class Command:
 @pytest.mark.parametrize("optimizer", [MUON, ("--optimizer", "adam")])
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
 @pytest.mark.parametrize("where", [".metadata", "args"])
-def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path, optimizer, flag, where):
+def test_arguments_of_a_checkpoint_are_taken_without_running_it(
+    parser, tmp_path, optimizer, flag, where
+):
     """With --use-checkpoint-args, `train --dry-run` ran whatever the checkpoint's pickles named."""
     made, folder = tmp_path / "made-by-the-pickle", tmp_path / "iter_0000001"
     state = {"args": Command(made), "iteration": 1, "checkpoint_version": 3.0}
@@ -141,8 +179,19 @@ def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path
     if where == ".metadata":
         (folder / where).write_bytes(pickle.dumps(Command(made)))
     (tmp_path / files.TRACKER).write_text("1")
-    argv = [*MODEL, *optimizer, "--ckpt-format", "fsdp_dtensor", flag, str(tmp_path), "--use-checkpoint-args"]
+    argv = [
+        *MODEL,
+        *optimizer,
+        "--ckpt-format",
+        "fsdp_dtensor",
+        flag,
+        str(tmp_path),
+        "--use-checkpoint-args",
+    ]
     args = arguments.parse(parser, [*arguments.missing_defaults(parser, argv, device="cpu"), *argv])
-    with pytest.raises(UserError, match=rf"^the checkpoint 1 in {tmp_path} cannot be loaded .*names posix\.mkdir.*$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^the checkpoint 1 in {tmp_path} cannot be loaded .*names posix\.mkdir.*$",
+    ):
         prepare.validate(args, world_size=RANKS)
     assert not made.exists()

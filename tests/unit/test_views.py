@@ -1,4 +1,6 @@
-"""Who holds which rectangle of which matrix, and what it reads there, for every placement, shape and way of reading."""
+"""Who holds which rectangle of which matrix, and what it reads there, for every placement, shape
+and way of reading.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ from tests.support.placements import part_of
 
 @st.composite
 def placements(draw: Any, mesh: tuple[int, ...], dims: int) -> list[Placement]:
-    """Any of Shard and Replicate; before others of the same dimension _StridedShard, as FSDP makes it beside these."""
+    """Any of Shard and Replicate; before others of the same dimension _StridedShard, as FSDP makes
+    it beside these.
+    """
     found: list[Placement] = []
     strided = set[int]()
     for axis in reversed(range(len(mesh))):
         dim = draw(st.integers(-1, dims - 1))
-        later = [size for size, cut in zip(mesh[axis + 1 :], found, strict=True) if getattr(cut, "dim", None) == dim]
+        later = [
+            size
+            for size, cut in zip(mesh[axis + 1 :], found, strict=True)
+            if getattr(cut, "dim", None) == dim
+        ]
         if dim < 0 or dim in strided:
             found.insert(0, Replicate())
         elif later and draw(st.booleans()):
@@ -49,8 +57,8 @@ def test_every_rank_has_its_elements_of_every_matrix(
 ) -> None:
     """Marked elements that torch.chunk cuts, one axis of the mesh after the other.
 
-    Where EP or TP cuts unevenly and FSDP then leaves a rank without rows, torch gives some ranks another size than FSDP
-    does, in its checkpoints too; Muon refuses that (`check_alike`).
+    Where EP or TP cuts unevenly and FSDP then leaves a rank without rows, torch gives some ranks
+    another size than FSDP does, in its checkpoints too; Muon refuses that (`check_alike`).
     """
     shape, flat = tuple(sizes), len(sizes) == 4 or (flat and len(sizes) == 3)
     view = View(shape, flat=flat, transposed=transposed)
@@ -64,16 +72,26 @@ def test_every_rank_has_its_elements_of_every_matrix(
     ranks = np.array(order).reshape(mesh)
     parts = {place: part_of(whole, mesh, place, cuts) for place in np.ndindex(mesh)}
     of_torch = of_dtensors._compute_local_shape_and_global_offset
-    assume(all(math.prod(of_torch(shape, mesh, place, cuts)[0]) == part.numel() for place, part in parts.items()))
+    assume(
+        all(
+            math.prod(of_torch(shape, mesh, place, cuts)[0]) == part.numel()
+            for place, part in parts.items()
+        )
+    )
     shards = placed_shards(view, ranks, cuts)
-    Layout(ranks.size, tuple(Matrix(str(number), view.matrix, of) for number, of in enumerate(shards)))
+    Layout(
+        ranks.size, tuple(Matrix(str(number), view.matrix, of) for number, of in enumerate(shards))
+    )
     for place, local in parts.items():
         rank = int(ranks[place])
         read = iter(view.tensors(local) if local.numel() else [])
         held = list[int]()
         for matrix, of in zip(marked, shards, strict=True):
             for shard in (shard for shard in of if rank in shard.holders):
-                rows, cols = slice(shard.row_start, shard.row_start + shard.rows), slice(shard.col_start, None)
+                rows, cols = (
+                    slice(shard.row_start, shard.row_start + shard.rows),
+                    slice(shard.col_start, None),
+                )
                 mine = matrix[rows, cols][:, : shard.cols]
                 assert torch.equal(next(read), mine)
                 held += mine.flatten().tolist()

@@ -1,4 +1,6 @@
-"""What `megatron-muon train` shows, from events and lines that are made here: on a terminal, in a pipe, quiet."""
+"""What `megatron-muon train` shows, from events and lines that are made here: on a terminal, in a
+pipe, quiet.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,44 @@ from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Request, Resolved
 from megatron_muon.tools.train.train import Experiment, Outcome
 
 STEP = {
-    "event": "step", "step": 130, "steps": 200, "loss": 2.01234, "grad_norm": 0.8123, "lr": 8e-3, "muon_lr": None,
-    "skipped": None, "tokens_per_s": 2351.4, "mfu": 0.41, "optimizer_share": 0.214,
-    "peak_bytes": 970e6, "seconds_left": 62.4,
-}  # fmt: skip
+    "event": "step",
+    "step": 130,
+    "steps": 200,
+    "loss": 2.01234,
+    "grad_norm": 0.8123,
+    "lr": 8e-3,
+    "muon_lr": None,
+    "skipped": None,
+    "tokens_per_s": 2351.4,
+    "mfu": 0.41,
+    "optimizer_share": 0.214,
+    "peak_bytes": 970e6,
+    "seconds_left": 62.4,
+}
 LARGE = STEP | {
-    "step": 123_456, "steps": 500_000, "loss": 12.34567, "grad_norm": 123456.7, "muon_lr": 0.02, "skipped": 17,
-    "tokens_per_s": 12_345_678.0, "peak_bytes": 75.3e9, "seconds_left": 12 * 86400 + 3.0,
-}  # fmt: skip
+    "step": 123_456,
+    "steps": 500_000,
+    "loss": 12.34567,
+    "grad_norm": 123456.7,
+    "muon_lr": 0.02,
+    "skipped": 17,
+    "tokens_per_s": 12_345_678.0,
+    "peak_bytes": 75.3e9,
+    "seconds_left": 12 * 86400 + 3.0,
+}
 VALIDATION = {"event": "validation", "step": 130, "loss": 1.919, "what": "validation loss"}
 EVENTS = (
     {"event": "stage", "stage": "building the model"},
     {"event": "stage", "stage": "taking the first step"},
-    {"event": "step", "step": 1, "steps": 200, "loss": 5.5948, "grad_norm": 17.9, "lr": 8e-4, "peak_bytes": 9e8},
+    {
+        "event": "step",
+        "step": 1,
+        "steps": 200,
+        "loss": 5.5948,
+        "grad_norm": 17.9,
+        "lr": 8e-4,
+        "peak_bytes": 9e8,
+    },
     STEP,
     {"event": "stage", "stage": "evaluating"},
     VALIDATION,
@@ -39,28 +66,54 @@ EVENTS = (
     {"event": "saved", "step": 2000, "folder": "runs/x/checkpoints", "seconds": 75.0},
 )
 WARNING = (
-    "megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights: " + "a.long.name " * 9
+    "megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights: "
+    + "a.long.name " * 9
 )
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (screen.step_line(STEP | {"mfu": None}),
-         "step 130/200  loss 2.0123  grad norm 0.81  lr 8.0e-03  2,351 tokens/s  optimizer 21%  1:02 left"),
-        (screen.step_line(STEP, 80), "step 130/200  loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left"),
-        (screen.step_line(LARGE),
-         "step 123456/500000  loss 12.3457  17 skipped  12.35 M tokens/s  MFU 41%  12 d 00:00 h left"),
-        (screen.step_line({"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}),
-         "step   1/200  loss not a number  lr 8.0e-04"),
-        (screen.step_line({"step": 7, "steps": None, "muon_lr": 0.02}), "step 7  Muon's lr 2.0e-02"),
-        (screen.validation_line(VALIDATION | {"what": "final validation loss code"}),
-         "final validation loss code 1.9190  perplexity 6.81  at step 130"),
-        (screen.validation_line(VALIDATION | {"loss": math.nan}), "validation loss not a number  at step 130"),
-        (" ".join(map(screen.clock, (0.42, 9.96, 62.4, 3599.6, 7265, 2e5))),
-         "0:00 0:10 1:02 1:00:00 2:01:05 2 d 07:33 h"),
+        (
+            screen.step_line(STEP | {"mfu": None}),
+            (
+                "step 130/200  loss 2.0123  grad norm 0.81  lr 8.0e-03  2,351 tokens/s  optimizer"
+                " 21%  1:02 left"
+            ),
+        ),
+        (
+            screen.step_line(STEP, 80),
+            "step 130/200  loss 2.0123  2,351 tokens/s  MFU 41%  optimizer 21%  1:02 left",
+        ),
+        (
+            screen.step_line(LARGE),
+            (
+                "step 123456/500000  loss 12.3457  17 skipped  12.35 M tokens/s  MFU 41%  12 d"
+                " 00:00 h left"
+            ),
+        ),
+        (
+            screen.step_line({"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}),
+            "step   1/200  loss not a number  lr 8.0e-04",
+        ),
+        (
+            screen.step_line({"step": 7, "steps": None, "muon_lr": 0.02}),
+            "step 7  Muon's lr 2.0e-02",
+        ),
+        (
+            screen.validation_line(VALIDATION | {"what": "final validation loss code"}),
+            "final validation loss code 1.9190  perplexity 6.81  at step 130",
+        ),
+        (
+            screen.validation_line(VALIDATION | {"loss": math.nan}),
+            "validation loss not a number  at step 130",
+        ),
+        (
+            " ".join(map(screen.clock, (0.42, 9.96, 62.4, 3599.6, 7265, 2e5))),
+            "0:00 0:10 1:02 1:00:00 2:01:05 2 d 07:33 h",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lines_say_what_is_known_and_invent_nothing(line, expected):
     assert line == expected
 
@@ -70,7 +123,9 @@ def test_no_line_is_wider_than_it_may_be(width):
     for event in (STEP, LARGE):
         assert len(screen.step_line(event, width)) <= width
         assert f"{event['step']}/{event['steps']}" in screen.step_line(event, width)
-    lines = screen.wrapped("megatron-muon: " + "--some-flag-of-megatron /a/long/path " * 8, width=width).splitlines()
+    lines = screen.wrapped(
+        "megatron-muon: " + "--some-flag-of-megatron /a/long/path " * 8, width=width
+    ).splitlines()
     assert max(map(len, lines)) <= width
     assert all(line.startswith("  ") for line in lines[1:])
     assert sum(line.count("--some-flag-of-megatron") for line in lines) == 8
@@ -78,17 +133,34 @@ def test_no_line_is_wider_than_it_may_be(width):
 
 def experiment_in(root):
     settings = {
-        "optimizer": "muon", "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_experts": 8,
-        "use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params", "train_iters": 100_000,
-        "global_batch_size": 512, "seq_length": 8192, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 4,
-    }  # fmt: skip
+        "optimizer": "muon",
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_experts": 8,
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "train_iters": 100_000,
+        "global_batch_size": 512,
+        "seq_length": 8192,
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+    }
     resolved = Resolved(
         flags=(Flag("--lr", ("0.008",), "my.yaml"),),
-        filled_in=(Flag("--num-workers", ("0",), FILLED_IN), Flag("--no-rope-fusion", (), FILLED_IN)),
+        filled_in=(
+            Flag("--num-workers", ("0",), FILLED_IN),
+            Flag("--no-rope-fusion", (), FILLED_IN),
+        ),
         env={"PYTHON_EXEC": "/tmp/\x1bpython", "A": "2"},
-        notes=("environment wins over my.yaml: A=1, not 2",), device="cpu", ranks=8, gpus=0,
-        folder=RunFolder(root, root / "tensorboard", None), settings=settings, files=(),
-    )  # fmt: skip
+        notes=("environment wins over my.yaml: A=1, not 2",),
+        device="cpu",
+        ranks=8,
+        gpus=0,
+        folder=RunFolder(root, root / "tensorboard", None),
+        settings=settings,
+        files=(),
+    )
     return Experiment(Request("configs/my.yaml"), resolved, None)
 
 
@@ -100,7 +172,12 @@ def watched(capsys, tmp_path, *, settings=False, **how):
         watcher.head(experiment, settings=settings)
         for event in EVENTS:
             watcher.event(event)
-        for line in ("Evaluating iter 1/16", WARNING, WARNING, "pretrain_gpt.py: error: --lr 0 is wrong"):
+        for line in (
+            "Evaluating iter 1/16",
+            WARNING,
+            WARNING,
+            "pretrain_gpt.py: error: --lr 0 is wrong",
+        ):
             watcher.event({"event": "line", "line": line})
     return capsys.readouterr().out.splitlines()
 
@@ -127,14 +204,18 @@ pretrain_gpt.py: error: --lr 0 is wrong
 
 
 def test_in_a_pipe_a_run_is_plain_lines(tmp_path, capsys):
-    """No control codes, no line wider than 100 columns, nothing of Megatron's, a warning of several ranks once."""
+    """No control codes, no line wider than 100 columns, nothing of Megatron's, a warning of several
+    ranks once.
+    """
     lines = watched(capsys, tmp_path)
     assert max(map(len, lines)) <= 100
     assert [line for line in lines if str(tmp_path) not in line] == SHOWN.splitlines()
 
 
 def test_quiet_and_verbose(tmp_path, capsys):
-    """Quiet is heading, warnings and errors; verbose all output, which says what our lines would, and all settings."""
+    """Quiet is heading, warnings and errors; verbose all output, which says what our lines would,
+    and all settings.
+    """
     quiet = [line for line in watched(capsys, tmp_path, quiet=True) if str(tmp_path) not in line]
     of_events = re.compile(r"step +\d|checking|validation loss|building|taking|checkpoint of")
     assert quiet == [line for line in SHOWN.splitlines() if not of_events.match(line)]
@@ -149,7 +230,10 @@ def test_quiet_and_verbose(tmp_path, capsys):
 @pytest.mark.parametrize(("seconds", "shown"), [(161.4, True), (59.0, False)])
 def test_after_ten_steps_a_run_says_how_long_it_takes_and_how_to_shorten_it(capsys, seconds, shown):
     Watcher().event({"event": "estimate", "step": 10, "seconds_left": seconds})
-    advice = "about 2:41 left; for less, Ctrl-C (it saves), then --train-iters N or --exit-duration-in-mins N\n"
+    advice = (
+        "about 2:41 left; for less, Ctrl-C (it saves), then --train-iters N or"
+        " --exit-duration-in-mins N\n"
+    )
     assert capsys.readouterr().out == (advice if shown else "")
 
 
@@ -170,7 +254,11 @@ def test_the_live_line_says_what_a_run_does(monkeypatch):
         assert shown.progress.tasks == []
     assert seen[0] == ("a run  building the model", 0, None)
     assert seen[2] == ("a run  step   1/200  loss 5.5948  grad norm 17.90", 1, 200)
-    assert seen[3] == seen[6] == ("a run  step 130/200  loss 2.0123  2,351 tokens/s  1:02 left", 130, 200)
+    assert (
+        seen[3]
+        == seen[6]
+        == ("a run  step 130/200  loss 2.0123  2,351 tokens/s  1:02 left", 130, 200)
+    )
     assert seen[4] == ("a run  evaluating", 130, 200)
 
 
@@ -191,9 +279,14 @@ def test_a_signal_is_answered_and_warnings_come_once_an_interval(capsys):
 
 @pytest.mark.parametrize(
     ("terminal", "term", "no_color", "live"),
-    [(True, "xterm-256color", "", True), (True, "dumb", "", False), (True, "xterm", "1", False),
-     (True, "unknown", "", False), (False, "xterm-256color", "", False)],
-)  # fmt: skip
+    [
+        (True, "xterm-256color", "", True),
+        (True, "dumb", "", False),
+        (True, "xterm", "1", False),
+        (True, "unknown", "", False),
+        (False, "xterm-256color", "", False),
+    ],
+)
 def test_where_a_live_line_is_shown(monkeypatch, terminal, term, no_color, live):
     monkeypatch.setattr("sys.stdout", stream := io.StringIO())
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
@@ -205,7 +298,8 @@ def test_where_a_live_line_is_shown(monkeypatch, terminal, term, no_color, live)
 def test_a_terminal_that_is_closed_ends_no_run(monkeypatch):
     """The line on SIGHUP raised, and the ranks were killed before they had saved."""
     (ours, theirs), ended = os.openpty(), False
-    with contextlib.suppress(OSError), open(theirs, "w") as terminal:  # closing it writes what is left
+    # closing it writes what is left
+    with contextlib.suppress(OSError), open(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.delenv("NO_COLOR", raising=False)
@@ -217,7 +311,8 @@ def test_a_terminal_that_is_closed_ends_no_run(monkeypatch):
             Status(shown, "another")
             status.take(STEP)
             status.end()
-        with pytest.raises(OSError, match="Input/output error"):  # the control: nothing can be written any more
+        # the control: nothing can be written any more
+        with pytest.raises(OSError, match="Input/output error"):
             print("x", file=terminal, flush=True)
         ended = True
     assert ended
@@ -235,14 +330,22 @@ def test_neither_a_strange_character_nor_a_reader_that_left_ends_a_run(monkeypat
 
 
 SUMMARY = {
-    "outcome": "failed", "status": 1, "iterations": 20, "loss_last": 2.5, "validation_loss": None, "diverged": False,
-    "error": "torch.OutOfMemoryError: CUDA out of memory", "go_on": "megatron-muon train --resume --out x",
+    "outcome": "failed",
+    "status": 1,
+    "iterations": 20,
+    "loss_last": 2.5,
+    "validation_loss": None,
+    "diverged": False,
+    "error": "torch.OutOfMemoryError: CUDA out of memory",
+    "go_on": "megatron-muon train --resume --out x",
     "checkpoint": None,
-}  # fmt: skip
+}
 
 
 def test_a_failure_is_shown_with_its_traceback_and_what_to_type(tmp_path, capsys):
-    Watcher().end(Outcome(1, SUMMARY, trace=("Traceback", '  File "x.py"')), experiment_in(tmp_path / "x"))
+    Watcher().end(
+        Outcome(1, SUMMARY, trace=("Traceback", '  File "x.py"')), experiment_in(tmp_path / "x")
+    )
     assert capsys.readouterr().out.replace(str(tmp_path), "T").splitlines() == [
         "",
         "failed with status 1 after 20 iterations, training loss 2.5000",

@@ -1,4 +1,6 @@
-"""What a wheel and a source distribution hold. Both are built here, without a network and in seconds."""
+"""What a wheel and a source distribution hold. Both are built here, without a network and in
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ NOT_COPIED = {".venv", ".git", "build", "dist", "runs", "data"}
 
 
 def build(tree: Path, kind: str, to: Path) -> Path:
-    """Builds the `wheel` or `sdist` of a tree by what pyproject.toml names, as pip does, and returns the file."""
+    """Builds the `wheel` or `sdist` of a tree by what pyproject.toml names, as pip does, and
+    returns the file.
+    """
     code = f"import os, sys, setuptools.build_meta as of; of.build_{kind}(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, to], cwd=tree, check=True, capture_output=True, text=True)
+    subprocess.run(
+        [sys.executable, "-c", code, to], cwd=tree, check=True, capture_output=True, text=True
+    )
     (file,) = to.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return file
 
@@ -40,10 +46,15 @@ def below(*folders: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel and the sdist of a copy of this tree, in which an earlier build has left a module that is gone."""
+    """The wheel and the sdist of a copy of this tree, in which an earlier build has left a module
+    that is gone.
+    """
     tree, to = (tmp_path_factory.mktemp(name) for name in ("tree", "built"))
     shutil.copytree(
-        ROOT, tree, ignore=lambda folder, _: NOT_COPIED if folder == str(ROOT) else {"__pycache__"}, dirs_exist_ok=True
+        ROOT,
+        tree,
+        ignore=lambda folder, _: NOT_COPIED if folder == str(ROOT) else {"__pycache__"},
+        dirs_exist_ok=True,
     )
     stale = tree / "build/lib/megatron_muon/gone.py"
     stale.parent.mkdir(parents=True)
@@ -63,9 +74,25 @@ def test_a_wheel_has_the_package_the_configs_and_slurms_script_and_nothing_else(
 def test_a_source_distribution_has_what_builds_and_tests_it(built):
     _, sdist = built
     with tarfile.open(sdist) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    folders = ("megatron_muon", "configs", "scripts", "tests", "benchmarks", "examples", "docs", "requirements", ".ci")
-    at_root = {name for name in os.listdir(ROOT) if name.endswith((".py", ".toml", ".md", ".in")) or name == "LICENSE"}
+        names = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
+    folders = (
+        "megatron_muon",
+        "configs",
+        "scripts",
+        "tests",
+        "benchmarks",
+        "examples",
+        "docs",
+        "requirements",
+        ".ci",
+    )
+    at_root = {
+        name
+        for name in os.listdir(ROOT)
+        if name.endswith((".py", ".toml", ".md", ".in")) or name == "LICENSE"
+    }
     assert (below(*folders) | at_root | {".python-version"}) - names == set()
     assert not [name for name in names if name.startswith(("build/", ".venv/", "runs/", "data/"))]
 
@@ -86,5 +113,7 @@ def test_an_installed_wheel_finds_its_files(built, tmp_path):
         archive.extractall(site)
     code = f"from megatron_muon import shipped; print(shipped.find(shipped.Path({config!r})))"
     line, environ = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(site / "megatron_muon/shipped" / config)

@@ -30,10 +30,18 @@ def make_rules(chosen: Sequence[str], held: Held, options: Mapping[str, Any]) ->
 
 
 def chosen_rules(
-    *, moment2: str | None = None, cautious: bool = False, hyperball: bool = False, decoupled: bool = True
+    *,
+    moment2: str | None = None,
+    cautious: bool = False,
+    hyperball: bool = False,
+    decoupled: bool = True,
 ) -> list[str]:
     """The names of the rules of a Muon: with a second moment or without, and what becomes of weight decay."""
     names = ["momentum", "measure"] if moment2 is None else ["momentum", moment2, "measure"]
     if hyperball:
         return [*names, "hyperball"]
-    return [*names, "cautious_decay" if cautious else "decay" if decoupled else "coupled_decay", "descent"]
+    return [
+        *names,
+        "cautious_decay" if cautious else "decay" if decoupled else "coupled_decay",
+        "descent",
+    ]

@@ -2,12 +2,13 @@
 
     w <- R * normalize(w - lr * R * normalize(update)),  R = ||w||
 
-Source: https://arxiv.org/abs/2606.16899, and emerging-optimizers 0.3, MuonHyperball; each expert is a matrix of its
-own.
+Source: https://arxiv.org/abs/2606.16899, and emerging-optimizers 0.3, MuonHyperball; each expert is
+a matrix of its own.
 
-In other words w <- shrink * (w - pace * update) with two numbers of each matrix, from norms and inner product over all
-of its shards. So updates stay until the exchange is over, in the place of the gradients, which the step has used up.
-One all-reduce of three numbers for each matrix follows, and one pass over the weights.
+In other words w <- shrink * (w - pace * update) with two numbers of each matrix, from norms and
+inner product over all of its shards. So updates stay until the exchange is over, in the place of
+the gradients, which the step has used up. One all-reduce of three numbers for each matrix follows,
+and one pass over the weights.
 """
 
 from __future__ import annotations
@@ -41,14 +42,19 @@ class Hyperball(Rule):
         super().__init__(held, options)
         rank, replicated = held.group.rank(), held.replicated
         self._group = None if replicated or held.group.size() == 1 else held.group
-        self._starts = [0, *itertools.accumulate(held.experts)]  # the numbers of each matrix, one for each expert
+        # the numbers of each matrix, one for each expert
+        self._starts = [0, *itertools.accumulate(held.experts)]
         self._sums = torch.zeros(3, self._starts[-1], dtype=torch.float32, device=held.device)
         self._places: list[range] = []
         sent = torch.zeros(self._starts[-1], dtype=torch.float32)
         whole = zip(self._starts, held.layout.matrices, held.experts, held.shards, strict=False)
         for start, matrix, count, shard in whole:
             rows = matrix.shape[0] // count
-            first, number = (shard.row_start // rows, shard.rows // rows) if count > 1 else (0, int(shard.numel > 0))
+            first, number = (
+                (shard.row_start // rows, shard.rows // rows)
+                if count > 1
+                else (0, int(shard.numel > 0))
+            )
             self._places.append(range(start + first, start + first + number))
             if shard.rank == rank or replicated:  # the first of those that hold it
                 sent[start + first : start + first + number] = 1.0
@@ -63,13 +69,15 @@ class Hyperball(Rule):
         for group, name in zip(groups, names, strict=True):
             if not is_on_device(group["lr"]) and group["lr"] >= 1.0:
                 raise UserError(
-                    f"the learning rate {group['lr']:g} of {name} is not below 1: with MuonHyperball it is the size of "
-                    "a step relative to the matrix; begin with 0.02"
+                    f"the learning rate {group['lr']:g} of {name} is not below 1: with"
+                    " MuonHyperball it is the size of a step relative to the matrix; begin with"
+                    " 0.02"
                 )
             if acts(group["weight_decay"]):
                 raise UserError(
-                    f"weight decay {group['weight_decay']:g} of {name} has no effect with MuonHyperball, which keeps "
-                    "the norm that decay would shrink; use 0 for its matrices"
+                    f"weight decay {group['weight_decay']:g} of {name} has no effect with"
+                    " MuonHyperball, which keeps the norm that decay would shrink; use 0 for its"
+                    " matrices"
                 )
 
     @override
@@ -80,18 +88,34 @@ class Hyperball(Rule):
     def after(self, part: Part) -> None:
         """Put the updates, zero where one is not finite, in the place of the gradients, where there are any."""
         zero_nan(part.flat)
-        present = [place for place, parameter in enumerate(part.parameters) if parameter.grad is not None]
+        present = [
+            place for place, parameter in enumerate(part.parameters) if parameter.grad is not None
+        ]
         gradients = [local_rows(part.parameters[place].grad) for place in present]  # type: ignore[arg-type]
-        weights, updates = ([tensors[place] for place in present] for tensors in (part.state, part.rows))
+        weights, updates = (
+            [tensors[place] for place in present] for tensors in (part.state, part.rows)
+        )
         indices = [part.indices[place] for place in present]
         for some in together(weights):
             torch._foreach_copy_(gradients[some], updates[some])
-            ours = [self._matrices(index, rows) for index, rows in zip(indices[some], weights[some], strict=True)]
-            theirs = [self._matrices(index, rows) for index, rows in zip(indices[some], gradients[some], strict=True)]
+            ours = [
+                self._matrices(index, rows)
+                for index, rows in zip(indices[some], weights[some], strict=True)
+            ]
+            theirs = [
+                self._matrices(index, rows)
+                for index, rows in zip(indices[some], gradients[some], strict=True)
+            ]
             pairs = list(zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
-            norms = torch._foreach_norm([one for pair in pairs for one in pair], dtype=torch.float32)
-            products = torch.stack([torch.dot(*(one.reshape(-1).float() for one in pair)) for pair in pairs])
-            self._found.append(torch.stack([*torch.stack(norms).square().view(-1, 2).unbind(1), products]))
+            norms = torch._foreach_norm(
+                [one for pair in pairs for one in pair], dtype=torch.float32
+            )
+            products = torch.stack(
+                [torch.dot(*(one.reshape(-1).float() for one in pair)) for pair in pairs]
+            )
+            self._found.append(
+                torch.stack([*torch.stack(norms).square().view(-1, 2).unbind(1), products])
+            )
             self._pairs += pairs
             self._order += itertools.chain(*(self._places[index] for index in indices[some]))
 
@@ -109,17 +133,22 @@ class Hyperball(Rule):
             weight.mul_(of_weight).addcmul_(update, of_update)
         self._pairs, self._found, self._order = [], [], []
 
-    def _numbers(self, sums: torch.Tensor, rates: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _numbers(
+        self, sums: torch.Tensor, rates: Sequence[Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """For each matrix `shrink` and `pace`, of w <- shrink * (w - pace * update); 1 and 0 without an update."""
         radius, (of_update, product) = sums[0].sqrt(), sums[1:]
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0
-        for _, alike in itertools.groupby(rates, key=lambda rate: id(rate) if isinstance(rate, torch.Tensor) else rate):
+        for _, alike in itertools.groupby(
+            rates, key=lambda rate: id(rate) if isinstance(rate, torch.Tensor) else rate
+        ):
             rate, *others = alike
             end = start + 1 + len(others)
             pace[self._starts[start] : self._starts[end]] *= rate
             start = end
-        moved = sums[0] - 2.0 * pace * product + pace.square() * of_update  # the square of ||w - pace * update||
+        # the square of ||w - pace * update||
+        moved = sums[0] - 2.0 * pace * product + pace.square() * of_update
         shrink = radius / moved.maximum(ROUNDING * sums[0]).sqrt().clamp_min(SMALLEST)
         is_still = of_update == 0.0
         return shrink.masked_fill_(is_still, 1.0), pace.masked_fill_(is_still, 0.0)
@@ -136,8 +165,9 @@ class Hyperball(Rule):
         for index, name in enumerate(names):
             if 0.0 in norms[self._starts[index] : self._starts[index + 1]]:
                 raise UserError(
-                    f"--muon-hyperball keeps the norm of every matrix, and {name} is zero: it would stay so; "
-                    "initialize it otherwise, or leave it to the scalar optimizer by --muon-exclude"
+                    f"--muon-hyperball keeps the norm of every matrix, and {name} is zero: it would"
+                    " stay so; initialize it otherwise, or leave it to the scalar optimizer by"
+                    " --muon-exclude"
                 )
 
     def _matrices(self, index: int, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -151,5 +181,7 @@ class Hyperball(Rule):
 
     def _index(self, order: tuple[int, ...]) -> torch.Tensor:
         if order not in self._on_device:
-            self._on_device[order] = torch.tensor(order, dtype=torch.int64, device=self._sums.device)
+            self._on_device[order] = torch.tensor(
+                order, dtype=torch.int64, device=self._sums.device
+            )
         return self._on_device[order]

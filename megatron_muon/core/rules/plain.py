@@ -1,9 +1,10 @@
 """Plain Muon: momentum, weight decay in three ways, and the step along the update, the last rule but with Hyperball.
 
-Momentum is an exponential moving average with Nesterov's look-ahead, as in emerging-optimizers' Muon.
+Momentum is an exponential moving average with Nesterov's look-ahead, as in emerging-optimizers'
+Muon.
 
-Source of cautious decay: https://arxiv.org/abs/2510.12402, w <- w - lr * (update + weight_decay * [update * w >= 0] *
-w), element by element.
+Source of cautious decay: https://arxiv.org/abs/2510.12402, w <- w - lr * (update + weight_decay *
+[update * w >= 0] * w), element by element.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Momentum(Rule):
             self._keep(part, part.failed)
         for group, rows, momentum in part.by_group():
             share = group["momentum"]
-            if len(rows) == 1 and self._nesterov:  # one tensor may be more than a launch of calls on lists takes
+            # one tensor may be more than a launch of calls on lists takes
+            if len(rows) == 1 and self._nesterov:
                 momentum[0].lerp_(rows[0], 1.0 - share)
                 rows[0].lerp_(momentum[0], share)
                 continue
@@ -50,7 +52,8 @@ class Momentum(Rule):
     def _keep(part: Part, failed: torch.Tensor) -> None:
         """Put the momentum of matrices that fail in the place of their rows; one pass over neighbours of one size.
 
-        A mask of elements would cost more than the iteration: `repeat_interleave` gives a whole matrix to one warp.
+        A mask of elements would cost more than the iteration: `repeat_interleave` gives a whole
+        matrix to one warp.
         """
         if part.flat_state is None:
             for rows, momentum, flag in zip(part.rows, part.state, failed.unbind(), strict=True):
@@ -60,7 +63,9 @@ class Momentum(Rule):
         for numel, alike in itertools.groupby(one.numel() for one in part.rows):
             count = len(list(alike))
             end = start + count * numel
-            rows, momentum = (flat[start:end].view(count, numel) for flat in (part.flat, part.flat_state))
+            rows, momentum = (
+                flat[start:end].view(count, numel) for flat in (part.flat, part.flat_state)
+            )
             torch.where(failed[first : first + count, None], momentum, rows, out=rows)
             start, first = end, first + count
 
@@ -72,7 +77,11 @@ class CoupledDecay(Rule):
     def before(self, part: Part) -> None:
         for parameter, group, rows in zip(part.parameters, part.groups, part.rows, strict=True):
             if acts(group["weight_decay"]):
-                _add_scaled([rows], [local_rows(parameter).to(rows.device, rows.dtype)], group["weight_decay"])
+                _add_scaled(
+                    [rows],
+                    [local_rows(parameter).to(rows.device, rows.dtype)],
+                    group["weight_decay"],
+                )
 
 
 class Decay(Rule):
@@ -129,7 +138,9 @@ def _add_scaled(tensors: list[torch.Tensor], others: list[torch.Tensor], factor:
         torch._foreach_add_(tensors[part], torch._foreach_mul(others[part], factor))
 
 
-def _decay_aligned(weights: list[torch.Tensor], updates: list[torch.Tensor], factor: Number) -> None:
+def _decay_aligned(
+    weights: list[torch.Tensor], updates: list[torch.Tensor], factor: Number
+) -> None:
     """Add `factor`, minus decay times learning rate, of their weight to elements that are `aligned`, in place."""
     for part in together(weights):
         products = torch._foreach_mul(weights[part], updates[part])
@@ -145,7 +156,11 @@ def together(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
     """Consecutive `tensors` that take several passes together, so that each pass finds them in the cache."""
     first, elements = 0, 0
     for place, tensor in enumerate(tensors):
-        if elements and elements + tensor.numel() > TOGETHER["cpu" if tensor.device.type == "cpu" else "cuda"]:
+        if (
+            elements
+            and elements + tensor.numel()
+            > TOGETHER["cpu" if tensor.device.type == "cpu" else "cuda"]
+        ):
             yield slice(first, place)
             first, elements = place, 0
         elements += tensor.numel()

@@ -1,7 +1,8 @@
 """What a rule is: the part of a step that makes one variant of Muon differ from another.
 
-It sees this rank's rows before they are orthogonalised (`before`), the whole update of a matrix on its owner
-(`normalize`), and the rows of the update when they are back (`after`). `ShardedMuon` knows none by name.
+It sees this rank's rows before they are orthogonalised (`before`), the whole update of a matrix on
+its owner (`normalize`), and the rows of the update when they are back (`after`). `ShardedMuon`
+knows none by name.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ class Held:
     group: dist.ProcessGroup  # of the layout
     device: torch.device  # where weights and gradients lie
     experts: Sequence[int]  # how many matrices each of the layout's matrices stacks
-    rectangles: Sequence[Rectangle] | None = None  # of `shards`, where empty ones have columns or rows of their own
-    scales: Sequence[torch.Tensor] = ()  # factors of each update, (rows, 1) fp32, where a rule applies them
+    # of `shards`, where empty ones have columns or rows of their own
+    rectangles: Sequence[Rectangle] | None = None
+    # factors of each update, (rows, 1) fp32, where a rule applies them
+    scales: Sequence[torch.Tensor] = ()
     replicated: bool = False  # every rank holds whole matrices and all of their state
     repeated: bool = False  # every rank orthogonalises every matrix
     over_tp: bool = True  # matrices are whole over tensor-parallel ranks
@@ -41,7 +44,8 @@ class Step(NamedTuple):
     """A step that begins."""
 
     groups: Sequence[dict[str, Any]]  # the parameter group of each matrix
-    state: Callable[[str], list[torch.Tensor]]  # this rank's part of each matrix's slot of a name, (rows, cols) fp32
+    # this rank's part of each matrix's slot of a name, (rows, cols) fp32
+    state: Callable[[str], list[torch.Tensor]]
     probe: Probe
 
 
@@ -52,31 +56,39 @@ class Part:
     indices: Sequence[int]
     parameters: Sequence[torch.Tensor]
     groups: Sequence[dict[str, Any]]
-    flat: torch.Tensor  # rows one after the other: gradients before the exchange, then updates, NaN if not finite
+    # rows one after the other: gradients before the exchange, then updates, NaN if not finite
+    flat: torch.Tensor
     rows: list[torch.Tensor]  # views of it
     state: list[torch.Tensor]  # momentum before the exchange, weights after it
     flat_state: torch.Tensor | None = None  # all of it, in the order of `flat`, where it lies so
-    failed: torch.Tensor | None = None  # before the exchange: which matrices no rank updates, bool; None: none
+    # before the exchange: which matrices no rank updates, bool; None: none
+    failed: torch.Tensor | None = None
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
         if len(set(map(id, self.groups))) == 1:
             flat = self.flat_state
-            yield (self.groups[0], self.rows, self.state) if flat is None else (self.groups[0], [self.flat], [flat])
+            yield (
+                (self.groups[0], self.rows, self.state)
+                if flat is None
+                else (self.groups[0], [self.flat], [flat])
+            )
             return
         chosen: dict[int, list[int]] = {}
         for place, group in enumerate(self.groups):
             chosen.setdefault(id(group), []).append(place)
         for places in chosen.values():
-            rows, state = ([tensors[place] for place in places] for tensors in (self.rows, self.state))
+            rows, state = (
+                [tensors[place] for place in places] for tensors in (self.rows, self.state)
+            )
             yield self.groups[places[0]], rows, state
 
 
 class Rule:
     """One part of what a step does; this one does nothing.
 
-    In a step `begin` comes first, then for each wave `before`, `normalize` on the ranks that orthogonalise, and
-    `after`; `end` comes last. `options` is what the user has set, by name.
+    In a step `begin` comes first, then for each wave `before`, `normalize` on the ranks that
+    orthogonalise, and `after`; `end` comes last. `options` is what the user has set, by name.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
@@ -142,4 +154,6 @@ class Measure(Rule):
 
     @override
     def after(self, part: Part) -> None:
-        self._probe.updates(part.indices, part.rows, lambda index: len(self.held.shards[index].holders))
+        self._probe.updates(
+            part.indices, part.rows, lambda index: len(self.held.shards[index].holders)
+        )

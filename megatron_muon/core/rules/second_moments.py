@@ -1,7 +1,8 @@
 """Second moments of the update, unscaled: AdaMuon's of each element, NorMuon's of each neuron.
 
-Sources: https://arxiv.org/abs/2507.11005, https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes
-emerging-optimizers 0.3, AdaptiveMuon. But every block is scaled by its own shape, and experts are matrices.
+Sources: https://arxiv.org/abs/2507.11005, https://arxiv.org/abs/2510.05491; of arithmetic, names
+and shapes emerging-optimizers 0.3, AdaptiveMuon. But every block is scaled by its own shape, and
+experts are matrices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MOMENT2 = "moment2_buffer"
 class AdaMuon(Rule):
     """Each element of the update over the root of its second moment, which a skipped update leaves alone.
 
-    The moment is fp32, of the shape of this rank's rows; a rank advances it when their update arrives.
+    The moment is fp32, of the shape of this rank's rows; a rank advances it when their update
+    arrives.
     """
 
     slots = (MOMENT2,)
@@ -32,7 +34,9 @@ class AdaMuon(Rule):
         super().__init__(held, options)
         self.settings = {name: options[name] for name in ("beta2", "eps")}
         whole = zip(held.scales, held.shards, strict=True)
-        self._scales = [factors[shard.row_start : shard.row_start + shard.rows] for factors, shard in whole]
+        self._scales = [
+            factors[shard.row_start : shard.row_start + shard.rows] for factors, shard in whole
+        ]
 
     @override
     def begin(self, step: Step) -> None:
@@ -53,10 +57,11 @@ class AdaMuon(Rule):
 class NorMuon(Rule):
     """Each neuron's update over the root of its second moment, which the rank that orthogonalises a matrix advances.
 
-    Moment and norm are those of the whole parameter. A matrix with at least as many rows as columns has one number for
-    each row, `(rows, 1)`, sharded as the rows are, a wider one for each column, `(1, cols)`, on every rank. Before the
-    exchange every rank gets all numbers, by one all-reduce in which each number has one rank that does not send zero: a
-    sum that rounds nothing. After it they go round once more.
+    Moment and norm are those of the whole parameter. A matrix with at least as many rows as columns
+    has one number for each row, `(rows, 1)`, sharded as the rows are, a wider one for each column,
+    `(1, cols)`, on every rank. Before the exchange every rank gets all numbers, by one all-reduce
+    in which each number has one rank that does not send zero: a sum that rounds nothing. After it
+    they go round once more.
     """
 
     slots = (MOMENT2,)
@@ -67,14 +72,20 @@ class NorMuon(Rule):
         self.settings = {name: options[name] for name in ("beta2", "eps")}
         self._rank = held.group.rank()
         counts = zip(held.layout.matrices, held.experts, strict=True)
-        self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
-        # A number for each row, or each column; source: emerging-optimizers' AdaptiveMuon._init_group.
+        self._stacks = [
+            (count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts
+        ]
+        # A number for each row, or each column; source: emerging-optimizers'
+        # AdaptiveMuon._init_group.
         self._by_row = [rows >= cols for _, rows, cols in self._stacks]
         sizes = [count * max(rows, cols) for count, rows, cols in self._stacks]
         self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
-        self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
+        # the numbers of each matrix: views
+        self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
-        self._rectangles = held.rectangles or [(s.row_start, s.rows, s.col_start, s.cols) for s in held.shards]
+        self._rectangles = held.rectangles or [
+            (s.row_start, s.rows, s.col_start, s.cols) for s in held.shards
+        ]
         self._done: set[int] = set()
 
     @override
@@ -106,8 +117,12 @@ class NorMuon(Rule):
         experts, rows, _ = self._stacks[index]
         moments = self._whole[index].view(experts, -1).unsqueeze(dim)
         update.masked_fill_(~finite, 0.0)
-        for matrix, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
-            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite.float() * (1.0 - beta2))
+        for matrix, moment, scale in zip(
+            update.split(rows), moments, self.held.scales[index].split(rows), strict=True
+        ):
+            moment.lerp_(
+                matrix.square().mean(dim=dim, keepdim=True), finite.float() * (1.0 - beta2)
+            )
             before = torch.linalg.vector_norm(matrix)
             matrix.mul_(moment.clamp_min(eps).rsqrt_())
             matrix.mul_(before / torch.linalg.vector_norm(matrix).clamp_min(eps))
@@ -131,26 +146,35 @@ class NorMuon(Rule):
 
     def _part(self, index: int, *, sending: bool) -> torch.Tensor | None:
         """This rank's numbers of a matrix; when sending, of those that several ranks hold only the first's."""
-        (experts, rows, _), shard, whole = self._stacks[index], self._shards[index], self._whole[index]
+        (experts, rows, _), shard, whole = (
+            self._stacks[index],
+            self._shards[index],
+            self._whole[index],
+        )
         if self.held.replicated:
             return whole
         by_row = self._by_row[index]
-        if sending and (shard is None or shard.rank != self._rank or (shard.col_start if by_row else shard.row_start)):
+        if sending and (
+            shard is None
+            or shard.rank != self._rank
+            or (shard.col_start if by_row else shard.row_start)
+        ):
             return None
         if by_row or experts == 1:
             row, count, col, cols = self._rectangles[index]
             return whole[row : row + count] if by_row else whole[col : col + cols]
         if shard is None:
             return None
-        first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
+        # experts lie whole on a rank
+        first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows
         return whole.view(experts, -1)[first:last].view(-1)
 
 
 def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:
     """Zeros for one number for each row (or column) of `parameter`, fp32, a DTensor as `parameter` is.
 
-    Ranks that shard the dimension averaged over hold the same numbers; so do tensor-parallel ranks with `over_tp`,
-    whose parts are matrices of their own otherwise.
+    Ranks that shard the dimension averaged over hold the same numbers; so do tensor-parallel ranks
+    with `over_tp`, whose parts are matrices of their own otherwise.
     """
     gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
 
@@ -167,7 +191,9 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> to
                 size *= mesh.size(place)
             else:
                 placements[place] = Replicate()
-    local = parameter._local_tensor.new_zeros(without(parameter._local_tensor.shape), dtype=torch.float32)
+    local = parameter._local_tensor.new_zeros(
+        without(parameter._local_tensor.shape), dtype=torch.float32
+    )
     shape = without(parameter.shape, size)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -45,13 +45,18 @@ from megatron_muon.patching import Patches, versions
 def save_beside_and_rename(patches: Patches) -> None:
     """Write a checkpoint beside its place, and rename it when every rank's file is there in full, with checksums.
 
-    0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks like a checkpoint; one
-    that repeats an iteration writes over the files of a checkpoint that `latest` may name.
+    0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks
+    like a checkpoint; one that repeats an iteration writes over the files of a checkpoint that
+    `latest` may name.
     """
 
     @patches.around(dcp, "save", takes=["state_dict", "storage_writer"])
     def save_beside(
-        save: Callable[..., Any], state_dict: Any, *args: Any, storage_writer: Any = None, **kwargs: Any
+        save: Callable[..., Any],
+        state_dict: Any,
+        *args: Any,
+        storage_writer: Any = None,
+        **kwargs: Any,
     ) -> Any:
         folder = Path(getattr(storage_writer, "path", "."))
         if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
@@ -68,12 +73,14 @@ def save_beside_and_rename(patches: Patches) -> None:
 def write_tracker_at_once(patches: Patches) -> None:
     """Write `latest_checkpointed_iteration.txt` so that it is always whole.
 
-    0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty file, at which the
-    next one stops.
+    0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty
+    file, at which the next one stops.
     """
     text = "maybe_msc.open(tracker_filename, 'w')"
     if text not in inspect.getsource(inspect.unwrap(checkpointing.save_checkpoint)):
-        raise RuntimeError(f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}")
+        raise RuntimeError(
+            f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}"
+        )
     client = checkpointing.maybe_msc
 
     class WithWholeTracker:
@@ -93,7 +100,9 @@ def explain_failed_saves(patches: Patches) -> None:
     """Say why a save failed, and which checkpoint to resume from."""
 
     @patches.around(training, "save_checkpoint", takes=["iteration"])
-    def save_checkpoint(save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(
+        save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any
+    ) -> None:
         try:
             save(iteration, *args, **kwargs)
         except (OSError, CheckpointException) as error:
@@ -102,18 +111,25 @@ def explain_failed_saves(patches: Patches) -> None:
             save_dir, reason = Path(get_args().save), reason_of(error)
             with contextlib.suppress(OSError):
                 reason += f", {shutil.disk_usage(save_dir).free / 2**30:.1f} GiB free there"
-            why = f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({reason})"
+            why = (
+                f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
+                f" ({reason})"
+            )
             raise SaveError(f"{why}; {files.resume_hint(save_dir)}") from error
 
 
 def have_main_weights_at_hand(patches: Patches) -> None:
     """Let checkpoints have the main weights that `--muon-offload-state all` keeps out of Megatron-FSDP's buffers.
 
-    0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main weights, and loads them in
-    place.
+    0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main
+    weights, and loads them in place.
     """
 
-    @patches.around(checkpointing, "generate_state_dict", takes=["args", "model", "optimizer", "optim_sd_kwargs"])
+    @patches.around(
+        checkpointing,
+        "generate_state_dict",
+        takes=["args", "model", "optimizer", "optim_sd_kwargs"],
+    )
     def generate_state_dict(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[2]
         is_trial = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
@@ -121,7 +137,9 @@ def have_main_weights_at_hand(patches: Patches) -> None:
             return generate(*args, **kwargs)
 
     @patches.around(training, "load_checkpoint", takes=["ddp_model", "optimizer"])
-    def load_checkpoint(load: Callable[..., Any], ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        load: Callable[..., Any], ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         with _at_hand(optimizer, write=True):
             return load(ddp_model, optimizer, *args, **kwargs)
 
@@ -147,9 +165,10 @@ def remember_signals(patches: Patches) -> None:
 def keep_adam_state_alike(patches: Patches) -> None:
     """Give Adam under Megatron-FSDP its state from the start, on every rank alike, for shards without rows too.
 
-    torch's AdamW keeps no state for empty shards, and a save, which runs collectives key by key, then never returns;
-    where it has state for them, its counter must advance with the others', since a checkpoint holds one for all. And
-    0.19 makes state before loading with an optimizer step, which leaves what the checkpoint lacks decayed by a step.
+    torch's AdamW keeps no state for empty shards, and a save, which runs collectives key by key,
+    then never returns; where it has state for them, its counter must advance with the others',
+    since a checkpoint holds one for all. And 0.19 makes state before loading with an optimizer
+    step, which leaves what the checkpoint lacks decayed by a step.
     """
 
     @patches.around(training, "get_megatron_optimizer")
@@ -162,7 +181,11 @@ def keep_adam_state_alike(patches: Patches) -> None:
 
     @patches.around(DistributedOptimizer, "_init_optimizer_states_with_dummy_values")
     def init_optimizer_states_with_dummy_values(initialize: Callable[..., None], self: Any) -> None:
-        if not all(p in self.optimizer.state for group in self.optimizer.param_groups for p in group["params"]):
+        if not all(
+            p in self.optimizer.state
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        ):
             initialize(self)
 
 
@@ -185,62 +208,92 @@ class _Discarding(FileSystemWriter):
 def try_saving_before_training(patches: Patches) -> None:
     """Prepare and plan a checkpoint as a save does, before the first step of a run with --save.
 
-    megatron-core finds out at the first save what it cannot save, and all that was trained is lost then.
+    megatron-core finds out at the first save what it cannot save, and all that was trained is lost
+    then.
     """
 
-    @patches.around(training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"])
+    @patches.around(
+        training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"]
+    )
     def train_after_trial(
-        train: Callable[..., Any], forward: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+        train: Callable[..., Any],
+        forward: Any,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         from megatron.training import get_args
 
         settings, started = get_args(), time.monotonic()
         if settings.save and settings.ckpt_format == "fsdp_dtensor":
             try:
-                save(_state_to_save(settings, model, optimizer, scheduler), storage_writer=_Discarding("."))
+                save(
+                    _state_to_save(settings, model, optimizer, scheduler),
+                    storage_writer=_Discarding("."),
+                )
             except (Exception, CheckpointException) as error:
                 traceback.print_exc()
                 raise SaveError(
-                    f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
-                    f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
+                    "this run could not save a checkpoint: a save without files, tried before the"
+                    f" first step, failed ({reason_of(error)}; the traceback is above); nothing was"
+                    " trained. Without --save it would train"
                 ) from error
-            say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
+            say(
+                "megatron-muon: tried a save without writing it, in"
+                f" {time.monotonic() - started:.2f} s"
+            )
         return train(forward, model, optimizer, scheduler, *args, **kwargs)
 
 
-def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+def _state_to_save(
+    args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
+) -> dict[str, Any]:
     """What megatron-core's save_checkpoint hands to torch's distributed checkpointing, by the same functions."""
     model = unwrap_model(model)
     settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
     if isinstance(optimizer, MuonChainedOptimizer):
         settings["is_loading"] = True  # leaves offloaded momentum where it is
-    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    groups = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
     rng_state = checkpointing.get_rng_state(args.ckpt_format, *groups)
     state = checkpointing.generate_state_dict(
         args, model, optimizer, scheduler, rng_state, iteration=0, optim_sd_kwargs=settings
     )
-    prepared: dict[str, Any] = checkpointing.preprocess_fsdp_dtensor_state_dict(args, state, model[0])
+    prepared: dict[str, Any] = checkpointing.preprocess_fsdp_dtensor_state_dict(
+        args, state, model[0]
+    )
     return prepared
 
 
 def split_swiglu(patches: Patches) -> None:
     """Split the fused projection, with its state in any optimizer, under `no_shard` too.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others; weights it splits
-    whatever they are. So every slot of the weights' shape is shown to it as weights are. What has another shape, as
-    NorMuon's second moment, stays whole beside the gate; a step counter belongs to both halves. The handler also looks
-    parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
-    wrapper that its names count on), so it is shown a model that finds them at any depth. It copies host memory to the
-    GPU, where offloaded momentum and main weights might not fit, and what is loaded into the copy would be lost. And it
-    makes halves as shards, under `no_shard` too, where they are to be whole.
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others;
+    weights it splits whatever they are. So every slot of the weights' shape is shown to it as
+    weights are. What has another shape, as NorMuon's second moment, stays whole beside the gate; a
+    step counter belongs to both halves. The handler also looks parameters up by names with one
+    `module.` too many when saving (save_checkpoint passes it the model without the wrapper that its
+    names count on), so it is shown a model that finds them at any depth. It copies host memory to
+    the GPU, where offloaded momentum and main weights might not fit, and what is loaded into the
+    copy would be lost. And it makes halves as shards, under `no_shard` too, where they are to be
+    whole.
     """
-    make = handlers.make_fsdp_dtensor  # which is replaced where the handler runs, and has to take what that needs
+    # which is replaced where the handler runs, and has to take what that needs
+    make = handlers.make_fsdp_dtensor
     patches.replace(handlers, "make_fsdp_dtensor", make, takes=["is_sharded_param", "run_check"])
 
     @patches.around(
-        checkpointing, "handle_swiglu_in_state_dict", takes=["model", "model_state_dict", "optimizer_state_dict"]
+        checkpointing,
+        "handle_swiglu_in_state_dict",
+        takes=["model", "model_state_dict", "optimizer_state_dict"],
     )
-    def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
+    def handle_swiglu(
+        handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any
+    ) -> Any:
         names = dict(model.named_parameters())
         with _whole_slices(names.values()) as replicated, Patches() as changes:
             made = partial(make, is_sharded_param=False) if replicated else make
@@ -249,9 +302,12 @@ def split_swiglu(patches: Patches) -> None:
             if optimizer_state is None:
                 return model_state, None
             if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
-                names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
+                # as the optimizer's state counts them
+                names = handlers.handle_experts_in_state_dict(names, experts)
             whole = _AnyDepth(model, names)
-            state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
+            state = _with_halves(
+                optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0]
+            )
         return model_state, {**optimizer_state, "state": state}
 
 
@@ -270,7 +326,9 @@ class _AnyDepth(torch.nn.Module):
 @contextlib.contextmanager
 def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
     """Whether there are replicas; they get the slice by which the handler cuts, which Megatron-FSDP sets on shards."""
-    of_fsdp = [parameter for parameter in parameters if hasattr(parameter, "megatron_fsdp_dist_index")]
+    of_fsdp = [
+        parameter for parameter in parameters if hasattr(parameter, "megatron_fsdp_dist_index")
+    ]
     replicas = [parameter for parameter in of_fsdp if not hasattr(parameter, "megatron_fsdp_slice")]
     for parameter in replicas:
         parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
@@ -281,7 +339,9 @@ def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
             del parameter.megatron_fsdp_slice
 
 
-def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
+def _made_in_place(
+    make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any
+) -> Any:
     """megatron-core's make_fsdp_dtensor around a local tensor that stays where it is, in host memory or on the GPU.
 
     DTensor.from_local copies host memory to the GPU, and leaves alone only what has no memory.
@@ -289,7 +349,8 @@ def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: 
     made = make(local_tensor.to("meta"), param, **{**kwargs, "run_check": False})
     local_tensor = local_tensor.view(made._local_tensor.shape)
     for name, value in vars(made._local_tensor).items():
-        setattr(local_tensor, name, value)  # what tells the checkpoint which part of the whole this is
+        # what tells the checkpoint which part of the whole this is
+        setattr(local_tensor, name, value)
     return DTensor(local_tensor, made._spec, requires_grad=False)
 
 
@@ -300,7 +361,8 @@ def _with_halves(
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state, slots by parameter, in which fused projections are two parameters, ending in `_w` and `_v`."""
     made: dict[str, dict[str, Any]] = {}
-    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):  # in one order on every rank
+    # in one order on every rank
+    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):
         elementwise = {
             name: slots[slot]
             for name, slots in state.items()
@@ -312,8 +374,13 @@ def _with_halves(
     for name, slots in state.items():
         if gate := made.get(f"{name}_w"):
             others = {slot: value for slot, value in slots.items() if slot not in gate}
-            counts = {slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)}
-            halved |= {f"{name}_w": {**others, **gate}, f"{name}_v": {**counts, **made[f"{name}_v"]}}
+            counts = {
+                slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)
+            }
+            halved |= {
+                f"{name}_w": {**others, **gate},
+                f"{name}_v": {**counts, **made[f"{name}_v"]},
+            }
         else:
             halved[name] = slots
     return halved

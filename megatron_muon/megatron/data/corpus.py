@@ -1,9 +1,9 @@
 """Text as Megatron's indexed data, `PREFIX.bin` and `PREFIX.idx`: `prepare` writes it, a run checks what it reads.
 
-The same input and options give the same bytes, in an order that no file system decides. Files are written under
-temporary names and renamed at the end, under a lock, so several processes may ask for the same prefix at once and an
-interrupted run leaves no half of a file. A manifest, `PREFIX.prepared.json`, is renamed last: where it is, the data is
-complete.
+The same input and options give the same bytes, in an order that no file system decides. Files are
+written under temporary names and renamed at the end, under a lock, so several processes may ask for
+the same prefix at once and an interrupted run leaves no half of a file. A manifest,
+`PREFIX.prepared.json`, is renamed last: where it is, the data is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ import msgspec
 import numpy as np
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.data.tokenizers import IN_TRAINING, TokenizerSpec, build, check_spec, encode
+from megatron_muon.megatron.data.tokenizers import (
+    IN_TRAINING,
+    TokenizerSpec,
+    build,
+    check_spec,
+    encode,
+)
 
 STDLIB = f"python {platform.python_version()}"
 """What settings call the standard library of the running interpreter."""
@@ -51,7 +57,8 @@ _Watch = Callable[[list[Source]], Iterable[Source]]
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of `data prepare`, as the manifest has them.
 
-    `stdlib` is the Python whose standard library is the input; `suffixes` choose files in directories, none means all.
+    `stdlib` is the Python whose standard library is the input; `suffixes` choose files in
+    directories, none means all.
     """
 
     tokenizer: TokenizerSpec = TokenizerSpec()
@@ -84,11 +91,12 @@ def prepare(
 ) -> Manifest:
     """Tokenizes text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    With `settings.stdlib` the input is the standard library, which is not written again where it is there. Data at
-    `output` is replaced with `overwrite` alone. `watch` sees which file is read.
+    With `settings.stdlib` the input is the standard library, which is not written again where it is
+    there. Data at `output` is replaced with `overwrite` alone. `watch` sees which file is read.
 
     Raises:
-        UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
+        UserError: a missing or broken input, nothing to prepare, output that exists already or
+            cannot be written.
     """
     check_spec(settings.tokenizer)
     paths = OutputPaths(output)
@@ -98,16 +106,22 @@ def prepare(
             if settings.stdlib and manifest is not None and manifest.settings == settings:
                 return manifest
             if not overwrite and (paths.bin.exists() or paths.idx.exists()):
-                raise UserError(f"{paths.bin} exists already; add --overwrite to replace it, or give another --output")
+                raise UserError(
+                    f"{paths.bin} exists already; add --overwrite to replace it, or give another"
+                    " --output"
+                )
             if settings.stdlib:
                 found = find_sources([Path(sysconfig.get_path("stdlib"))], (".py",), paths.all)
-                found = [source for source in found if not source[0].startswith("config-")]  # of Python's own build
+                # of Python's own build
+                found = [source for source in found if not source[0].startswith("config-")]
             else:
                 found = find_sources(inputs, settings.suffixes, paths.all)
             return _write(found, settings, paths, watch)
     except OSError as error:
         place = error.filename or output
-        raise UserError(f"cannot read or write {str(place)!r}: {error.strerror or error}") from error
+        raise UserError(
+            f"cannot read or write {str(place)!r}: {error.strerror or error}"
+        ) from error
 
 
 class OutputPaths:
@@ -115,7 +129,9 @@ class OutputPaths:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        self.all = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")]
+        self.all = [
+            prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")
+        ]
         self.bin, self.idx, self.manifest = self.all
         self.cache = prefix.with_name(f"{prefix.name}.cache")
 
@@ -166,8 +182,10 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
             sizes=_sizes(bin_, idx),
         )
         manifest_file.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-        paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
-        for index in paths.cache.glob("*Dataset-*"):  # keyed by path and settings: stale for other documents
+        # between the renames there is no manifest that could promise anything
+        paths.manifest.unlink(missing_ok=True)
+        # keyed by path and settings: stale for other documents
+        for index in paths.cache.glob("*Dataset-*"):
             index.unlink()
         for file, place in zip(files, paths.all, strict=True):
             os.replace(file, place)
@@ -180,10 +198,13 @@ def _sizes(bin_: Path, idx: Path) -> dict[str, int]:
     return {"bin": bin_.stat().st_size, "idx": idx.stat().st_size}
 
 
-def find_sources(inputs: Iterable[Path], suffixes: tuple[str, ...], not_these: Iterable[Path]) -> list[Source]:
+def find_sources(
+    inputs: Iterable[Path], suffixes: tuple[str, ...], not_these: Iterable[Path]
+) -> list[Source]:
     """Lists the files of the inputs, each once: inputs in the order given, a directory's files by relative path.
 
-    What is hidden below a directory is passed over, as are files of `not_these`, such as the output.
+    What is hidden below a directory is passed over, as are files of `not_these`, such as the
+    output.
     """
     found: dict[str, Source] = {}
     for given in inputs:
@@ -202,12 +223,22 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Source]:
 
     found: list[Path] = []
     for directory, folders, names in root.walk(on_error=fail):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES]
-        found += [directory / name for name in names if not name.startswith(".") and name.endswith(suffixes or "")]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES
+        ]
+        found += [
+            directory / name
+            for name in names
+            if not name.startswith(".") and name.endswith(suffixes or "")
+        ]
     return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
 
 
-def read_documents(sources: Iterable[Source], json_key: str, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
+def read_documents(
+    sources: Iterable[Source], json_key: str, skipped: Counter[str]
+) -> Iterator[tuple[str, str]]:
     """Yields where the documents of sources stand, and their texts; counts what it has `skipped`.
 
     A document that is the only one comes in pieces, as --split divides documents among sets.
@@ -220,7 +251,9 @@ def read_documents(sources: Iterable[Source], json_key: str, skipped: Counter[st
     yield from itertools.chain(first, documents)
 
 
-def _documents(sources: Iterable[Source], json_key: str, skipped: Counter[str]) -> Iterator[tuple[str, str]]:
+def _documents(
+    sources: Iterable[Source], json_key: str, skipped: Counter[str]
+) -> Iterator[tuple[str, str]]:
     for label, path in sources:
         if path.name.endswith((".jsonl", ".ndjson")):
             yield from ((place, text) for place, text in _lines(path, json_key) if text)
@@ -245,7 +278,9 @@ def _lines(path: Path, json_key: str) -> Iterator[tuple[str, str]]:
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 text = error
             if not isinstance(text, str):
-                wanted = f"a JSON object on one line, with text in the field {json_key!r} (--json-key)"
+                wanted = (
+                    f"a JSON object on one line, with text in the field {json_key!r} (--json-key)"
+                )
                 raise UserError(f"{place}: must be {wanted}, found {text!r}")
             yield place, text
 
@@ -266,12 +301,15 @@ def cut(text: str) -> list[str]:
 def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
     """The dtype of the token ids and the number of documents, from `PREFIX.idx`.
 
-    A UserError where a file is not there, the index is damaged, or `PREFIX.bin` is shorter than it says.
+    A UserError where a file is not there, the index is damaged, or `PREFIX.bin` is shorter than it
+    says.
     """
     remedy = f"type: megatron-muon data prepare --input TEXT --output {prefix}"
     for file in (Path(prefix + ".bin"), Path(prefix + ".idx")):
         if not file.exists():
-            raise UserError(f"{file} does not exist; give the prefix of a .bin and an .idx file, or {remedy}")
+            raise UserError(
+                f"{file} does not exist; give the prefix of a .bin and an .idx file, or {remedy}"
+            )
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
     try:
@@ -280,24 +318,38 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
         assert dtype.kind in "iu", dtype
         size = Path(prefix + ".bin").stat().st_size
     except (OSError, AssertionError, struct.error, ValueError):  # or of a type unknown to Megatron
-        raise UserError(f"{file} is not an index of Megatron's data, or is damaged; {remedy}") from None
-    least = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * dtype.itemsize if len(index) else 0
+        raise UserError(
+            f"{file} is not an index of Megatron's data, or is damaged; {remedy}"
+        ) from None
+    least = (
+        int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * dtype.itemsize
+        if len(index)
+        else 0
+    )
     if size < least:
-        raise UserError(f"{prefix}.bin is cut short: {size:,} of {least:,} bytes; copy it again, or prepare it anew")
+        raise UserError(
+            f"{prefix}.bin is cut short: {size:,} of {least:,} bytes; copy it again, or prepare it"
+            " anew"
+        )
     return dtype, index.sequence_count
 
 
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     """Refuses data that another tokenizer made, or with ids that the model has no row for, by a `UserError`.
 
-    `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning is looked at. A run's
-    NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
+    `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning
+    is looked at. A run's NullTokenizer stands for any tokenizer: only the size of its vocabulary
+    counts.
     """
     manifest, rows = OutputPaths(Path(prefix)).read_manifest(), args.padded_vocab_size
     run = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     if manifest is None:
         ids = np.fromfile(prefix + ".bin", read_head(prefix)[0], count=_SAMPLE_TOKENS)
-        differs, size, remedy = False, int(ids.max()) + 1 if ids.size else 0, "the --vocab-size of the data"
+        differs, size, remedy = (
+            False,
+            int(ids.max()) + 1 if ids.size else 0,
+            "the --vocab-size of the data",
+        )
         made_with = "a tokenizer that is not known"
     else:
         made = manifest.settings.tokenizer
@@ -308,6 +360,7 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
         made_with = " ".join(made.flags()[1:])
     if differs or size > rows:
         raise UserError(
-            f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has {' '.join(run.flags()[1:])} and "
-            f"a model of {rows} (padded); train with {remedy}, or prepare the text with this run's tokenizer"
+            f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has"
+            f" {' '.join(run.flags()[1:])} and a model of {rows} (padded); train with {remedy}, or"
+            " prepare the text with this run's tokenizer"
         )

@@ -1,8 +1,8 @@
 """The command line: megatron.training's parser with our flags, the defaults that a run needs, and rules of any run.
 
-Defaults are written as flags in front of the user's, so the user's win and the list of them can be shown. Rules of Muon
-are in `refusals`; what flags name on disk, data and the checkpoint to load, is looked at here. Nothing here changes
-megatron-core.
+Defaults are written as flags in front of the user's, so the user's win and the list of them can be
+shown. Rules of Muon are in `refusals`; what flags name on disk, data and the checkpoint to load, is
+looked at here. Nothing here changes megatron-core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ MODEL_FLAGS = (
 """Flags that say that the user brings a model of their own."""
 
 NO_FUSED_GRADIENTS = "--no-gradient-accumulation-fusion"
-NO_FUSION = tuple(f"--no-{kernel}" for kernel in ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion"))
+NO_FUSION = tuple(
+    f"--no-{kernel}" for kernel in ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion")
+)
 """Leave out kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same. The fusion
 of bias and GELU needs neither, and computes GELU's tanh approximation, as without it nothing does."""
 BY_PACKAGES = frozenset((NO_FUSED_GRADIENTS, "--transformer-impl", *NO_FUSION))
@@ -68,10 +70,12 @@ def build_parser() -> Parser:
     """megatron.training's parser with this package's flags, and help texts that argparse can format."""
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)  # `launch` shows help
+    # `launch` shows help
+    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False, add_help=False)
     inspect.unwrap(add_megatron_arguments)(parser)
     add_muon_arguments(add_run_arguments(parser))
-    for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
+    # one of 0.19 has a bare percent sign, which ended --help in a traceback
+    for action in parser._actions:
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
         except (KeyError, TypeError, ValueError):
@@ -86,7 +90,9 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
+def missing_defaults(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str
+) -> list[str]:
     """The flags that a run on "cuda" or "cpu" needs and that `argv` does not settle, as they would be typed."""
     actions = parser._option_string_actions
     chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
@@ -98,11 +104,16 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
-    if "use_megatron_fsdp" in chosen and given.optimizer in MUONS and (given.use_checkpoint_args or sizes != (1, 1)):
+    if (
+        "use_megatron_fsdp" in chosen
+        and given.optimizer in MUONS
+        and (given.use_checkpoint_args or sizes != (1, 1))
+    ):
         wanted.append(["--muon-tp-mode", TP_MODE])
     if (device == "cpu" or given.muon_ns_device == "cpu") and not cpu_has_bf16():
         wanted.append(["--muon-fp32-matmul-prec", "highest"])
-    # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
+    # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine
+    # too.
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         wanted.append([NO_FUSED_GRADIENTS])
     if device == "cpu" or not has_transformer_engine():
@@ -138,8 +149,8 @@ def check_settings(
 ) -> None:
     """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
-    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there. What megatron-core
-    refuses by itself is not repeated: see `prepare.validate`.
+    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
+    What megatron-core refuses by itself is not repeated: see `prepare.validate`.
     """
     check_numbers(args)
     on_cpu = device == "cpu"
@@ -147,9 +158,11 @@ def check_settings(
     refuse([*_of_run(args, on_cpu=on_cpu, elsewhere=elsewhere), *of_muon])
     if check_data:
         require_data(args)
-    if args.load and writes:  # else megatron-core 0.19 would train from scratch, after a line in the log
+    # else megatron-core 0.19 would train from scratch, after a line in the log
+    if args.load and writes:
         folder = Path(args.load)
-        is_own = args.save and Path(args.save).resolve() == folder.resolve()  # has none before its first start
+        # has none before its first start
+        is_own = args.save and Path(args.save).resolve() == folder.resolve()
         if not ((folder / TRACKER).exists() or args.pretrained_checkpoint or is_own):
             none = f"--load {folder} holds no checkpoint, as it has no {TRACKER}"
             raise UserError(f"{none}; give a run's --save directory")
@@ -158,26 +171,48 @@ def check_settings(
 def _of_run(args: argparse.Namespace, *, on_cpu: bool, elsewhere: bool) -> Rules:
     """Flags of Megatron that do nothing, or something else, in a run."""
     pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    yield pattern, f"--hybrid-layer-pattern {pattern} makes a hybrid model, which a run does not train; leave it out"
+    yield (
+        pattern,
+        (
+            f"--hybrid-layer-pattern {pattern} makes a hybrid model, which a run does not train;"
+            " leave it out"
+        ),
+    )
     torchs, first, end = args.use_pytorch_profiler, args.profile_step_start, args.profile_step_end
     written = args.profile and (args.tensorboard_dir if torchs else not on_cpu)
     yield (
         (args.profile or torchs) and not (written and first < end <= (args.train_iters or end)),
-        "no profile would be written: give --profile, --use-pytorch-profiler with --tensorboard-dir (or nsys, on a "
-        f"GPU), and --profile-step-start, now {first}, below --profile-step-end, now {end}, of at most --train-iters",
+        (
+            "no profile would be written: give --profile, --use-pytorch-profiler with"
+            f" --tensorboard-dir (or nsys, on a GPU), and --profile-step-start, now {first}, below"
+            f" --profile-step-end, now {end}, of at most --train-iters"
+        ),
     )
     te = "--transformer-impl transformer_engine"
-    missing = f"{te} needs a GPU and Transformer Engine; {install('te')}, or use --transformer-impl local"
+    missing = (
+        f"{te} needs a GPU and Transformer Engine; {install('te')}, or use --transformer-impl local"
+    )
     wanted = args.transformer_impl == "transformer_engine" and not elsewhere
     yield wanted and (on_cpu or not has_transformer_engine()), missing
     if not args.use_checkpoint_args:  # what megatron-core finds wrong in the first step alone
         heads, groups = args.num_attention_heads, args.num_query_groups
-        uneven = f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change one of them"
+        uneven = (
+            f"--num-attention-heads {heads} is no multiple of --num-query-groups {groups}; change"
+            " one of them"
+        )
         yield args.group_query_attention and heads and groups and heads % groups, uneven
         experts, top_k = args.num_experts, args.moe_router_topk
-        yield experts and top_k > experts, f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it"
-        is_fused = args.bias_gelu_fusion and args.add_bias_linear and not (args.swiglu or args.quick_geglu)
-        not_there = "no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"
+        yield (
+            experts and top_k > experts,
+            f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it",
+        )
+        is_fused = (
+            args.bias_gelu_fusion and args.add_bias_linear and not (args.swiglu or args.quick_geglu)
+        )
+        not_there = (
+            "no fused GELU for the experts of --num-experts; give --swiglu, or"
+            " --no-bias-gelu-fusion"
+        )
         yield experts and is_fused, not_there
     # The saving process would share the tensors that training changes.
     yield args.async_save and on_cpu, "--async-save does not work on the CPU; leave it out"
@@ -193,7 +228,9 @@ def require_data(args: argparse.Namespace) -> None:
     prefixes = _prefixes(args)
     if not (prefixes or args.data_args_path or args.per_split_data_args_path):
         made = "(made by megatron-muon data prepare)"
-        raise UserError(f"no training data: give --data-path PREFIX {made}, or --mock-data for random tokens")
+        raise UserError(
+            f"no training data: give --data-path PREFIX {made}, or --mock-data for random tokens"
+        )
     for prefix in prefixes:
         read_head(prefix)
         if prefix in (args.data_path or ()):
@@ -221,8 +258,12 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         parse_and_normalize_split,
     )
 
-    if not re.fullmatch(r"[\d.]+(,[\d.]+){,2}", split.replace(" ", "")):  # Megatron ignores all other letters
-        raise UserError(f"--split {split}: write three numbers, such as 98,2,0 for training, validation and test")
+    # Megatron ignores all other letters
+    if not re.fullmatch(r"[\d.]+(,[\d.]+){,2}", split.replace(" ", "")):
+        raise UserError(
+            f"--split {split}: write three numbers, such as 98,2,0 for training, validation and"
+            " test"
+        )
     _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
@@ -230,6 +271,7 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         first, end = part or (0.0, 0.0)
         if (needed or part is not None) and round(first * documents) == round(end * documents):
             raise UserError(
-                f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
-                "(a text file or a line of JSONL is one), or give --split 100,0,0 --eval-iters 0 to train on all"
+                f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,}"
+                " in all; prepare more (a text file or a line of JSONL is one), or give --split"
+                " 100,0,0 --eval-iters 0 to train on all"
             )

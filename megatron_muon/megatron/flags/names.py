@@ -1,7 +1,7 @@
 """Names of pretrain_gpt.py's flags: kept in a file between commands, and the nearest to what was typed.
 
-megatron.training, which knows them, takes seconds to import. The file is of one version of megatron-core and one state
-of this package's own flags; without it nothing is known.
+megatron.training, which knows them, takes seconds to import. The file is of one version of
+megatron-core and one state of this package's own flags; without it nothing is known.
 """
 
 from __future__ import annotations

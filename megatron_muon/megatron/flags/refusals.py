@@ -1,8 +1,8 @@
 """The table of rules: what a run with Muon is refused, for the command line and for scripts alike.
 
-A rule is a condition and a message; every rule that applies is reported, each in a line. The rules see plain values, so
-that the command line can ask before torch is imported. What megatron-core refuses itself, and what fails in the first
-step anyway, is not repeated here.
+A rule is a condition and a message; every rule that applies is reported, each in a line. The rules
+see plain values, so that the command line can ask before torch is imported. What megatron-core
+refuses itself, and what fails in the first step anyway, is not repeated here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,25 @@ MUONS = ("muon", "adaptive_muon")
 
 FIELDS = tuple(field.name for field in fields(MuonSettings))
 ADAPTIVE = tuple(name for name in FIELDS if name.startswith("adaptive_muon_"))
-MOMENTUM = (*(name for name in FIELDS if name.startswith("muon_offload")), "muon_ns_device", "muon_momentum_dtype")
+MOMENTUM = (
+    *(name for name in FIELDS if name.startswith("muon_offload")),
+    "muon_ns_device",
+    "muon_momentum_dtype",
+)
 """Settings that say where momentum lives, and in which form."""
 
 NO_SHARD = "--data-parallel-sharding-strategy no_shard"
 SHARDING = "optim, optim_grads or optim_grads_params"
-SHARED, HYPERBALL, CAUTIOUS = "--muon-share-replicated", "--muon-hyperball", "--muon-cautious-weight-decay"
+SHARED, HYPERBALL, CAUTIOUS = (
+    "--muon-share-replicated",
+    "--muon-hyperball",
+    "--muon-cautious-weight-decay",
+)
 ADAPTIVE_MUON, NS_ON_CPU = "--optimizer adaptive_muon", "--muon-ns-device cpu"
 CLIP, LOG = "--qk-clip", "--log-max-attention-logit"
 COUPLED = "decoupled_weight_decay=False"
-DECAYS = ("weight_decay", "start_weight_decay", "end_weight_decay")  # a config of a script has only the first
+# a config of a script has only the first
+DECAYS = ("weight_decay", "start_weight_decay", "end_weight_decay")
 NO_LOGITS = (
     *("--cuda-graph-impl", "--attention-backend flash", "fp8_dot_product_attention=True"),
     "--experimental-attention-variant",
@@ -46,18 +55,35 @@ OF_FLAGS = (
 
 CONFLICTS = {
     "Muon under Megatron-FSDP": (
-        *("--use-precision-aware-optimizer", "--megatron-fsdp-main-params-dtype", "--optimizer-cpu-offload"),
+        *(
+            "--use-precision-aware-optimizer",
+            "--megatron-fsdp-main-params-dtype",
+            "--optimizer-cpu-offload",
+        ),
         # Its step reads the gradient norm on the host, and a replayed iteration runs no Python.
         *("--optimizer-cuda-graph", "--cuda-graph-impl full_iteration"),
     ),
-    NO_SHARD: ("--num-distributed-optimizer-instances",),  # nothing to shard: every rank holds whole matrices
-    HYPERBALL: (CAUTIOUS, CLIP, ADAPTIVE_MUON),  # the first two would change the norms that it keeps
+    # nothing to shard: every rank holds whole matrices
+    NO_SHARD: ("--num-distributed-optimizer-instances",),
+    # the first two would change the norms that it keeps
+    HYPERBALL: (CAUTIOUS, CLIP, ADAPTIVE_MUON),
     CAUTIOUS: ("--weight-decay 0", COUPLED),
-    CLIP: (*NO_LOGITS, "--qk-layernorm", "--qk-l2-norm"),  # the last two normalise after what would be scaled
+    # the last two normalise after what would be scaled
+    CLIP: (*NO_LOGITS, "--qk-layernorm", "--qk-l2-norm"),
     LOG: NO_LOGITS,
     "--muon-split-heads": ("--muon-no-split-qkv",),
-    "--muon-offload-state all": (  # these need main weights between steps, or were not tried with it
-        *(ADAPTIVE_MUON, NO_SHARD, NS_ON_CPU, COUPLED, CLIP, HYPERBALL, "--fp8-format", "--fp4-format"),
+    # these need main weights between steps, or were not tried with it
+    "--muon-offload-state all": (
+        *(
+            ADAPTIVE_MUON,
+            NO_SHARD,
+            NS_ON_CPU,
+            COUPLED,
+            CLIP,
+            HYPERBALL,
+            "--fp8-format",
+            "--fp4-format",
+        ),
         *OF_FLAGS,
     ),
 }
@@ -71,9 +97,12 @@ type Rules = Iterator[tuple[Any, str]]
 class MuonRun:
     """What the rules depend on."""
 
-    values: Any  # parsed flags; of a script all fields of its optimizer's, the model's and Megatron-FSDP's config
+    # parsed flags; of a script all fields of its optimizer's, the model's and Megatron-FSDP's
+    # config
+    values: Any
     on_cpu: bool
-    has_model: bool  # a script has made the model, so `values` has its sizes and Muon is to train it
+    # a script has made the model, so `values` has its sizes and Muon is to train it
+    has_model: bool
 
     @property
     def replicated(self) -> bool:
@@ -114,14 +143,23 @@ def muon_rules(run: MuonRun) -> Rules:
         check_number(name, getattr(values, name))
     for name in FIELDS:  # argparse refuses them by itself
         value, choices = getattr(values, name), choices_of(name)
-        yield choices and value not in choices, f"{flag_of(name)} {value} does not exist; use {', '.join(choices)}"
+        yield (
+            choices and value not in choices,
+            f"{flag_of(name)} {value} does not exist; use {', '.join(choices)}",
+        )
     on = _in_use(values)
     for one, others in CONFLICTS.items():
         for other in others:
-            yield on[one] and on[other], f"{other} does not work with {one}; leave one of the two out"
+            yield (
+                on[one] and on[other],
+                f"{other} does not work with {one}; leave one of the two out",
+            )
     for name in DECAYS if values.muon_hyperball else ():
         decay = getattr(values, name, None)
-        yield decay, f"{flag_of(name)} {decay} does not work with {HYPERBALL}; use {flag_of(name)} 0"
+        yield (
+            decay,
+            f"{flag_of(name)} {decay} does not work with {HYPERBALL}; use {flag_of(name)} 0",
+        )
     for table in (_without_effect, _blocks, _offload):
         yield from table(run)
 
@@ -135,20 +173,35 @@ def asked(model: Any) -> str | None:
 
 def needs_whole_updates(settings: Any) -> bool:
     """Whether parsed flags or a MuonOptimizerConfig ask for NorMuon, with which no teams are formed."""
-    return bool(settings.optimizer == "adaptive_muon" and settings.adaptive_muon_moment2_method == "normuon")
+    return bool(
+        settings.optimizer == "adaptive_muon" and settings.adaptive_muon_moment2_method == "normuon"
+    )
 
 
 def _optimizer(run: MuonRun) -> Rules:
     values, under_fsdp, optimizer = run.values, run.values.use_megatron_fsdp, run.values.optimizer
     is_adaptive, with_muon = optimizer == "adaptive_muon", optimizer in MUONS or run.has_model
     pipeline = values.pipeline_model_parallel_size  # the mesh is made of all ranks
-    without = f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
+    without = (
+        f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
+    )
     yield under_fsdp and pipeline > 1, without
-    layer_wise = optimizer == "dist_muon" or getattr(values, "use_layer_wise_distributed_optimizer", False)
-    yield values.fp16 and with_muon, f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or fp32"
-    shards = "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's shards; use muon"
+    layer_wise = optimizer == "dist_muon" or getattr(
+        values, "use_layer_wise_distributed_optimizer", False
+    )
+    yield (
+        values.fp16 and with_muon,
+        f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or fp32",
+    )
+    shards = (
+        "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's"
+        " shards; use muon"
+    )
     yield layer_wise and under_fsdp, shards
-    yield is_adaptive and not under_fsdp, f"{ADAPTIVE_MUON} needs --use-megatron-fsdp; add it, or use --optimizer muon"
+    yield (
+        is_adaptive and not under_fsdp,
+        f"{ADAPTIVE_MUON} needs --use-megatron-fsdp; add it, or use --optimizer muon",
+    )
     for flag in run.given(*ADAPTIVE):
         yield not is_adaptive, f"{flag} needs {ADAPTIVE_MUON}; add it or leave {flag} out"
 
@@ -166,8 +219,13 @@ def _without_muon(run: MuonRun) -> Rules:
 
 def _in_use(values: Any) -> dict[str, Any]:
     """Which settings of `CONFLICTS` a run has: unless it says more here, the flag is there, or has that value."""
-    graphs = (values.cuda_graph_impl, values.cuda_graph_modules, getattr(values, "cuda_graph_scope_deprecated", None))
-    normalises = not values.multi_latent_attention  # which normalises before the projections that make the heads
+    graphs = (
+        values.cuda_graph_impl,
+        values.cuda_graph_modules,
+        getattr(values, "cuda_graph_scope_deprecated", None),
+    )
+    # which normalises before the projections that make the heads
+    normalises = not values.multi_latent_attention
     main_params = str(values.megatron_fsdp_main_params_dtype).removeprefix("torch.")
     in_use = {
         "Muon under Megatron-FSDP": True,
@@ -175,10 +233,14 @@ def _in_use(values: Any) -> dict[str, Any]:
         "--cuda-graph-impl full_iteration": re.search(r"\bfull_iteration\b", str(graphs)),
         "--cuda-graph-impl": values.cuda_graph_impl != "none",
         "--num-distributed-optimizer-instances": values.num_distributed_optimizer_instances > 1,
-        "--weight-decay 0": not any(getattr(values, name, None) for name in (*DECAYS, "muon_hyperball")),
+        "--weight-decay 0": not any(
+            getattr(values, name, None) for name in (*DECAYS, "muon_hyperball")
+        ),
         COUPLED: not getattr(values, "decoupled_weight_decay", True),  # which has no flag
         LOG: asked(values) == LOG,
-        "--attention-backend flash": getattr(values.attention_backend, "name", values.attention_backend) == "flash",
+        "--attention-backend flash": (
+            getattr(values.attention_backend, "name", values.attention_backend) == "flash"
+        ),
         "fp8_dot_product_attention=True": getattr(values, "fp8_dot_product_attention", False),
         "--qk-layernorm": values.qk_layernorm and normalises,
         "--qk-l2-norm": values.qk_l2_norm and normalises,
@@ -200,13 +262,18 @@ def _without_effect(run: MuonRun) -> Rules:
     if run.repeated:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
         passed_over = run.given("muon_exchange", "muon_exchange_dtype", "muon_team_size")
-        for flag in run.given("muon_ns", "muon_ns_steps_for", *MOMENTUM) if run.megatrons_own else ():
+        for flag in (
+            run.given("muon_ns", "muon_ns_steps_for", *MOMENTUM) if run.megatrons_own else ()
+        ):
             yield True, f"{flag} has no effect here: {why}; use {SHARDING}, or {SHARED}"
     elif run.replicated:
         why = f"{SHARED} gives every matrix one owner, which broadcasts its update"
         passed_over = run.given("muon_exchange", "muon_team_size")
     elif values.muon_share_replicated:
-        why, passed_over = "it is for no_shard, and other strategies share the work already", [SHARED]
+        why, passed_over = (
+            "it is for no_shard, and other strategies share the work already",
+            [SHARED],
+        )
     elif values.muon_exchange == "allgather":
         why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
         dtype = ("muon_exchange_dtype",) if values.muon_exchange_dtype == "bf16" else ()
@@ -222,7 +289,9 @@ def _blocks(run: MuonRun) -> Rules:
     """Blocks that are not there, that no rank holds whole, or that tensor-parallel replicas have in parts."""
     values, mode = run.values, run.values.muon_tp_mode
     gated = values.gated_linear_unit if run.has_model else values.swiglu
-    no_gate = "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out"
+    no_gate = (
+        "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out"
+    )
     yield values.muon_split_gated_mlp and not gated, no_gate
     dense = values.tensor_model_parallel_size
     largest = max(dense, values.expert_tensor_parallel_size or 1)
@@ -232,14 +301,23 @@ def _blocks(run: MuonRun) -> Rules:
         (ADAPTIVE_MUON, values.optimizer == "adaptive_muon", largest),
         ("--muon-split-heads", values.muon_split_heads, dense),
     ):
-        together = f"--muon-tp-mode {mode} is not supported with {flag}, no_shard and tensor parallel size {size}"
+        together = (
+            f"--muon-tp-mode {mode} is not supported with {flag}, no_shard and tensor parallel size"
+            f" {size}"
+        )
         in_parts = run.replicated and size > 1 and mode != "blockwise"
         yield is_on and in_parts, f"{together}; use --muon-tp-mode blockwise, or {SHARDING}"
     if run.has_model and not values.multi_latent_attention and values.muon_split_qkv:
-        fewer = f"--num-query-groups {values.num_query_groups} is less than --tensor-model-parallel-size {dense}"
+        fewer = (
+            f"--num-query-groups {values.num_query_groups} is less than"
+            f" --tensor-model-parallel-size {dense}"
+        )
         none_whole = (run.replicated or mode == "blockwise") and values.num_query_groups < dense
         duplicated = f"use --muon-tp-mode duplicated with {SHARDING}, or --muon-no-split-qkv"
-        yield none_whole, f"{fewer}: no rank's part of the QKV matrix holds a whole group to split; {duplicated}"
+        yield (
+            none_whole,
+            f"{fewer}: no rank's part of the QKV matrix holds a whole group to split; {duplicated}",
+        )
 
 
 def _offload(run: MuonRun) -> Rules:
@@ -247,15 +325,29 @@ def _offload(run: MuonRun) -> Rules:
     values = run.values
     if run.megatrons_own:
         return
-    no_directory = "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk"
+    no_directory = (
+        "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk"
+    )
     yield values.muon_offload == "nvme" and not values.muon_offload_dir, no_directory
-    elsewhere = ("muon_offload_state", "muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
+    elsewhere = (
+        "muon_offload_state",
+        "muon_offload_fraction",
+        "muon_offload_buffer_mb",
+        "muon_ns_device",
+    )
     for places, names in ((("nvme",), ("muon_offload_dir",)), (("cpu", "nvme"), elsewhere)):
         for flag in run.given(*names):
-            needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {values.muon_offload}"
+            needs = (
+                f"{flag} needs --muon-offload {' or '.join(places)}, and it is"
+                f" {values.muon_offload}"
+            )
             yield values.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
-    no_accelerator = "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
+    no_accelerator = (
+        "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out"
+    )
     yield values.muon_ns_device == "accelerator" and run.on_cpu, no_accelerator
-    adaptive = f"{NS_ON_CPU} is not supported with {ADAPTIVE_MUON}; use accelerator, or leave it out"
+    adaptive = (
+        f"{NS_ON_CPU} is not supported with {ADAPTIVE_MUON}; use accelerator, or leave it out"
+    )
     on_other_device = values.muon_ns_device == "cpu" and not run.on_cpu
     yield on_other_device and values.optimizer == "adaptive_muon", adaptive

@@ -39,7 +39,13 @@ _FIELDS = (
     *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"),
 )
 _DATA_SETTINGS = (
-    *("multiple_validation_sets", "full_validation", "split", "num_dataset_builder_threads", "mmap_bin_files"),
+    *(
+        "multiple_validation_sets",
+        "full_validation",
+        "split",
+        "num_dataset_builder_threads",
+        "mmap_bin_files",
+    ),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "context_parallel_size"),
 )
 Batch = dict[str, torch.Tensor | None]
@@ -48,7 +54,8 @@ Batch = dict[str, torch.Tensor | None]
 def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
     """The model that validated flags describe.
 
-    megatron-core 0.19 leaves out --rope-scaling-factor, so that each model would have the default of 8.
+    megatron-core 0.19 leaves out --rope-scaling-factor, so that each model would have the default
+    of 8.
     """
     config: GPTModelConfig = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor
@@ -60,7 +67,9 @@ def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection
     """megatron-core's process groups as rank 0 of `args.world_size` has them, on paper; none may exist before."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
 
-    torch.distributed.init_process_group("fake", rank=0, world_size=args.world_size, store=FakeStore())
+    torch.distributed.init_process_group(
+        "fake", rank=0, world_size=args.world_size, store=FakeStore()
+    )
     try:
         mpu.initialize_model_parallel(
             args.tensor_model_parallel_size,
@@ -79,11 +88,14 @@ def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection
 def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
     """The model that a run with these validated flags builds, for its parameters alone, in the dtype of its training.
 
-    megatron-core's local layers stand for those of Transformer Engine, and so does a linear layer for that of latent
-    experts, which needs it.
+    megatron-core's local layers stand for those of Transformer Engine, and so does a linear layer
+    for that of latent experts, which needs it.
     """
     config = gpt_config(args)
-    config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
+    config.transformer.use_cpu_initialization, config.transformer.perform_initialization = (
+        True,
+        False,
+    )
     config.attention_backend = AttnBackend.auto
     with Patches() as changes, torch.device("meta"):
         changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
@@ -96,7 +108,9 @@ def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> A
 class _Linear(torch.nn.Linear):
     """The parameters of Transformer Engine's linear layer."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any
+    ) -> None:
         super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
 
 
@@ -106,7 +120,10 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     batch: Batch = {}
     if tp_rank == 0:
         read = next(data_iterator)
-        batch = {name: read[name].cuda(non_blocking=True) if read.get(name) is not None else None for name in _FIELDS}
+        batch = {
+            name: read[name].cuda(non_blocking=True) if read.get(name) is not None else None
+            for name in _FIELDS
+        }
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -152,17 +169,21 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    inputs, loss_mask = (batch[name] for name in ("tokens", "position_ids", "attention_mask")), batch["loss_mask"]
+    inputs, loss_mask = (
+        (batch[name] for name in ("tokens", "position_ids", "attention_mask")),
+        batch["loss_mask"],
+    )
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
-    assert loss_mask is not None  # set wherever the loss is computed: the last pipeline stage is the only one
+    # set wherever the loss is computed: the last pipeline stage is the only one
+    assert loss_mask is not None
     return output, partial(loss_func, loss_mask)
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
     """megatron-core's GPT dataset, with its indices in PREFIX.cache unless --data-cache-path says otherwise.
 
-    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The name of an index
-    contains that of the class.
+    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The
+    name of an index contains that of the class.
     """
 
     config: GPTDatasetConfig

@@ -1,9 +1,10 @@
 """The matrices of a Megatron model: which parameters Muon takes, their shapes and blocks, the ranks that share them.
 
-Muon takes 2D weights and stacks of experts, no embedding, no output layer, nothing excluded, and nothing whose rows are
-fused in a way that is not known: one update for several matrices would be wrong. Several of megatron-core's projections
-keep matrices of their own in one parameter: query, key and value; gate and up; a latent and a rotary key; a layer's
-experts. What splits is decided from sizes of the model and of whole matrices, never from the rows that a rank holds.
+Muon takes 2D weights and stacks of experts, no embedding, no output layer, nothing excluded, and
+nothing whose rows are fused in a way that is not known: one update for several matrices would be
+wrong. Several of megatron-core's projections keep matrices of their own in one parameter: query,
+key and value; gate and up; a latent and a rotary key; a layer's experts. What splits is decided
+from sizes of the model and of whole matrices, never from the rows that a rank holds.
 """
 
 from __future__ import annotations
@@ -35,14 +36,22 @@ from megatron_muon.patterns import matching, steps_of
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer, beside the reasons of `why_not_muon`."""
 
-_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon", "partition_sizes")
+_LEFT_BEHIND = (
+    "allreduce",
+    "shared_embedding",
+    "expert_tp",
+    "grad_norm_group",
+    "use_muon",
+    "partition_sizes",
+)
 
 
 def restore_attributes(model_chunks: Sequence[Any]) -> None:
     """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
 
-    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the
-    gradient norm (ParamAndGradBuffer._init_optimizer_named_parameters of megatron-core 0.19 copies a fixed list).
+    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and
+    counted wrong in the gradient norm (ParamAndGradBuffer._init_optimizer_named_parameters of
+    megatron-core 0.19 copies a fixed list).
     """
     for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
         original = getattr(parameter, "orig_param", None)
@@ -52,20 +61,26 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
 
 
 def tag_for_muon(
-    model_chunks: Sequence[Any], *, exclude: Sequence[str] = (), steps_for: Mapping[str, int] | None = None
+    model_chunks: Sequence[Any],
+    *,
+    exclude: Sequence[str] = (),
+    steps_for: Mapping[str, int] | None = None,
 ) -> None:
     """Mark trainable parameters: `use_muon`, `why_not_muon`, `ns_steps`, `expert_tp`, `fused_rows`, `expert_stack`.
 
-    A `use_muon` that a script has set is kept. What the patterns `exclude` match (`--muon-exclude`) goes to the scalar
-    optimizer; `steps_for` has Newton-Schulz steps by pattern, the last that matches holds (`--muon-ns-steps-for`).
-    Raises a UserError for a pattern that matches none of Muon's matrices.
+    A `use_muon` that a script has set is kept. What the patterns `exclude` match (`--muon-exclude`)
+    goes to the scalar optimizer; `steps_for` has Newton-Schulz steps by pattern, the last that
+    matches holds (`--muon-ns-steps-for`). Raises a UserError for a pattern that matches none of
+    Muon's matrices.
 
-    Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
+    Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own
+    Muon.
     """
     for name, parameter, path in _trained(model_chunks):
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
-        # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
+        # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight
+        # under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
         if parameter.ndim == 2 or parameter.expert_stack:
             why = _fuse(name, parameter, path)
@@ -73,7 +88,11 @@ def tag_for_muon(
             if why and not hasattr(parameter, "use_muon"):
                 parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
-    others = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad and name not in matrices]
+    others = [
+        name
+        for p, name in parameter_names(model_chunks).items()
+        if p.requires_grad and name not in matrices
+    ]
     hint = " (--muon-log-params lists all)"
     for name in matching("--muon-exclude", exclude, matrices, others=others, hint=hint):
         parameter = matrices.pop(name)
@@ -92,7 +111,9 @@ def _warn_if_few(model_chunks: Sequence[Any]) -> None:
         why = getattr(parameter, "why_not_muon", "")
         if parameter.requires_grad and (is_muon_matrix(parameter) or is_left(name, parameter, why)):
             inside.append(Inside(name, parameter.numel(), why))
-    remedy = "set partition_sizes or use_muon=True on what Muon is to take, or --muon-exclude the rest"
+    remedy = (
+        "set partition_sizes or use_muon=True on what Muon is to take, or --muon-exclude the rest"
+    )
     if text := warning_of_few(inside, remedy):
         warnings.warn(text, stacklevel=3)
 
@@ -104,7 +125,11 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 parts = name.split(".")[:-1]
-                yield name, parameter, [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)]
+                yield (
+                    name,
+                    parameter,
+                    [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)],
+                )
 
 
 def _outside(name: str, parameter: Any, module: Any) -> str:
@@ -120,25 +145,39 @@ def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
     stated = getattr(parameter, "partition_sizes", ())
     if not stated and name.endswith(".in_proj.weight"):
         stated = getattr(path[-2], "in_proj_split_sections", ())
-    config = next(m.config for m in reversed(path) if isinstance(getattr(m, "config", None), TransformerConfig))
+    config = next(
+        m.config
+        for m in reversed(path)
+        if isinstance(getattr(m, "config", None), TransformerConfig)
+    )
     fused = fused_rows(name, config, stated)
     fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
-    if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
+    # GroupedMLP before megatron-core 0.16
+    if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):
         return UNKNOWN
-    return "" if fits and (fused or not LOOKS_FUSED.search(".".join(name.split(".")[-2:]))) else UNKNOWN
+    return (
+        ""
+        if fits and (fused or not LOOKS_FUSED.search(".".join(name.split(".")[-2:])))
+        else UNKNOWN
+    )
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
     """Whether Muon takes this tagged parameter: a 2D weight or a stack of experts that nothing keeps from it."""
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)  # megatron-core's mark
+    # megatron-core's mark
+    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
     return is_matrix and not embedding and getattr(parameter, "use_muon", True)
 
 
 def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The trainable parameters that Muon takes, with their names."""
-    return {p: name for p, name in parameter_names(model_chunks).items() if p.requires_grad and is_muon_matrix(p)}
+    return {
+        p: name
+        for p, name in parameter_names(model_chunks).items()
+        if p.requires_grad and is_muon_matrix(p)
+    }
 
 
 def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
@@ -159,13 +198,17 @@ def parameter_table(
 ) -> str:
     """The table of both optimizers: what is split, and why Muon leaves a 2D weight.
 
-    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank. `groups` of
-    Muon have no `optimizer`.
+    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel
+    rank. `groups` of Muon have no `optimizer`.
     """
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         for p in group["params"]:
-            why = getattr(p, "why_not_muon", "use_muon=False") if p.ndim == 2 and "optimizer" in group else ""
+            why = (
+                getattr(p, "why_not_muon", "use_muon=False")
+                if p.ndim == 2 and "optimizer" in group
+                else ""
+            )
             note = why or (blocks(splits[p]) if p in splits else "")
             rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
     return table(rows, full=full)
@@ -174,23 +217,32 @@ def parameter_table(
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
     """How many parameters Muon takes, or the scalar optimizer, counted as in the table."""
     return sum(
-        math.prod(_shape(p)) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"]
+        math.prod(_shape(p))
+        for group in groups
+        if ("optimizer" not in group) is of_muon
+        for p in group["params"]
     )
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple((parameter if parameter.ndim == 2 else getattr(parameter, "orig_param", parameter)).shape)
+    return tuple(
+        (parameter if parameter.ndim == 2 else getattr(parameter, "orig_param", parameter)).shape
+    )
 
 
 @dataclass(frozen=True)
 class Fused:
     """The rows of one parameter, as they repeat from its first row to its last."""
 
-    parts: tuple[int, ...] = ()  # rows of each matrix in one repetition; none where it holds one matrix
-    heads: tuple[int, ...] = ()  # rows of each head in one repetition of heads; none where it makes no heads
+    # rows of each matrix in one repetition; none where it holds one matrix
+    parts: tuple[int, ...] = ()
+    # rows of each head in one repetition of heads; none where it makes no heads
+    heads: tuple[int, ...] = ()
     gated: bool = False  # the rows are gate and up, half of them each
-    interleave: int = 0  # rows of gate that alternate with as many of up; 0 where all of gate come first
-    is_cut_by_part: bool = False  # tensor-parallel ranks have some rows of each part, and not of the whole
+    # rows of gate that alternate with as many of up; 0 where all of gate come first
+    interleave: int = 0
+    # tensor-parallel ranks have some rows of each part, and not of the whole
+    is_cut_by_part: bool = False
 
     @property
     def unit(self) -> int:
@@ -216,20 +268,23 @@ class Fused:
 def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | None:
     """How the rows of a parameter are fused; None where nothing is known to be fused in it.
 
-    `stated` are the rows of each part on a tensor-parallel rank, where the layer itself states them: `partition_sizes`
-    of a weight, as Mamba's `in_proj` has them, or `in_proj_split_sections` of a GatedDeltaNet. `config` is the
-    TransformerConfig of the parameter's layer.
+    `stated` are the rows of each part on a tensor-parallel rank, where the layer itself states
+    them: `partition_sizes` of a weight, as Mamba's `in_proj` has them, or `in_proj_split_sections`
+    of a GatedDeltaNet. `config` is the TransformerConfig of the parameter's layer.
 
-    Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV; get_query_key_value_tensors of
-    SelfAttention (the gate lies between query and key), CrossAttention and MLASelfAttention; MLP.forward, where gate
-    and up are the halves of the first projection. Its own Muon leaves all but QKV whole, latent attention too.
+    Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV;
+    get_query_key_value_tensors of SelfAttention (the gate lies between query and key),
+    CrossAttention and MLASelfAttention; MLP.forward, where gate and up are the halves of the first
+    projection. Its own Muon leaves all but QKV whole, latent attention too.
     """
     if stated:
         return Fused(parts=tuple(rows for rows in stated if rows))
     if config.multi_latent_attention:
         nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         if ".linear_qkv_down_proj.weight" in name:
-            return Fused(parts=(config.q_lora_rank, config.kv_lora_rank, rotary), is_cut_by_part=True)
+            return Fused(
+                parts=(config.q_lora_rank, config.kv_lora_rank, rotary), is_cut_by_part=True
+            )
         if ".linear_kv_down_proj.weight" in name:
             return Fused(parts=(config.kv_lora_rank, rotary))
         if ".linear_kv_up_proj.weight" in name:
@@ -253,7 +308,8 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
     """Shape `(rows, cols)` of the matrix that Muon sees in a parameter; of a stack of experts `(experts * rows, cols)`.
 
-    Whole over tensor-parallel ranks; without `over_tp` the part of this tensor-parallel rank counts as the matrix.
+    Whole over tensor-parallel ranks; without `over_tp` the part of this tensor-parallel rank counts
+    as the matrix.
     """
     shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
     return math.prod(shape[:-1]), shape[-1]
@@ -264,48 +320,71 @@ def experts_in(parameter: torch.Tensor) -> int:
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
-def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> RowSplit:
+def block_split(
+    parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
+) -> RowSplit:
     """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`.
 
     Raises:
-        UserError: tensor parallelism cuts latent attention's fused down projection. Rank after rank has some rows of
-            the query's latent and then of the other's (`FusedMLASelfAttention`), whose end with the rotary key may lie
-            within those of any rank: these are no groups of equal parts.
+        UserError: tensor parallelism cuts latent attention's fused down projection. Rank after rank
+            has some rows of the query's latent and then of the other's (`FusedMLASelfAttention`),
+            whose end with the rotary key may lie within those of any rank: these are no groups of
+            equal parts.
     """
     experts = experts_in(parameter)
-    rows, part = (matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False))
+    rows, part = (
+        matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False)
+    )
     fused: Fused | None = getattr(parameter, "fused_rows", None)
-    if fused is not None and fused.is_cut_by_part and settings.muon_split_qkv and matrix_shape(parameter)[0] != part:
+    if (
+        fused is not None
+        and fused.is_cut_by_part
+        and settings.muon_split_qkv
+        and matrix_shape(parameter)[0] != part
+    ):
         raise UserError(
-            "--mla-down-proj-fusion with tensor parallelism: each rank has a part of both latents in "
-            "linear_qkv_down_proj, which cannot be split into its matrices; leave --mla-down-proj-fusion out, or use "
-            "--muon-no-split-qkv"
+            "--mla-down-proj-fusion with tensor parallelism: each rank has a part of both latents"
+            " in linear_qkv_down_proj, which cannot be split into its matrices; leave"
+            " --mla-down-proj-fusion out, or use --muon-no-split-qkv"
         )
-    if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
+    # a tensor-parallel rank's part may have too few query groups
+    if fused is None or not fused.fits(rows):
         each = whole(rows)
     else:
         each = fused.split(rows, settings, tensor_parallel=rows // part)
     if parameter.ndim != 3:
         return each
     if each.groups > 1:
-        raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
+        raise ValueError(
+            f"stacked experts need blocks of consecutive rows, got {each.groups} groups of"
+            f" {each.parts}"
+        )
     return RowSplit(1, each.parts * experts)
 
 
-def matrix_of(name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> Matrix:
+def matrix_of(
+    name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
+) -> Matrix:
     """The matrix of a tagged parameter, still without shards; `over_tp` as for `matrix_shape`."""
-    shape, split = matrix_shape(parameter, over_tp=over_tp), block_split(parameter, settings, over_tp=over_tp)
+    shape, split = (
+        matrix_shape(parameter, over_tp=over_tp),
+        block_split(parameter, settings, over_tp=over_tp),
+    )
     return Matrix(name, shape, (), split, getattr(parameter, "ns_steps", 0))
 
 
-def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
+def matrix_group(
+    data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup
+) -> dist.ProcessGroup:
     """The ranks that together hold matrices which data and tensor parallelism cut. Collective over all ranks."""
     if tensor_parallel.size() == 1:
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
     label = min(numbers_of_all_ranks([first], tensor_parallel))[0]
     group = new_group_of(label)
-    assert group.size() == data_parallel.size() * tensor_parallel.size(), "tensor-parallel peers share their groups"
+    assert group.size() == data_parallel.size() * tensor_parallel.size(), (
+        "tensor-parallel peers share their groups"
+    )
     return group
 
 

@@ -19,9 +19,9 @@ from megatron_muon.patching import Patches
 def mend_megatron_fsdp(patches: Patches | None = None) -> None:
     """Correct what Megatron-FSDP of megatron-core 0.19 does to gradients, for any optimizer; twice is once.
 
-    For a training loop of one's own, before its first backward pass; this package's optimizer does it by itself.
-    `patches` records what is replaced; None leaves it in place until the process ends. A RuntimeError, with nothing
-    patched, where this megatron-core is not as expected.
+    For a training loop of one's own, before its first backward pass; this package's optimizer does
+    it by itself. `patches` records what is replaced; None leaves it in place until the process
+    ends. A RuntimeError, with nothing patched, where this megatron-core is not as expected.
     """
     if hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__"):
         return
@@ -34,13 +34,18 @@ def mend_megatron_fsdp(patches: Patches | None = None) -> None:
 def reduce_without_frozen(patches: Patches) -> None:
     """Let the `optim` strategy train a model with frozen parameters, which have no gradient buffer.
 
-    0.19's reduce_scatter_gradients fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
+    0.19's reduce_scatter_gradients fails on the missing ones; all_reduce_gradients, for `no_shard`,
+    leaves them out.
     """
 
     @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
-    def reduce_scatter_gradients(reduce: Callable[..., None], self: Any, async_op: bool = True) -> None:
+    def reduce_scatter_gradients(
+        reduce: Callable[..., None], self: Any, async_op: bool = True
+    ) -> None:
         everything = self.parameter_groups
-        self.parameter_groups = [group for group in everything if group.main_grad_buffer is not None]
+        self.parameter_groups = [
+            group for group in everything if group.main_grad_buffer is not None
+        ]
         try:
             reduce(self, async_op=async_op)
         finally:
@@ -50,14 +55,14 @@ def reduce_without_frozen(patches: Patches) -> None:
 def mend_factors(patches: Patches) -> None:
     """Let every gradient be averaged, and once, by the factors of the buffers in which it is reduced.
 
-    Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces in a buffer without
-    the factor of the average (_create_hfsdp_helper_buffer): sums come out, and clipping is wrong by the number of
-    ranks.
+    Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces
+    in a buffer without the factor of the average (_create_hfsdp_helper_buffer): sums come out, and
+    clipping is wrong by the number of ranks.
 
-    Where a data-parallel group has one rank, as that of the experts when expert parallelism takes all ranks, 0.19
-    reduces an unsharded buffer after each micro-batch under `optim_grads` and `optim_grads_params`, and every time
-    multiplies all of it by the factor (gradient_reduce_preprocessing). Here the factor waits until the reduction is
-    finished.
+    Where a data-parallel group has one rank, as that of the experts when expert parallelism takes
+    all ranks, 0.19 reduces an unsharded buffer after each micro-batch under `optim_grads` and
+    `optim_grads_params`, and every time multiplies all of it by the factor
+    (gradient_reduce_preprocessing). Here the factor waits until the reduction is finished.
     """
 
     @patches.around(GradReducePipeline, "reduce_gradients")
@@ -94,11 +99,16 @@ def reduce_over_instances(patches: Patches) -> None:
     """Let several instances of the distributed optimizer (HSDP) reduce gradients among themselves in every step.
 
     0.19 does so in the backward pass of the last micro-batch, and only the `no_sync` context of
-    `--overlap-grad-reduce` says which that is. Here the rest is done when the reduction is finished.
+    `--overlap-grad-reduce` says which that is. Here the rest is done when the reduction is
+    finished.
     """
 
-    @patches.around(GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"])
-    def note(reduce: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    @patches.around(
+        GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"]
+    )
+    def note(
+        reduce: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> None:
         reduce(self, params, *args, **kwargs)
         if kwargs.get("outer_fsdp_group_grad_reduce", False):
             self.reduced_over_instances = True
@@ -107,10 +117,14 @@ def reduce_over_instances(patches: Patches) -> None:
     def catch_up(synchronize: Callable[..., None], self: Any) -> None:
         synchronize(self)
         pipeline = self.grad_reduce_pipeline
-        done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
+        done, pipeline.reduced_over_instances = (
+            getattr(pipeline, "reduced_over_instances", False),
+            False,
+        )
         if done or not self.dist_index.use_hybrid_fsdp:
             return
-        # Sum what each instance has reduced within itself; gradients carry the factor of their average already.
+        # Sum what each instance has reduced within itself; gradients carry the factor of their
+        # average already.
         config, group = self.ddp_config, self.dist_index.get_outer_fsdp_group()
         operation = dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM
         for bucket, parameters in enumerate(self.param_and_grad_buffer.parameter_groups):

@@ -1,7 +1,7 @@
 """The patches of megatron-core that a run needs, most of them for Muon under Megatron-FSDP, one function each.
 
-`follow` comes before flags are parsed, `install` when they are: in pretrain_gpt.py, and in any script by
-`megatron_muon.enable`.
+`follow` comes before flags are parsed, `install` when they are: in pretrain_gpt.py, and in any
+script by `megatron_muon.enable`.
 """
 
 from __future__ import annotations
@@ -41,27 +41,34 @@ from megatron_muon.megatron.settings import with_settings
 from megatron_muon.patching import Patches
 from megatron_muon.settings import LoadSettings
 
-TOO_LATE = "call megatron_muon.enable() earlier, before Megatron parses flags and makes an optimizer"
+TOO_LATE = (
+    "call megatron_muon.enable() earlier, before Megatron parses flags and makes an optimizer"
+)
 _OURS = (*FIELDS, *(field.name for field in fields(LoadSettings)))
 
 
-def follow(patches: Patches, settings: Mapping[str, Any] | None = None, *, every_run: bool = False) -> None:
+def follow(
+    patches: Patches, settings: Mapping[str, Any] | None = None, *, every_run: bool = False
+) -> None:
     """Give megatron.training's parsers this package's flags, and `install` what a run needs when its flags are read.
 
-    That is a run with Muon under Megatron-FSDP, or `every_run`. `settings` are defaults of the flags, and of the config
-    that an optimizer is made from without flags.
+    That is a run with Muon under Megatron-FSDP, or `every_run`. `settings` are defaults of the
+    flags, and of the config that an optimizer is made from without flags.
     """
     given, installed = dict(settings or {}), list[str]()
     accept_muon(patches)
     use_factory(patches, given)
 
     @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
-    def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_megatron_arguments(
+        add: Callable[..., Any], parser: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
         parser = add(parser)
         if "--muon-exchange" not in parser._option_string_actions:  # followed twice
             add_muon_arguments(parser)
         parser.set_defaults(**given)
-        patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))  # by parse_args, too
+        # by parse_args, too
+        patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))
         return parser
 
     def parse_known_args(parser: Any, parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -76,13 +83,19 @@ def follow(patches: Patches, settings: Mapping[str, Any] | None = None, *, every
                 given["muon_metrics_interval"] = 0  # nobody would see them
         else:
             ours = [
-                each for each in parser._actions if each.dest in _OURS and getattr(flags, each.dest) != each.default
+                each
+                for each in parser._actions
+                if each.dest in _OURS and getattr(flags, each.dest) != each.default
             ]
             needs = "needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
             refuse((not every_run, f"{each.option_strings[0]} {needs}") for each in ours)
         if (muon or every_run) and not installed:
             under_fsdp = flags.use_megatron_fsdp
-            installed.extend(install(patches, muon_under_fsdp=muon, megatron_fsdp=under_fsdp, profile=flags.profile))
+            installed.extend(
+                install(
+                    patches, muon_under_fsdp=muon, megatron_fsdp=under_fsdp, profile=flags.profile
+                )
+            )
             _replace_copies(patches)
             say(f"megatron-muon: patched for this run: {', '.join(installed)}")
         return flags, unknown
@@ -96,10 +109,18 @@ def _has_muon(args: argparse.Namespace) -> bool:
 
 def _replace_copies(patches: Patches) -> None:
     """Give modules that imported a function of megatron.training by name what has been put in its place."""
-    functions = [each for owner in (arguments, checkpointing, training) for each in vars(owner).values()]
-    now = {inspect.unwrap(function): function for function in functions if hasattr(function, "__wrapped__")}
+    functions = [
+        each for owner in (arguments, checkpointing, training) for each in vars(owner).values()
+    ]
+    now = {
+        inspect.unwrap(function): function
+        for function in functions
+        if hasattr(function, "__wrapped__")
+    }
     for module in list(sys.modules.values()):
-        if not getattr(module, "__name__", "").startswith(("megatron.core", "megatron.training", "megatron_muon")):
+        if not getattr(module, "__name__", "").startswith(
+            ("megatron.core", "megatron.training", "megatron_muon")
+        ):
             for name, value in list(vars(module).items()):
                 if type(value) is FunctionType and value in now:
                     patches.replace(module, name, now[value])
@@ -117,8 +138,16 @@ def install(
         chosen += [count_global_steps, name_parts]
     if muon_under_fsdp or megatron_fsdp:
         chosen += [let_experts_have_biases, saving.split_swiglu, saving.save_beside_and_rename]
-        chosen += [saving.write_tracker_at_once, saving.explain_failed_saves, saving.have_main_weights_at_hand]
-        chosen += [loading.load_what_is_there, loading.explain_load_refusals, loading.keep_loaded_main_weights]
+        chosen += [
+            saving.write_tracker_at_once,
+            saving.explain_failed_saves,
+            saving.have_main_weights_at_hand,
+        ]
+        chosen += [
+            loading.load_what_is_there,
+            loading.explain_load_refusals,
+            loading.keep_loaded_main_weights,
+        ]
         chosen += [saving.try_saving_before_training, saving.remember_signals]
     if megatron_fsdp and not muon_under_fsdp:
         chosen += [saving.keep_adam_state_alike]
@@ -142,31 +171,38 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 def let_experts_have_biases(patches: Patches) -> None:
     """Let local experts with biases train where neither tensors nor experts are parallel.
 
-    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one rank hands through, a view that
-    autograd refuses to have changed. One rank has nothing to reduce.
+    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one rank hands
+    through, a view that autograd refuses to have changed. One rank has nothing to reduce.
     """
 
     @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
-    def reduce_region(reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+    def reduce_region(
+        reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None
+    ) -> torch.Tensor:
         return input_ if group is not None and group.size() == 1 else reduce(input_, group)
 
 
 def accept_muon(patches: Patches) -> None:
     """Validate Muon under Megatron-FSDP as Adam, and local attention in it as one that needs no logits.
 
-    0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation sets for Adam under
-    Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for --qk-clip and --log-max-attention-logit, and
-    here local attention shows its logits too.
+    0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation
+    sets for Adam under Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for
+    --qk-clip and --log-max-attention-logit, and here local attention shows its logits too.
     """
 
     @patches.around(arguments, "validate_args", takes=["args", "defaults"])
     def validate_args(
-        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
+        validate: Callable[..., Any],
+        args: argparse.Namespace,
+        defaults: dict[str, Any] | None = None,
     ) -> Any:
         if not _has_muon(args):
             return validate(args, defaults or {})
         if not hasattr(args, FIELDS[0]):
-            raise UserError(f"--optimizer {args.optimizer}: its flags were parsed without this package's; {TOO_LATE}")
+            raise UserError(
+                f"--optimizer {args.optimizer}: its flags were parsed without this package's;"
+                f" {TOO_LATE}"
+            )
         shown: dict[str, Any] = {"optimizer": "adam"}
         if args.transformer_impl == "local":
             shown |= {"qk_clip": False, "log_max_attention_logit": False}
@@ -183,9 +219,10 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
 
     `given` are the settings that a config of megatron-core's class lacks.
 
-    The optimizer's step clips queries and keys. 0.19's clip_qk, which the training loop calls afterwards, looks for
-    `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the next step installs anew
-    from its main weights; here it returns the logit that the step has measured, still on the device.
+    The optimizer's step clips queries and keys. 0.19's clip_qk, which the training loop calls
+    afterwards, looks for `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits
+    weights that the next step installs anew from its main weights; here it returns the logit that
+    the step has measured, still on the device.
     """
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
 
@@ -200,15 +237,20 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         config_overrides: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        under_fsdp = getattr(getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False)
+        under_fsdp = getattr(
+            getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False
+        )
         if config.optimizer not in MUONS or not under_fsdp:
             return build(config, model_chunks, config_overrides, pg_collection)
-        if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):  # no flags: a loop of one's own
+        # no flags: a loop of one's own
+        if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):
             saving.split_swiglu(patches)
             _replace_copies(patches)
             say("megatron-muon: patched for this loop: mend_megatron_fsdp, split_swiglu")
         settings = with_settings(config, given)
-        made[:] = [get_megatron_muon_optimizer(settings, model_chunks, config_overrides, pg_collection)]
+        made[:] = [
+            get_megatron_muon_optimizer(settings, model_chunks, config_overrides, pg_collection)
+        ]
         return made[0]
 
     @patches.around(training, "clip_qk", takes=["model", "log_max_only"])
@@ -221,37 +263,57 @@ def stop_after_offload_failure(patches: Patches) -> None:
 
     @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
     def save_checkpoint(
-        save: Callable[..., None], iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+        save: Callable[..., None],
+        iteration: int,
+        model: Any,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         save(iteration, model, optimizer, *args, **kwargs)
         if (failure := getattr(optimizer, "offload_failure", None)) is not None:
-            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+            raise OffloadError(
+                f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}"
+            )
 
-    state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
+    state = (
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "iteration",
+        "num_floating_point_operations_so_far",
+    )
 
     @patches.around(
-        training, "checkpoint_and_decide_exit", takes=[*state, "checkpointing_context", "train_data_iterator"]
+        training,
+        "checkpoint_and_decide_exit",
+        takes=[*state, "checkpointing_context", "train_data_iterator"],
     )
     def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
         model, optimizer, scheduler, iteration, flops, context, data = args
         if (failure := getattr(optimizer, "offload_failure", None)) is not None:
             if not get_args().save:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
+                raise OffloadError(
+                    f"{failure}. Iteration {iteration} was finished; without --save it is lost"
+                )
             try:
                 training.save_checkpoint_and_time(
                     iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
                 )
             except SaveError as error:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+                raise OffloadError(
+                    f"{failure}. Iteration {iteration} was finished, and is lost: {error}"
+                ) from error
         return decide(*args)
 
 
 def count_global_steps(patches: Patches) -> None:
     """Let `--profile-step-start` count from the run's first step in a run that goes on from a checkpoint, too.
 
-    0.19 calls the two flags global steps and stops the profiler at that of --profile-step-end, but has torch's schedule
-    count from the step that the run goes on with. So it would record other steps, or none. Steps that were done before
-    are not recorded: their trace, if there is one, stays.
+    0.19 calls the two flags global steps and stops the profiler at that of --profile-step-end, but
+    has torch's schedule count from the step that the run goes on with. So it would record other
+    steps, or none. Steps that were done before are not recorded: their trace, if there is one,
+    stays.
     """
 
     @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])

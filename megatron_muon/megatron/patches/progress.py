@@ -1,7 +1,8 @@
 """What a run reports: metrics, to TensorBoard and Weights & Biases, and the events of `megatron.TOLD`.
 
-Both show the same metrics under the same names, written by the last rank: whatever goes to the first goes to the
-second. What tools want to know of the run goes into `facts.json`, beside TensorBoard's files.
+Both show the same metrics under the same names, written by the last rank: whatever goes to the
+first goes to the second. What tools want to know of the run goes into `facts.json`, beside
+TensorBoard's files.
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ def show_progress(patches: Patches) -> None:
     progress = Progress(on_gpu=torch.cuda.is_available())
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step", takes=["iteration"])(progress.step)
-    patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
-        progress.follow
-    )
+    patches.around(
+        training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"]
+    )(progress.follow)
     for name, stage in _STAGES.items():
         patches.around(training, name)(functools.partial(_tell_and_call, stage))
-    patches.around(training, "evaluate_and_print_results", takes=["prefix", "iteration"])(progress.evaluate)
+    patches.around(training, "evaluate_and_print_results", takes=["prefix", "iteration"])(
+        progress.evaluate
+    )
     patches.around(training, "evaluate", takes=["data_iterator", "model"])(progress.evaluate_set)
     patches.around(training, "save_checkpoint_and_time", takes=["iteration"])(save)
 
@@ -95,12 +98,22 @@ class Progress:
         self._evaluation = 0, "", iter(())
         self._validated: int | None = None
 
-    def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def watch(
+        self,
+        build: Callable[..., Any],
+        config: Any,
+        model: Sequence[Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Instead of megatron.training's factory."""
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
         facts = optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}
-        # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
-        parameters = sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters())
+        # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over
+        # tensor-parallel ranks.
+        parameters = sum(
+            getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()
+        )
         self._write_facts(**(origin() if is_first_rank() else {}), parameters=parameters, **facts)
         return optimizer
 
@@ -120,7 +133,8 @@ class Progress:
         if tells() and (is_first or logs):
             loss = mean_loss(logged["loss_dict"], logged["total_loss_dict"], skipped=skipped)
         result = log(*args, **kwargs)
-        if is_first and not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported
+        # whose factory has reported
+        if is_first and not isinstance(self._optimizer, MuonChainedOptimizer):
             self._write_facts(state_bytes=report_state(self._optimizer))
         rate = muon_rate(self._optimizer.param_groups)
         values = {"skipped-iterations": 1.0} if skipped else {}
@@ -132,16 +146,34 @@ class Progress:
             if not settings.log_memory_to_tensorboard:
                 values["mem-max-allocated-bytes"] = peak
             speed = self._speed(settings, Clock.at(iteration))
-            values |= {name: value for name, key in _METRICS.items() if (value := speed.get(key)) is not None}
+            values |= {
+                name: value
+                for name, key in _METRICS.items()
+                if (value := speed.get(key)) is not None
+            }
             tell(
-                "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=logged["grad_norm"],
-                lr=logged["learning_rate"], muon_lr=rate, skipped=self._skipped or None, peak_bytes=peak, **speed,
-            )  # fmt: skip
+                "step",
+                step=iteration,
+                steps=settings.train_iters,
+                loss=loss,
+                grad_norm=logged["grad_norm"],
+                lr=logged["learning_rate"],
+                muon_lr=rate,
+                skipped=self._skipped or None,
+                peak_bytes=peak,
+                **speed,
+            )
             self._skipped = 0
-            if isinstance(self._optimizer, MuonChainedOptimizer) and (failed := self._optimizer.skipped_updates()):
+            if isinstance(self._optimizer, MuonChainedOptimizer) and (
+                failed := self._optimizer.skipped_updates()
+            ):
                 print_rank_last(skipped_line(failed))
         if self._first is not None and iteration == self._first.iteration + _ESTIMATE_AT - 1:
-            tell("estimate", step=iteration, seconds_left=self._seconds_left(settings, iteration, time.monotonic()))
+            tell(
+                "estimate",
+                step=iteration,
+                seconds_left=self._seconds_left(settings, iteration, time.monotonic()),
+            )
         self._log(values, iteration)
         return result
 
@@ -198,8 +230,8 @@ class Progress:
     def evaluate(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of `evaluate_and_print_results`, of all sets; after training the prefix ends in " set".
 
-        Where --eval-interval has evaluated the last step, 0.19 evaluates it again on the samples that follow: a second
-        number for the same weights. The first one counts.
+        Where --eval-interval has evaluated the last step, 0.19 evaluates it again on the samples
+        that follow: a second number for the same weights. The first one counts.
         """
         given, settings = inspect.signature(call).bind(*args, **kwargs).arguments, get_args()
         prefix, after = given["prefix"], "final " if given["prefix"].endswith(" set") else ""
@@ -224,7 +256,8 @@ class Progress:
             self._validated = iteration
         what = f"{data} loss {next(names, '')}".rstrip()
         if result[0] and LOSS in result[0]:
-            tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)  # Megatron is to print it, too
+            # Megatron is to print it, too
+            tell("validation", step=iteration, loss=float(result[0][LOSS]), what=what)
         return result
 
 
@@ -252,7 +285,9 @@ def _peak_of_all_ranks() -> float:
     return float(peak)
 
 
-def mean_loss(losses: Mapping[str, Any], totals: Mapping[str, Any], *, skipped: bool) -> float | None:
+def mean_loss(
+    losses: Mapping[str, Any], totals: Mapping[str, Any], *, skipped: bool
+) -> float | None:
     """The mean loss since the last log, this step's included, as Megatron's log is about to say it; it waits for it."""
     count = totals.get("advanced iterations", 0) + (not skipped)
     total = totals.get(LOSS, 0.0) + (losses[LOSS] if not skipped and LOSS in losses else 0.0)
@@ -261,29 +296,37 @@ def mean_loss(losses: Mapping[str, Any], totals: Mapping[str, Any], *, skipped: 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
     """The warning of updates that were not finite, by matrix."""
-    shown = ", ".join(f"{name} ({count})" for name, count in itertools.islice(skipped.items(), _SHOWN_MATRICES))
+    shown = ", ".join(
+        f"{name} ({count})" for name, count in itertools.islice(skipped.items(), _SHOWN_MATRICES)
+    )
     return (
-        f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of {len(skipped)} matrices, "
-        f"which kept their weights: {shown}{', ...' if len(skipped) > _SHOWN_MATRICES else ''}. If this goes on, their "
-        "momentum is not finite either: resume from an earlier checkpoint"
+        f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of"
+        f" {len(skipped)} matrices, which kept their weights:"
+        f" {shown}{', ...' if len(skipped) > _SHOWN_MATRICES else ''}. If this goes on, their"
+        " momentum is not finite either: resume from an earlier checkpoint"
     )
 
 
 def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """The learning rate of Muon's parameters, where --muon-lr or --muon-min-lr gives them a schedule of their own.
 
-    megatron-core logs the rate of the first of the parameter groups that has the run's own schedule.
+    megatron-core logs the rate of the first of the parameter groups that has the run's own
+    schedule.
     """
-    own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
+    own = (
+        group
+        for group in groups
+        if "optimizer" not in group and not group.get("default_config", True)
+    )
     return next((group["lr"] for group in own), None)
 
 
 def log_to_both(patches: Patches) -> None:
     """Give Weights & Biases what TensorBoard gets, in every run of `--wandb-project`.
 
-    0.19 keeps memory (--log-memory-to-tensorboard) and validation perplexity for TensorBoard, and without
-    --tensorboard-dir logs neither losses nor validation anywhere. Metrics over samples stay TensorBoard's: their steps
-    are not iterations.
+    0.19 keeps memory (--log-memory-to-tensorboard) and validation perplexity for TensorBoard, and
+    without --tensorboard-dir logs neither losses nor validation anywhere. Metrics over samples stay
+    TensorBoard's: their steps are not iterations.
     """
 
     @patches.around(global_vars, "_set_wandb_writer", takes=["args"])
@@ -300,12 +343,19 @@ def log_to_both(patches: Patches) -> None:
             raise UserError(f"--wandb-project {args.wandb_project}: {error}; {remedy}") from error
         wandb, writer = global_vars.get_wandb_writer(), global_vars.get_tensorboard_writer()
         if writer is None:
-            writer = SimpleNamespace(**dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None))
+            writer = SimpleNamespace(
+                **dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None)
+            )
             patches.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
 
         @patches.around(writer, "add_scalar")
         def add_scalar(
-            add: Callable[..., None], name: str, value: Any, step: int | None = None, *rest: Any, **kwargs: Any
+            add: Callable[..., None],
+            name: str,
+            value: Any,
+            step: int | None = None,
+            *rest: Any,
+            **kwargs: Any,
         ) -> None:
             add(name, value, step, *rest, **kwargs)
             if not name.endswith(" vs samples"):
@@ -315,8 +365,9 @@ def log_to_both(patches: Patches) -> None:
 def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
     """Choose the run of Weights & Biases and where its files go, unless flags or the environment do.
 
-    A run that goes on from a checkpoint of its own is the same run, by the id in `WANDB_RUN`; one that starts anew, or
-    goes back with --ckpt-step, is another, so that nothing of the first is overwritten.
+    A run that goes on from a checkpoint of its own is the same run, by the id in `WANDB_RUN`; one
+    that starts anew, or goes back with --ckpt-step, is another, so that nothing of the first is
+    overwritten.
     """
     folder = Path()  # beside a folder `tensorboard` or `checkpoints`, else in it
     for place, name in ((args.save, "checkpoints"), (args.tensorboard_dir, "tensorboard")):
@@ -329,7 +380,12 @@ def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
     if "WANDB_RUN_ID" in environ:
         return
     own = args.load and args.save and Path(args.load).resolve() == Path(args.save).resolve()
-    goes_on = own and not args.finetune and args.ckpt_step is None and isinstance(files.latest(Path(args.load)), int)
+    goes_on = (
+        own
+        and not args.finetune
+        and args.ckpt_step is None
+        and isinstance(files.latest(Path(args.load)), int)
+    )
     before = read_json(folder / WANDB_RUN).get("id") if goes_on else None
     environ["WANDB_RUN_ID"] = before or secrets.token_hex(4)
     if before:

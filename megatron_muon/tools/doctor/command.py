@@ -1,6 +1,7 @@
 """`megatron-muon doctor`: what of the environment, or of a checkpoint, keeps a run from starting.
 
-Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 where something is wrong.
+Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 where
+something is wrong.
 """
 
 from __future__ import annotations
@@ -59,34 +60,67 @@ class Finding(NamedTuple):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megatron-muon doctor`."""
     parser.description = (
-        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with --gpu, what "
-        "this package does on the GPU."
+        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom;"
+        " with --gpu, what this package does on the GPU."
     )
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--checkpoint", type=Path, metavar="DIR",
-        help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
-        "folders")  # fmt: skip
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "a run's folder or its --save directory, for the checkpoint that it calls the latest,"
+            " or one of the iter_ folders"
+        ),
+    )
     add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
-    add("--gpu", action="store_true", help="prove this package on the GPU; under torchrun on several")
+    add(
+        "--gpu",
+        action="store_true",
+        help="prove this package on the GPU; under torchrun on several",
+    )
     add = parser.add_argument_group("with --gpu").add_argument
-    add("--device", choices=("cuda", "cpu"), help="cpu: small sizes, to try the checks themselves (cuda)")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        help="cpu: small sizes, to try the checks themselves (cuda)",
+    )
     add("--only", nargs="+", metavar="CHECK", help="some checks, by name (all)")
-    add("--report", type=Path, metavar="FILE.md", help="write all figures to FILE.md, and to FILE.json")
-    add("--write-profile", type=Path, metavar="FILE.yaml", help="write measured rates, for plan --hardware FILE.yaml")
-    add("--limit", type=positive, metavar="S", help="seconds that a check may take, some several times these (120)")
+    add(
+        "--report",
+        type=Path,
+        metavar="FILE.md",
+        help="write all figures to FILE.md, and to FILE.json",
+    )
+    add(
+        "--write-profile",
+        type=Path,
+        metavar="FILE.yaml",
+        help="write measured rates, for plan --hardware FILE.yaml",
+    )
+    add(
+        "--limit",
+        type=positive,
+        metavar="S",
+        help="seconds that a check may take, some several times these (120)",
+    )
     add("--verbose", action="store_true", help="keep host names and paths in the report")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 where something is wrong."""
     if args.gpu and (args.checkpoint or args.json):
-        raise UserError("--gpu takes neither --checkpoint nor --json; --report FILE.md writes FILE.json, too")
+        raise UserError(
+            "--gpu takes neither --checkpoint nor --json; --report FILE.md writes FILE.json, too"
+        )
     if args.gpu:
         return gpu.run(args)
     for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
         if getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')} goes with --gpu; type megatron-muon doctor --gpu")
+            raise UserError(
+                f"--{name.replace('_', '-')} goes with --gpu; type megatron-muon doctor --gpu"
+            )
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
@@ -110,7 +144,9 @@ def environment() -> Iterator[Finding]:
     with quiet_imports():
         import torch
     is_new = Version(torch.__version__).release >= _TORCH
-    yield Finding("torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed"))
+    yield Finding(
+        "torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed")
+    )
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     yield _collectives()
 
@@ -120,7 +156,11 @@ def _device(gpus: int) -> Finding:
         te = no_transformer_engine()
         return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {te or 'can be used'}")
     if (why := unusable_gpu()) is not None:
-        return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
+        return Finding(
+            "device",
+            WRONG,
+            f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu",
+        )
     from megatron_muon.megatron.flags.arguments import cpu_has_bf16
 
     bf16 = "" if cpu_has_bf16() else "; it has no bf16 arithmetic, so Newton-Schulz runs in fp32"
@@ -133,7 +173,9 @@ def _collectives() -> Finding:
 
     try:
         with tempfile.TemporaryDirectory() as folder:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
             dist.all_reduce(torch.ones(1))
             dist.destroy_process_group()
     except (OSError, RuntimeError) as error:
@@ -162,7 +204,9 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         return
     yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
     args = stored.get("args")
-    layout = ", ".join(f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key))
+    layout = ", ".join(
+        f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key)
+    )
     yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
     if files.read_checksums(folder) is None:
         yield Finding("checksums", NOTE, files.without_checksums(folder))
@@ -172,11 +216,19 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
     optimizers = Counter(map(content.optimizer_of, slots.values()))
     counts = ", ".join(f"{name} has {count}" for name, count in sorted(optimizers.items()))
     without = "none: load it with --no-load-optim"
-    yield Finding("optimizer state", OK if counts else NOTE, f"of these, {counts}" if counts else without)
+    yield Finding(
+        "optimizer state", OK if counts else NOTE, f"of these, {counts}" if counts else without
+    )
     known = {content.plain(name) for name in content.optimized(entries)}
-    missing = {weight for weight in weights - slots.keys() if content.whole_name(weight, known) in known}
+    missing = {
+        weight for weight in weights - slots.keys() if content.whole_name(weight, known) in known
+    }
     # Adam's state without the second moment is that of Lion.
-    missing |= {name for name, held in slots.items() if content.optimizer_of(held) == "lion" and "adam" in optimizers}
+    missing |= {
+        name
+        for name, held in slots.items()
+        if content.optimizer_of(held) == "lion" and "adam" in optimizers
+    }
     if missing:
         remedy = "--muon-allow-missing-state starts it at zero"
         yield Finding("missing state", WRONG, f"{len(missing)}: {content.some(missing)}; {remedy}")

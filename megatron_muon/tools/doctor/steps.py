@@ -1,7 +1,7 @@
 """The checks of steps on ranks, real or simulated ones: results, delays, offload, cost; and the list of all checks.
 
-The reference is the package's own step on whole matrices on the processor, which the tests hold to independent
-optimizers.
+The reference is the package's own step on whole matrices on the processor, which the tests hold to
+independent optimizers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ from megatron_muon.tools.plan import command as plan
 from megatron_muon.tools.plan.estimate import measured
 
 # The matrices of a layer of llama3-8b, in small with odd ones and a stack of experts.
-LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+LLAMA = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+]
 SHAPES: list[tuple[int, ...]] = [(rows // 16, cols // 16) for rows, cols in LLAMA]
 SHAPES += [(256, 512), (333, 777), (64, 64), (1, 100), (100, 3), (6, 40, 24)]
 SIMULATED = 4  # ranks that one process stands for
@@ -52,16 +60,28 @@ Mesh = DeviceMesh | None
 def values(seed: int) -> list[torch.Tensor]:
     """Random numbers of `SHAPES`: of 0 the weights, of others gradients."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) * (0.02 if not seed else 1.0) for shape in SHAPES]
+    return [
+        torch.randn(shape, generator=generator) * (0.02 if not seed else 1.0) for shape in SHAPES
+    ]
 
 
 def on_mesh(tensor: torch.Tensor, mesh: Mesh, dim: int = 0) -> torch.Tensor:
     """A tensor cut along a dimension over the ranks of a mesh that all have it; whole without one."""
-    return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+    return (
+        tensor
+        if mesh is None
+        else distribute_tensor(tensor, mesh, [Shard(dim)], src_data_rank=None)
+    )
 
 
 def trained(
-    device: torch.device, settings: Given, mesh: Mesh = None, *, steps: range = TEN, cut: int = 0, saved: str = ""
+    device: torch.device,
+    settings: Given,
+    mesh: Mesh = None,
+    *,
+    steps: range = TEN,
+    cut: int = 0,
+    saved: str = "",
 ) -> list[torch.Tensor]:
     """Whole weights, on the processor, after `steps` of Muon in true fp32 on matrices that are cut over a mesh.
 
@@ -69,7 +89,9 @@ def trained(
     """
     mesh = None if "share_replicated" in settings else mesh  # what is to be shared is whole
     weights = [nn.Parameter(on_mesh(one.to(device), mesh, cut).clone()) for one in values(0)]
-    named = {f"layers.{at}.{'experts.' * (one.dim() == 3)}weight": one for at, one in enumerate(weights)}
+    named = {
+        f"layers.{at}.{'experts.' * (one.dim() == 3)}weight": one for at, one in enumerate(weights)
+    }
     base: Given = {"lr": 0.02, "fp32_matmul_prec": "highest", "exchange_buffer_mb": 8.0}
     optimizer = Muon(named.items(), **(base | settings))
     state = {"weights": named, "optimizer": optimizer.state_dict()}
@@ -78,7 +100,8 @@ def trained(
         optimizer.load_state_dict(state["optimizer"])
     for step in steps:
         for one, value in zip(weights, values(1 + step), strict=True):
-            one.grad = torch.empty_like(one) if one.grad is None else one.grad  # a graph reads where it was captured
+            # a graph reads where it was captured
+            one.grad = torch.empty_like(one) if one.grad is None else one.grad
             one.grad.copy_(on_mesh(value.to(device), mesh, cut))
         optimizer.step()
     if saved and not steps.start:
@@ -87,14 +110,17 @@ def trained(
     if not kept and settings.get("offload", "none") != "none":
         raise RuntimeError("nothing was offloaded")
     optimizer.close()
-    return [(one.full_tensor() if isinstance(one, DTensor) else one).detach().cpu().clone() for one in weights]
+    return [
+        (one.full_tensor() if isinstance(one, DTensor) else one).detach().cpu().clone()
+        for one in weights
+    ]
 
 
 def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Tensor]:
     """What `trained` returns on this rank of several.
 
-    In a process alone, threads are `SIMULATED` ranks, and all their weights follow each other. Their collectives are
-    those that torch tests DTensor with; on a GPU each waits for all streams.
+    In a process alone, threads are `SIMULATED` ranks, and all their weights follow each other.
+    Their collectives are those that torch tests DTensor with; on a GPU each waits for all streams.
     """
 
     def call() -> list[torch.Tensor]:
@@ -106,7 +132,8 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Te
     from torch._C._distributed_c10d import HashStore, _set_thread_isolation_mode  # type: ignore[attr-defined]
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-    os.environ.pop("LOCAL_WORLD_SIZE", None)  # torchrun's counts processes; threads are ranks of one node
+    # torchrun's counts processes; threads are ranks of one node
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
     store, join = HashStore(), threaded.Collective.join
 
     def waiting(*args: Any) -> Any:
@@ -128,7 +155,10 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Te
     _set_thread_isolation_mode(True)
     threaded._install_threaded_pg()
     try:
-        with mock.patch.object(threaded.Collective, "join", waiting), ThreadPoolExecutor(SIMULATED) as threads:
+        with (
+            mock.patch.object(threaded.Collective, "join", waiting),
+            ThreadPoolExecutor(SIMULATED) as threads,
+        ):
             made = [threads.submit(work, rank) for rank in range(SIMULATED)]
     finally:
         threaded._uninstall_threaded_pg()
@@ -142,7 +172,9 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> list[torch.Te
 def distance(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest distance of weights from those expected over how far these have moved; NaN where one is NaN."""
     moved = zip(found, itertools.cycle(expected), itertools.cycle(values(0)), strict=False)
-    return float(torch.stack([(one - two).norm() / (two - start).norm() for one, two, start in moved]).max())
+    return float(
+        torch.stack([(one - two).norm() / (two - start).norm() for one, two, start in moved]).max()
+    )
 
 
 def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
@@ -164,16 +196,19 @@ VARIANTS: dict[str, Given] = {
     "int8 momentum": {"momentum_dtype": "int8"},
     "bf16 iteration": {"fp32_matmul_prec": "medium"},
 }
-ALONE = ("team_size", "exchange", "share_replicated", "cuda_graph")  # settings that the reference goes without
-# Where a last bit may change how momentum is rounded for storage, or be divided by the root of a small number.
+# settings that the reference goes without
+ALONE = ("team_size", "exchange", "share_replicated", "cuda_graph")
+# Where a last bit may change how momentum is rounded for storage, or be divided by the root of a
+# small number.
 ROUNDED = {"AdaMuon": 1e-2, "int8 momentum": 0.1, "bf16 iteration": 0.1}
 
 
 def exchange(context: Context) -> None:
     """Ten steps of each exchange and each variant of Muon on ranks, compared with a CPU's on whole matrices.
 
-    The figure is the largest error of a weight over how far it has moved: less than 1e-4, AdaMuon 0.01, int8 momentum
-    and the iteration in bf16 0.1. A second run must have the same bits. One process simulates four ranks.
+    The figure is the largest error of a weight over how far it has moved: less than 1e-4, AdaMuon
+    0.01, int8 momentum and the iteration in bf16 0.1. A second run must have the same bits. One
+    process simulates four ranks.
     """
     for name, settings in VARIANTS.items():
         if "cuda_graph" in settings and not context.on_gpu:
@@ -181,7 +216,11 @@ def exchange(context: Context) -> None:
             continue
         alone = {key: value for key, value in settings.items() if key not in ALONE}
         is_graph = "cuda_graph" in settings  # threads cannot capture beside each other
-        call = functools.partial(trained, context.device) if is_graph else functools.partial(on_ranks, context)
+        call = (
+            functools.partial(trained, context.device)
+            if is_graph
+            else functools.partial(on_ranks, context)
+        )
         with context.trying(name):
             expected = trained(torch.device("cpu"), alone)
             made, again = call(settings), call(settings)
@@ -210,7 +249,9 @@ def disturbed(context: Context, seed: int) -> Iterator[None]:
         return mock.patch.object(owner, name, disturb)
 
     with ExitStack() as patches:
-        places: list[tuple[Any, ...]] = [(ShardedMuon, name) for name in ("prepare", "apply", "_agree_on_gradients")]
+        places: list[tuple[Any, ...]] = [
+            (ShardedMuon, name) for name in ("prepare", "apply", "_agree_on_gradients")
+        ]
         places += [(Orthogonalizer, "orthogonalize_stack"), (Codec, "decode"), (Int8, "encode")]
         for place in (*places, (RecordStore, "_bring", 0), (RecordStore, "_return", 1)):
             patches.enter_context(late(*place))
@@ -232,7 +273,9 @@ def stress(context: Context) -> None:
     for name, rounds in (("owner", 200), ("teams", 50), ("NorMuon", 50)):
         call = functools.partial(on_ranks, context, VARIANTS[name], steps=TEN[:3])
         with context.trying(name):
-            context.figures[name] = _rounds(context, name, rounds if context.on_gpu else 3, call, call())
+            context.figures[name] = _rounds(
+                context, name, rounds if context.on_gpu else 3, call, call()
+            )
 
 
 OFFLOADED: dict[str, Given] = {
@@ -240,40 +283,56 @@ OFFLOADED: dict[str, Given] = {
     "half on the host": {"offload": "cpu", "offload_fraction": 0.5},
     "host, bf16": {"offload": "cpu", "momentum_dtype": "bf16"},
     "files": {"offload": "nvme"},
-    "files, int8, small buffers": {"offload": "nvme", "momentum_dtype": "int8", "offload_buffer_mb": 1.0},
+    "files, int8, small buffers": {
+        "offload": "nvme",
+        "momentum_dtype": "int8",
+        "offload_buffer_mb": 1.0,
+    },
 }
 
 
 def offload(context: Context) -> None:
     """Momentum on the host or in files, under delays, changes no bit; nor does a checkpoint that is saved and resumed.
 
-    The checkpoint is then resumed with matrices cut along columns and momentum in the other memory. Its figure is the
-    largest error of a weight over how far it has moved: less than 1e-4.
+    The checkpoint is then resumed with matrices cut along columns and momentum in the other memory.
+    Its figure is the largest error of a weight over how far it has moved: less than 1e-4.
     """
     figures = context.figures
     for name, settings in OFFLOADED.items():
-        expected = trained(context.device, {"momentum_dtype": settings.get("momentum_dtype", "fp32")})
+        expected = trained(
+            context.device, {"momentum_dtype": settings.get("momentum_dtype", "fp32")}
+        )
         folder = {"offload_dir": str(context.folder)} if settings["offload"] == "nvme" else {}
         call = functools.partial(trained, context.device, settings | folder)
         with context.trying(name):
-            figures[name] = _rounds(context, f"momentum in {name}", 20 if context.on_gpu else 2, call, expected)
+            figures[name] = _rounds(
+                context, f"momentum in {name}", 20 if context.on_gpu else 2, call, expected
+            )
     for name, there in (("none", "cpu"), ("cpu", "none")):
         with context.trying(f"checkpoint, offload {name}"):
             here, saved = {"offload": name}, str(context.folder / f"checkpoint-{name}")
             on_ranks(context, here, steps=TEN[:5], saved=saved)
-            expected, resumed = on_ranks(context, here), on_ranks(context, here, steps=TEN[5:], saved=saved)
+            expected, resumed = (
+                on_ranks(context, here),
+                on_ranks(context, here, steps=TEN[5:], saved=saved),
+            )
             context.hold(same(resumed, expected), f"checkpoint, offload {name}: other bits")
             moved = on_ranks(context, {"offload": there}, steps=TEN[5:], saved=saved, cut=1)
-            error = figures[f"saved with offload {name}, resumed with {there} and columns"] = distance(moved, expected)
-            context.near(f"checkpoint of offload {name}, resumed with {there} and columns", error, 1e-4)
+            error = figures[f"saved with offload {name}, resumed with {there} and columns"] = (
+                distance(moved, expected)
+            )
+            context.near(
+                f"checkpoint of offload {name}, resumed with {there} and columns", error, 1e-4
+            )
 
 
 def cost(context: Context) -> None:
     """Milliseconds of an optimizer's step, on a GPU on as many layers of llama3-8b as fit, and on small matrices.
 
-    "owner" is Muon as it is by default; host_ms is the time until the step has been launched, peak_mb the memory beside
-    weights and gradients. "owner / momentum on the host" is what offload leaves of a step's speed. Ratios and the
-    planner's estimate are for information; memory may not grow.
+    "owner" is Muon as it is by default; host_ms is the time until the step has been launched,
+    peak_mb the memory beside weights and gradients. "owner / momentum on the host" is what offload
+    leaves of a step's speed. Ratios and the planner's estimate are for information; memory may not
+    grow.
     """
     figures, now = context.figures, replace(context, figures={}, skipped={}, wrong=[])
     models = {"small matrices": [(256, 512)] * (64 if context.on_gpu else 4)}
@@ -290,27 +349,51 @@ def cost(context: Context) -> None:
             with context.trying(f"{model}: {label}"):
                 figures[f"{model}: {label}"] = found = _cost_of(context, make)
                 steps[label], grown = found["step_ms"], found.pop("grown_mb")
-                context.hold(grown < 0.1, f"{model}: {label}: five steps left {grown:.1f} MiB behind")
-        planned, ours = plan.step_ms(shapes, context.ranks, measured(now.figures)), steps.pop("owner", math.nan)
-        figures |= {f"{model}: owner / {other}": ours / other_ms for other, other_ms in steps.items()}
+                context.hold(
+                    grown < 0.1, f"{model}: {label}: five steps left {grown:.1f} MiB behind"
+                )
+        planned, ours = (
+            plan.step_ms(shapes, context.ranks, measured(now.figures)),
+            steps.pop("owner", math.nan),
+        )
+        figures |= {
+            f"{model}: owner / {other}": ours / other_ms for other, other_ms in steps.items()
+        }
         figures[f"{model}: planner's estimate, ms"] = planned
         figures[f"{model}: error of the estimate, %"] = 100 * (planned / ours - 1)
 
 
-def _optimizers(context: Context, shapes: Sequence[tuple[int, int]]) -> dict[str, Callable[[], Any]]:
+def _optimizers(
+    context: Context, shapes: Sequence[tuple[int, int]]
+) -> dict[str, Callable[[], Any]]:
     """Makers of optimizers on the same weights with gradients, their rows over the ranks where there are several."""
     mesh = init_device_mesh(context.device.type, (context.ranks,)) if context.ranks > 1 else None
-    weights = [nn.Parameter(on_mesh(torch.randn(shape, device=context.device), mesh).clone()) for shape in shapes]
+    weights = [
+        nn.Parameter(on_mesh(torch.randn(shape, device=context.device), mesh).clone())
+        for shape in shapes
+    ]
     for one in weights:
         one.grad = one.detach().clone()
     named = [(f"layers.{number}.weight", one) for number, one in enumerate(weights)]
-    names = ("owner", "all-gather", "NorMuon", "int8 momentum", *(("CUDA graph",) if context.on_gpu else ()))
-    settings = {name: VARIANTS[name] for name in names} | {"momentum on the host": {"offload": "cpu"}}
+    names = (
+        "owner",
+        "all-gather",
+        "NorMuon",
+        "int8 momentum",
+        *(("CUDA graph",) if context.on_gpu else ()),
+    )
+    settings = {name: VARIANTS[name] for name in names} | {
+        "momentum on the host": {"offload": "cpu"}
+    }
     made: dict[str, Callable[[], Any]]
-    made = {name: functools.partial(Muon, named, lr=1e-3, **given) for name, given in settings.items()}
+    made = {
+        name: functools.partial(Muon, named, lr=1e-3, **given) for name, given in settings.items()
+    }
     if context.ranks == 1:
         made["torch.optim.Muon"] = functools.partial(torch.optim.Muon, weights, lr=1e-3)
-    return made | {"AdamW": functools.partial(torch.optim.AdamW, weights, lr=1e-3, fused=context.on_gpu)}
+    return made | {
+        "AdamW": functools.partial(torch.optim.AdamW, weights, lr=1e-3, fused=context.on_gpu)
+    }
 
 
 def _cost_of(context: Context, make: Callable[[], Any]) -> dict[str, float]:
@@ -337,8 +420,15 @@ def _cost_of(context: Context, make: Callable[[], Any]) -> dict[str, float]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
             optimizer.step()
             torch.cuda.synchronize()
-        kernels = [one for one in profiled.events() if one.device_type.name == "CUDA" and not one.is_user_annotation]
-        figures |= {"launches": len(kernels), "kernels_ms": sum(one.device_time for one in kernels) / 1e3}
+        kernels = [
+            one
+            for one in profiled.events()
+            if one.device_type.name == "CUDA" and not one.is_user_annotation
+        ]
+        figures |= {
+            "launches": len(kernels),
+            "kernels_ms": sum(one.device_time for one in kernels) / 1e3,
+        }
     if hasattr(optimizer, "close"):
         optimizer.close()
     return figures
@@ -348,21 +438,45 @@ def _allocated(context: Context) -> int:
     """Bytes of the tensors that are alive."""
     if context.on_gpu:
         return torch.cuda.memory_allocated()
-    alive = (one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter))
+    alive = (
+        one.untyped_storage()
+        for one in gc.get_objects()
+        if type(one) in (torch.Tensor, nn.Parameter)
+    )
     total, end = 0, 0
     for start, size in sorted((storage.data_ptr(), storage.nbytes()) for storage in alive):
-        total += max(start + size - max(start, end), 0)  # a storage may be a part of another's memory
+        # a storage may be a part of another's memory
+        total += max(start + size - max(start, end), 0)
         end = max(end, start + size)
     return total
 
 
 _LOST = "train without what fails here, and send the report"
 CHECKS = {
-    "machine": Check(machine, "the device, and its speed", "see whether nvidia-smi and torch agree on the driver"),
-    "arithmetic": Check(arithmetic, "Newton-Schulz is that of fp64", f"--muon-fp32-matmul-prec highest, or {_LOST}", 3),
-    "exchange": Check(exchange, "steps on ranks are those on whole matrices", f"other --muon-exchange, or {_LOST}", 3),
+    "machine": Check(
+        machine, "the device, and its speed", "see whether nvidia-smi and torch agree on the driver"
+    ),
+    "arithmetic": Check(
+        arithmetic,
+        "Newton-Schulz is that of fp64",
+        f"--muon-fp32-matmul-prec highest, or {_LOST}",
+        3,
+    ),
+    "exchange": Check(
+        exchange,
+        "steps on ranks are those on whole matrices",
+        f"other --muon-exchange, or {_LOST}",
+        3,
+    ),
     "stress": Check(stress, "results do not depend on timing", _LOST, 4),
-    "offload": Check(offload, "offload and checkpoints change no result", f"--muon-offload none, or {_LOST}", 2),
+    "offload": Check(
+        offload, "offload and checkpoints change no result", f"--muon-offload none, or {_LOST}", 2
+    ),
     "training": Check(training, "training on ranks is that on one", _LOST, 12),
-    "cost": Check(cost, "what a step costs, and the planner's estimate", "send the report, as memory may grow", 2),
+    "cost": Check(
+        cost,
+        "what a step costs, and the planner's estimate",
+        "send the report, as memory may grow",
+        2,
+    ),
 }

@@ -1,7 +1,7 @@
 """The models that Megatron and Hugging Face both have: `to_config` for export, `to_flags` for import.
 
-Megatron's side is the arguments of a run, Hugging Face's the content of config.json. What has no counterpart on the
-other side is refused by its flag or its key.
+Megatron's side is the arguments of a run, Hugging Face's the content of config.json. What has no
+counterpart on the other side is refused by its flag or its key.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 
-KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
+KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = (
+    "gpt2",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+)
 """What config.json calls them: its `model_type`."""
 
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """The constants of megatron-core's `RotaryEmbedding._apply_scaling`."""
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
@@ -37,31 +48,78 @@ _KEYS = {
 """Flags, and the keys that say the same of a model like Llama, and of GPT-2."""
 
 _SAYS_NOTHING = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp",
-    "bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "task_specific_params", "n_ctx", "id2label",
-    "label2id", "_num_labels", "router_aux_loss_coef", "output_router_logits", "layer_types", "max_window_layers",
-    "is_llama_config", "max_sequence_length", "summary_type", "summary_use_proj", "summary_activation",
-    "summary_first_dropout", "summary_proj_to_labels",
-}  # fmt: skip
+    "architectures",
+    "model_type",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "_name_or_path",
+    "task_specific_params",
+    "n_ctx",
+    "id2label",
+    "label2id",
+    "_num_labels",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "layer_types",
+    "max_window_layers",
+    "is_llama_config",
+    "max_sequence_length",
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+}
 """Keys of config.json that do not change what a model computes, or that others say again."""
 
 _OTHER_WEIGHTS = (
-    "experimental_attention_variant", "linear_attention_freq", "mtp_num_layers", "spec", "yaml_cfg",
-    "hybrid_layer_pattern", "hybrid_override_pattern", "moe_latent_size", "moe_mlp_glu_interleave_size",
-    "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "moe_shared_expert_gate",
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    "mtp_num_layers",
+    "spec",
+    "yaml_cfg",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "moe_shared_expert_gate",
     "multi_latent_attention",
-)  # fmt: skip
+)
 """Settings with which a model has weights that nothing here knows how to write."""
 
 _OTHER_RESULTS = (
-    "qk_l2_norm", "attention_output_gate", "rotary_interleaved", "use_mup",
-    "apply_residual_connection_post_layernorm", "layernorm_zero_centered_gamma", "squared_relu", "quick_geglu",
-    "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_apply_probs_on_input",
-    "moe_router_force_load_balancing", "moe_router_force_biased", "window_size", "window_attn_skip_freq",
-    "no_rope_freq", "activation_func_clamp_value", "rotary_seq_len_interpolation_factor",
-    "moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_expert_capacity_factor",
-)  # fmt: skip
+    "qk_l2_norm",
+    "attention_output_gate",
+    "rotary_interleaved",
+    "use_mup",
+    "apply_residual_connection_post_layernorm",
+    "layernorm_zero_centered_gamma",
+    "squared_relu",
+    "quick_geglu",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_apply_probs_on_input",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "window_size",
+    "window_attn_skip_freq",
+    "no_rope_freq",
+    "activation_func_clamp_value",
+    "rotary_seq_len_interpolation_factor",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_expert_capacity_factor",
+)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((*_OTHER_WEIGHTS, *_OTHER_RESULTS), (None, False)),
@@ -115,7 +173,9 @@ def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str
         "intermediate_size": ffn,
         "num_hidden_layers": args.num_layers,
         "num_attention_heads": args.num_attention_heads,
-        "num_key_value_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        "num_key_value_heads": (
+            args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        ),
         "head_dim": args.kv_channels or args.hidden_size // args.num_attention_heads,
         "hidden_act": "silu",
         "max_position_embeddings": args.max_position_embeddings,
@@ -125,16 +185,29 @@ def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str
         "attention_dropout": args.attention_dropout,
     }
     bias, experts, topk = args.add_bias_linear, args.num_experts, args.moe_router_topk
-    return config | {
-        LLAMA: {"attention_bias": bias, "mlp_bias": bias},
-        QWEN2: {"use_sliding_window": False},
-        QWEN3: {"attention_bias": False, "use_sliding_window": False},
-        MIXTRAL: {"num_local_experts": experts, "num_experts_per_tok": topk, "sliding_window": None},
-        QWEN3_MOE: {
-            "num_experts": experts, "num_experts_per_tok": topk, "moe_intermediate_size": ffn, "norm_topk_prob": True,
-            "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False, "use_sliding_window": False,
-        },
-    }[kind]  # fmt: skip
+    return (
+        config
+        | {
+            LLAMA: {"attention_bias": bias, "mlp_bias": bias},
+            QWEN2: {"use_sliding_window": False},
+            QWEN3: {"attention_bias": False, "use_sliding_window": False},
+            MIXTRAL: {
+                "num_local_experts": experts,
+                "num_experts_per_tok": topk,
+                "sliding_window": None,
+            },
+            QWEN3_MOE: {
+                "num_experts": experts,
+                "num_experts_per_tok": topk,
+                "moe_intermediate_size": ffn,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "attention_bias": False,
+                "use_sliding_window": False,
+            },
+        }[kind]
+    )
 
 
 def _model_type(args: argparse.Namespace) -> str:
@@ -149,7 +222,9 @@ def _model_type(args: argparse.Namespace) -> str:
         kind = QWEN2 if args.add_qkv_bias and not args.add_bias_linear else LLAMA
     neutral = NEUTRAL
     if kind == GPT2:
-        neutral = neutral | dict.fromkeys(("group_query_attention", "qk_layernorm", "num_experts"), (None, False))
+        neutral = neutral | dict.fromkeys(
+            ("group_query_attention", "qk_layernorm", "num_experts"), (None, False)
+        )
     if kind in (MIXTRAL, QWEN3, QWEN3_MOE):
         neutral = neutral | dict.fromkeys(("add_bias_linear", "add_qkv_bias"), (None, False))
     per_head, rest = divmod(args.hidden_size, args.num_attention_heads)
@@ -157,13 +232,15 @@ def _model_type(args: argparse.Namespace) -> str:
         neutral = neutral | {"kv_channels": (None, None if rest else per_head)}
     refused = _given(args, neutral)
     if kind != GPT2 and style != ("RMSNorm", "rope", True):
-        refused.append("--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style))
+        refused.append(
+            "--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style)
+        )
     if args.num_experts and args.moe_router_load_balancing_type in ("sinkhorn", ["sinkhorn"]):
         refused.append("--moe-router-load-balancing-type sinkhorn")
     if refused:
         raise UserError(
-            "no architecture of Hugging Face that export knows (GPT-2, Llama, Qwen 2 and 3, Mixtral, Qwen 3 MoE) has "
-            + "; ".join(refused)
+            "no architecture of Hugging Face that export knows (GPT-2, Llama, Qwen 2 and 3,"
+            " Mixtral, Qwen 3 MoE) has " + "; ".join(refused)
         )
     return kind
 
@@ -171,23 +248,37 @@ def _model_type(args: argparse.Namespace) -> str:
 def check_named(args: argparse.Namespace) -> None:
     """Refuses, by the flag's name, a run's model whose weights have names in torch_dist that are not known here."""
     if given := _given(args, dict.fromkeys(_OTHER_WEIGHTS, (None, False))):
-        raise UserError(f"export to torch_dist does not know the weights of a model with {'; '.join(given)}")
+        raise UserError(
+            f"export to torch_dist does not know the weights of a model with {'; '.join(given)}"
+        )
 
 
 def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> list[str]:
     """The settings that have none of their neutral values, as flags."""
-    given = {name: value for name, value in vars(args).items() if name in neutral and value not in neutral[name]}
-    return [f"{_OTHER_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}" for name, value in given.items()]
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in neutral and value not in neutral[name]
+    }
+    return [
+        f"{_OTHER_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
+        for name, value in given.items()
+    ]
 
 
 def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of Megatron's command line, as MODEL_ARGS, that build the model of a config.json with all defaults.
 
-    A UserError names a model of another type; whether flags say all of it, `check_nothing_is_lost` finds afterwards.
+    A UserError names a model of another type; whether flags say all of it, `check_nothing_is_lost`
+    finds afterwards.
     """
-    kind = LLAMA if config["model_type"] == "mistral" else config["model_type"]  # but for a sliding window the same
+    # but for a sliding window the same
+    kind = LLAMA if config["model_type"] == "mistral" else config["model_type"]
     if kind not in KINDS:
-        raise UserError(f"config.json describes a model of type {kind}; import knows {', '.join([*KINDS, 'mistral'])}")
+        raise UserError(
+            f"config.json describes a model of type {kind}; import knows"
+            f" {', '.join([*KINDS, 'mistral'])}"
+        )
     flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
     hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
     ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden
@@ -201,13 +292,19 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         rope = config.get("rope_parameters") or {**config, **(config.get("rope_scaling") or {})}
         base = float(rope["rope_theta"])
-        flags |= {"--normalization": "RMSNorm", "--swiglu": True, "--position-embedding-type": "rope"}
+        flags |= {
+            "--normalization": "RMSNorm",
+            "--swiglu": True,
+            "--position-embedding-type": "rope",
+        }
         flags["--rotary-base"] = int(base) if base.is_integer() else base
         if rope.get("factor") is not None:
             flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope["factor"]}
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         if config["num_experts_per_tok"] == 1:
-            raise UserError("config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here")
+            raise UserError(
+                "config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here"
+            )
         flags |= {"--num-experts": experts, "--moe-router-topk": config["num_experts_per_tok"]}
         flags |= {"--moe-ffn-hidden-size": ffn, "--moe-router-load-balancing-type": "aux_loss"}
     has_bias = kind == GPT2 or (kind == LLAMA and config.get("attention_bias"))
@@ -237,7 +334,8 @@ def check_nothing_is_lost(config: Mapping[str, Any], args: argparse.Namespace) -
     lost = [
         f"{key} {value}"
         for key, value in said.items()
-        if value != kept.get(key) and (value not in nothing or (kept.get(key) not in nothing and key not in derived))
+        if value != kept.get(key)
+        and (value not in nothing or (kept.get(key) not in nothing and key not in derived))
     ]
     if lost:
         raise UserError(f"config.json describes what Megatron has no flag for: {', '.join(lost)}")

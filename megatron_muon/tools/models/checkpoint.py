@@ -1,9 +1,11 @@
 """Reads and writes the weights of checkpoints one at a time, whole, under one set of names, whatever the layout.
 
-Names are those of megatron-core's local layers, without wrappers: `decoder.layers.0.mlp.linear_fc1.weight`. Of a gated
-projection the gate's rows end in `_w` and the others in `_v`, as in fsdp_dtensor. Transformer Engine keeps a norm in
-the linear layer that follows it and numbers experts otherwise, and torch_dist stacks all layers. Names and entries of
-what is written are those of megatron-core 0.19's own saves, without optimizer state: `--finetune` starts it anew.
+Names are those of megatron-core's local layers, without wrappers:
+`decoder.layers.0.mlp.linear_fc1.weight`. Of a gated projection the gate's rows end in `_w` and the
+others in `_v`, as in fsdp_dtensor. Transformer Engine keeps a norm in the linear layer that follows
+it and numbers experts otherwise, and torch_dist stacks all layers. Names and entries of what is
+written are those of megatron-core 0.19's own saves, without optimizer state: `--finetune` starts it
+anew.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -54,7 +62,10 @@ _EXPERTS = "mlp.experts.experts."
 _RENAMED = (
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)$", r"pre_mlp_layernorm.\1"),
-    (r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(_[wv])?$", r"mlp.experts.local_experts.\3.\1.\2\4"),
+    (
+        r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(_[wv])?$",
+        r"mlp.experts.local_experts.\3.\1.\2\4",
+    ),
 )
 """Names of Transformer Engine's layers, and those of the local ones."""
 
@@ -74,7 +85,8 @@ class _Place(NamedTuple):
 class Weights:
     """The weights of a run's, --save's or an iteration's folder; with `verify` files must have their checksums.
 
-    `folder` is the iteration's, `args` are Megatron's arguments of the run, `shapes` are those of each weight by name.
+    `folder` is the iteration's, `args` are Megatron's arguments of the run, `shapes` are those of
+    each weight by name.
 
     Raises:
         UserError: it is incomplete or damaged, or not a checkpoint with weights and arguments.
@@ -104,7 +116,9 @@ class Weights:
     @property
     def trained_in(self) -> torch.dtype:
         """The dtype of the run's matrix products."""
-        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return (
+            torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        )
 
     def read(self, name: str) -> Tensor:
         """Reads a weight. What one rank wrote is not copied; of several ranks, one's piece is in memory beside it."""
@@ -124,14 +138,19 @@ class Weights:
         stored = self._reader.storage_data[item.storage_index]
         file = self._reader.fs.concat_path(self._reader.path, stored.relative_path)
         with self._reader.fs.create_stream(file, "rb") as stream:
-            written = torch.load(self._reader._slice_file(stream, stored), map_location="cpu", weights_only=True)
+            written = torch.load(
+                self._reader._slice_file(stream, stored), map_location="cpu", weights_only=True
+            )
         return narrow_tensor_by_index(written, item.storage_offsets, item.lengths)
 
     def _by_layer(self) -> Iterator[tuple[str, _Place]]:
         """The weights of an fsdp_dtensor checkpoint."""
         for name in content.weight_names(self._entries):
             size = tuple(self._entries[name].size)
-            yield content.plain(name.removeprefix("model.")), _Place(name, size, (0,) * len(size), size)
+            yield (
+                content.plain(name.removeprefix("model.")),
+                _Place(name, size, (0,) * len(size), size),
+            )
 
     def _stacked(self) -> Iterator[tuple[str, _Place]]:
         """The weights of a torch_dist checkpoint: layer by layer, expert by expert, and gates by themselves."""
@@ -143,16 +162,25 @@ class Weights:
             experts = part.startswith(_EXPERTS)
             lead = (layer is None) + experts
             sizes = tuple(entry.size[lead:])
-            gated = getattr(self.args, "swiglu", False) and re.search(r"linear_fc1\.(weight|bias)$", name)
+            gated = getattr(self.args, "swiglu", False) and re.search(
+                r"linear_fc1\.(weight|bias)$", name
+            )
             if gated:
                 sizes = (sizes[0] // 2, *sizes[1:])
             for at in itertools.product(*map(range, entry.size[:lead])):
-                local = part.replace(_EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if experts else part
+                local = (
+                    part.replace(_EXPERTS, f"mlp.experts.local_experts.{at[-1]}.")
+                    if experts
+                    else part
+                )
                 if match:
                     local = f"{STACKED}{at[0] if layer is None else layer}.{local}"
                 for half, ending in enumerate(("_w", "_v") if gated else ("",)):
                     offsets = (*at, half * sizes[0], *(0 for _ in sizes[1:]))
-                    yield local + ending, _Place(name, tuple(entry.size), offsets, (*(1 for _ in at), *sizes), lead)
+                    yield (
+                        local + ending,
+                        _Place(name, tuple(entry.size), offsets, (*(1 for _ in at), *sizes), lead),
+                    )
 
 
 def _local(name: str) -> str:
@@ -173,8 +201,9 @@ def write(
 ) -> None:
     """Writes a checkpoint for a run with these arguments, whose --load is `save_dir`.
 
-    `read` gives the weight of a name of `shapes`, in any dtype, away: its memory is freed when it is written. `dtype`
-    is that of the files. `iteration` is None for what no run of Megatron has trained, a "release".
+    `read` gives the weight of a name of `shapes`, in any dtype, away: its memory is freed when it
+    is written. `dtype` is that of the files. `iteration` is None for what no run of Megatron has
+    trained, a "release".
     """
     is_te = args.transformer_impl == "transformer_engine"
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration or 0}
@@ -182,10 +211,19 @@ def write(
         places = {name: _of_layer(name, shape, is_te, args) for name, shape in shapes.items()}
         objects: dict[str, Any] = state
     else:
-        sparse = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if is_te else set()
+        sparse = (
+            {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if is_te else set()
+        )
         places = {name: _of_stack(name, shape, sparse, args) for name, shape in shapes.items()}
-        content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
-        objects = {_COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places.values())}
+        content = {
+            "content_metadata": {
+                "singleton_local_shards": False,
+                "chained_optim_avoid_prefix": True,
+            }
+        }
+        objects = {_COMMON_STATE: [state | content]} | {
+            name: [None] for name in _extra_states(places.values())
+        }
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
@@ -210,10 +248,13 @@ def _of_layer(name: str, shape: tuple[int, ...], is_te: bool, args: argparse.Nam
     return _Place(f"model.module.{name}", shape, (0,) * len(shape), shape)
 
 
-def _of_stack(name: str, shape: tuple[int, ...], sparse: Collection[str], args: argparse.Namespace) -> _Place:
+def _of_stack(
+    name: str, shape: tuple[int, ...], sparse: Collection[str], args: argparse.Namespace
+) -> _Place:
     """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts.
 
-    `sparse` are Transformer Engine's layers with experts, by number: the norm before their experts stays by itself.
+    `sparse` are Transformer Engine's layers with experts, by number: the norm before their experts
+    stays by itself.
     """
     lead: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
@@ -227,12 +268,18 @@ def _of_stack(name: str, shape: tuple[int, ...], sparse: Collection[str], args: 
             lead, lengths = (int(layer[1]),), (args.num_layers,)
         part = layer[2]
         if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
-            lead, lengths, part = (*lead, int(expert[1])), (*lengths, args.num_experts), _EXPERTS + expert[2]
+            lead, lengths, part = (
+                (*lead, int(expert[1])),
+                (*lengths, args.num_experts),
+                _EXPERTS + expert[2],
+            )
         part = part.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
         if layer[1] not in sparse:
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         name = STACKED + (part if alike else f"{layer[1]}.{part}")
-    return _Place(name, (*lengths, *whole), (*lead, *offsets), (*(1 for _ in lead), *shape), len(lead))
+    return _Place(
+        name, (*lengths, *whole), (*lead, *offsets), (*(1 for _ in lead), *shape), len(lead)
+    )
 
 
 def _extra_states(places: Iterable[_Place]) -> Iterator[str]:
@@ -240,19 +287,27 @@ def _extra_states(places: Iterable[_Place]) -> Iterator[str]:
     for place in places:
         if linear := re.fullmatch(r"(.*\.linear_\w+)\.weight", place.entry):
             at, of = place.offsets[: place.lead] or (0,), place.whole[: place.lead] or (1,)
-            yield f"{linear[1]}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
+            yield (
+                f"{linear[1]}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}"
+            )
 
 
 class _Planner(DefaultSavePlanner):
     """Plans a save of weights that are not there yet, and has each read when it is its turn.
 
-    torch's writer, 2.13's at least, keeps the tensors of a file until all of them are written. A weight's memory is
-    freed here when the next is asked for: without copying ahead, the one before has been written then.
+    torch's writer, 2.13's at least, keeps the tensors of a file until all of them are written. A
+    weight's memory is freed here when the next is asked for: without copying ahead, the one before
+    has been written then.
     """
 
-    def __init__(self, places: Mapping[str, _Place], read: Callable[[str], Tensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self, places: Mapping[str, _Place], read: Callable[[str], Tensor], dtype: torch.dtype
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._at = {(place.entry, torch.Size(place.offsets)): (name, place) for name, place in places.items()}
+        self._at = {
+            (place.entry, torch.Size(place.offsets)): (name, place)
+            for name, place in places.items()
+        }
         self._read, self._dtype = read, dtype
         self._written: torch.UntypedStorage | None = None
 
@@ -260,8 +315,12 @@ class _Planner(DefaultSavePlanner):
         items = super().create_local_plan().items
         for (entry, offsets), (_, place) in self._at.items():
             chunk = ChunkStorageMetadata(offsets, torch.Size(place.sizes))
-            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.whole))
-            items.append(WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data))
+            data = TensorWriteData(
+                chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.whole)
+            )
+            items.append(
+                WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data)
+            )
         self.plan = SavePlan(items)
         return self.plan
 
@@ -277,7 +336,8 @@ class _Planner(DefaultSavePlanner):
         name, place = self._at[index.fqn, index.offset]
         weight = self._read(name).to(self._dtype_of(place.entry)).contiguous().view(place.sizes)
         storage = weight.untyped_storage()
-        if storage.nbytes() != weight.nbytes or not storage.resizable():  # others', as a mapped file's
+        # others', as a mapped file's
+        if storage.nbytes() != weight.nbytes or not storage.resizable():
             weight = weight.clone()
         self._written = weight.untyped_storage()
         return weight

@@ -69,15 +69,23 @@ def counterpart(weights: Weights, tokenizer: str | None) -> Source:
     config = to_config(args, vocab=args.vocab_size or (None if own is None else len(own)))
     _check_tokens(built, config["vocab_size"])
     rules = mapping.rules(config, args)
-    mapping.check(weights.folder, weights.shapes, {rule.megatron: rule.shape for rule in rules if rule.megatron})
-    config |= {name: getattr(built, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    mapping.check(
+        weights.folder,
+        weights.shapes,
+        {rule.megatron: rule.shape for rule in rules if rule.megatron},
+    )
+    config |= {
+        name: getattr(built, name, None)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     return Source(weights, config, rules, built)
 
 
 def _check_tokens(tokenizer: Any, vocab: int) -> None:
     if tokenizer is not None and len(tokenizer) > vocab:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {vocab}; give its own by --tokenizer DIR"
+            f"the tokenizer has {len(tokenizer)} tokens, the model {vocab}; give its own by"
+            " --tokenizer DIR"
         )
 
 
@@ -95,7 +103,8 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
 
     A UserError as `Weights` and `counterpart` raise it, and where there is no tokenizer.
     """
-    transformers.utils.logging.set_verbosity_error()  # its warnings are about what nobody here has chosen
+    # its warnings are about what nobody here has chosen
+    transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     directory: Path = args.checkpoint
@@ -103,23 +112,36 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
     source = None
     if (directory / "config.json").is_file():
         config, where = from_folder(transformers.AutoConfig, directory), directory
-        length, trained_in = min(config.max_position_embeddings, _LONGEST), config.dtype or torch.float32
+        length, trained_in = (
+            min(config.max_position_embeddings, _LONGEST),
+            config.dtype or torch.float32,
+        )
         tokenizer = from_folder(transformers.AutoTokenizer, args.tokenizer or directory)
         _check_tokens(tokenizer, config.vocab_size)
     else:
-        source = counterpart(Weights(directory, verify=not args.no_verify_checkpoint), args.tokenizer)
+        source = counterpart(
+            Weights(directory, verify=not args.no_verify_checkpoint), args.tokenizer
+        )
         weights, tokenizer = source.weights, source.tokenizer
         where, length, trained_in = weights.folder, weights.args.seq_length, weights.trained_in
         config = transformers.AutoConfig.for_model(**source.config)
     if tokenizer is None:
-        raise UserError(f"text needs a tokenizer, and {where} has none; give one by --tokenizer DIR")
+        raise UserError(
+            f"text needs a tokenizer, and {where} has none; give one by --tokenizer DIR"
+        )
     dtype = trained_in if device == "cuda" else torch.float32  # many CPUs multiply bfloat16 slowly
     if untrained:
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(
+            dtype
+        )
     elif source is None:
         model = from_folder(transformers.AutoModelForCausalLM, directory, dtype=dtype)
     else:
-        state = {name: part for rule in source.rules for name, part in rule.tensors(source.read(rule), dtype)}
+        state = {
+            name: part
+            for rule in source.rules
+            for name, part in rule.tensors(source.read(rule), dtype)
+        }
         kind = getattr(transformers, source.config["architectures"][0])
         model = kind.from_pretrained(None, config=config, state_dict=state)
     return Loaded(model.to(device).eval(), tokenizer, where, length)
@@ -131,7 +153,9 @@ def from_folder(loader: Any, place: Path | str, **how: Any) -> Any:
         return loader.from_pretrained(str(place), trust_remote_code=False, **how)
     except Exception as error:  # whatever damaged files lead to
         version = transformers.__version__
-        raise UserError(f"{place} cannot be loaded by transformers {version}: {reason_of(error)}") from error
+        raise UserError(
+            f"{place} cannot be loaded by transformers {version}: {reason_of(error)}"
+        ) from error
 
 
 def tokenizer_of(args: argparse.Namespace) -> Any:
@@ -143,20 +167,27 @@ def tokenizer_of(args: argparse.Namespace) -> Any:
         return from_folder(transformers.AutoTokenizer, args.tokenizer_model)
     if args.tokenizer_type == IN_TRAINING and args.vocab_size == BYTE_LEVEL_VOCAB_SIZE:
         return _of_bytes()
-    raise UserError(f"transformers has no --tokenizer-type {args.tokenizer_type} with {args.vocab_size} tokens")
+    raise UserError(
+        f"transformers has no --tokenizer-type {args.tokenizer_type} with {args.vocab_size} tokens"
+    )
 
 
 def is_of_bytes(tokenizer: Any) -> bool:
     """Whether a tokenizer is the byte-level one of this module: ids below 256 are bytes."""
-    return bool(tokenizer.eos_token == _END_OF_DOCUMENT) and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
+    return bool(tokenizer.eos_token == _END_OF_DOCUMENT) and tokenizer.convert_tokens_to_ids(
+        ["A", "z"]
+    ) == [65, 122]
 
 
 def _of_bytes() -> Any:
     """The ids of megatron-core's `ByteLevelTokenizer`: a byte is its own id, the last one ends a document.
 
-    A BPE without merges over the characters that stand for bytes; what looks like a special token in a text is text.
+    A BPE without merges over the characters that stand for bytes; what looks like a special token
+    in a text is text.
     """
-    vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {_END_OF_DOCUMENT: 256}
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()} | {
+        _END_OF_DOCUMENT: 256
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -190,22 +221,33 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
     tokenizer, model = loaded.tokenizer, loaded.model
     ids = tokenizer(args.prompt.encode("utf-8", "replace").decode())["input_ids"]
     if not ids:
-        ids = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+        ids = [
+            token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None
+        ][:1]
     if not ids:
-        raise UserError("this tokenizer has no token that starts a document; give a prompt that is not empty")
+        raise UserError(
+            "this tokenizer has no token that starts a document; give a prompt that is not empty"
+        )
     left = model.config.max_position_embeddings - len(ids)
     if left < 1:
-        raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")
+        raise UserError(
+            f"the prompt has {len(ids)} tokens, the model takes"
+            f" {model.config.max_position_embeddings}"
+        )
     how: dict[str, Any] = {"do_sample": False}
     if args.temperature:
         how = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     inputs = torch.tensor([ids], device=model.device)
     how |= {"pad_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    how |= {"max_new_tokens": min(args.max_new_tokens, left), "attention_mask": torch.ones_like(inputs)}
+    how |= {
+        "max_new_tokens": min(args.max_new_tokens, left),
+        "attention_mask": torch.ones_like(inputs),
+    }
     try:
         torch.manual_seed(args.seed)
         model.generate(inputs, streamer=Printer(tokenizer, skip_special_tokens=True), **how)
-    except (ValueError, RuntimeError) as error:  # settings that make no sense, or weights that are not finite
+    # settings that make no sense, or weights that are not finite
+    except (ValueError, RuntimeError) as error:
         raise UserError(f"nothing can be drawn: {reason_of(error)}") from error
 
 
@@ -218,19 +260,26 @@ def evaluate(args: argparse.Namespace) -> None:
     config, length = loaded.model.config, args.sequence_length or loaded.sequence_length
     if ids.max() >= config.vocab_size:
         raise UserError(
-            f"{name} holds token id {ids.max()}, the model has {config.vocab_size}; prepare it with its tokenizer"
+            f"{name} holds token id {ids.max()}, the model has {config.vocab_size}; prepare it with"
+            " its tokenizer"
         )
     if length > config.max_position_embeddings:
-        raise UserError(f"--sequence-length {length}: the model takes {config.max_position_embeddings}")
+        raise UserError(
+            f"--sequence-length {length}: the model takes {config.max_position_embeddings}"
+        )
     parts = []
     with progress("evaluating", "tokens") as show:
-        for loss, done in losses(loaded.model, ids, first=loaded.tokenizer.eos_token_id, length=length):
+        for loss, done in losses(
+            loaded.model, ids, first=loaded.tokenizer.eos_token_id, length=length
+        ):
             parts.append(loss)
             show(done, ids.size)
     nats = math.fsum(parts)
     loss, size = nats / ids.size, _bytes(loaded.tokenizer, ids)
     if not math.isfinite(loss):
-        raise RunFailedError(f"the loss of {loaded.where} is not finite; its weights, or some of them, are not")
+        raise RunFailedError(
+            f"the loss of {loaded.where} is not finite; its weights, or some of them, are not"
+        )
     figures = {
         "checkpoint": str(loaded.where),
         "data": name,
@@ -259,7 +308,9 @@ def _ids(args: argparse.Namespace, tokenizer: Any) -> Any:
     return np.array([*tokenizer(text)["input_ids"], *end], np.int64)
 
 
-def losses(model: Any, ids: Any, *, first: int | None, length: int, batch: int = 8) -> Iterator[tuple[float, int]]:
+def losses(
+    model: Any, ids: Any, *, first: int | None, length: int, batch: int = 8
+) -> Iterator[tuple[float, int]]:
     """Predicts every token once, in samples of `length`: sums of losses in nats, and how many tokens are done.
 
     `first`, the end of a document, stands before the first token.
@@ -274,7 +325,9 @@ def losses(model: Any, ids: Any, *, first: int | None, length: int, batch: int =
             if (rows := targets[part]).numel():
                 with torch.inference_mode():
                     logits = model(inputs[part].view(shape).to(model.device)).logits
-                loss = cross_entropy(logits.flatten(0, 1).float(), rows.to(model.device), reduction="sum")
+                loss = cross_entropy(
+                    logits.flatten(0, 1).float(), rows.to(model.device), reduction="sum"
+                )
                 yield float(loss), start + len(targets)
 
 
@@ -283,4 +336,7 @@ def _bytes(tokenizer: Any, ids: Any) -> int:
     if is_of_bytes(tokenizer):
         return int((ids < 256).sum())
     documents = np.split(ids, (ids == tokenizer.eos_token_id).nonzero()[0] + 1)
-    return sum(len(tokenizer.decode(part.tolist(), skip_special_tokens=True).encode()) for part in documents)
+    return sum(
+        len(tokenizer.decode(part.tolist(), skip_special_tokens=True).encode())
+        for part in documents
+    )

@@ -24,7 +24,15 @@ from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
 from megatron_muon.tools.plan import estimate, training_step
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, GroupPlan, Hardware, KindPlan, Settings, plan_kinds
+from megatron_muon.tools.plan.estimate import (
+    HARDWARE,
+    Group,
+    GroupPlan,
+    Hardware,
+    KindPlan,
+    Settings,
+    plan_kinds,
+)
 
 if TYPE_CHECKING:
     from megatron_muon.fsdp.views import View
@@ -63,14 +71,33 @@ def configure(parser: CommandParser) -> None:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", type=Path, metavar="FILE.yaml", help="experiment file")
-    model.add_argument("--hf", type=Path, metavar="MODEL",
-        help="a transformers folder or config.json, under FSDP2 over all ranks with megatron_muon.Muon")  # fmt: skip
-    add("--ep", type=positive, metavar="N",
-        help="with --hf, ranks over which the experts of a layer are spread before fully_shard (1)")  # fmt: skip
+    model.add_argument(
+        "--hf",
+        type=Path,
+        metavar="MODEL",
+        help=(
+            "a transformers folder or config.json, under FSDP2 over all ranks with"
+            " megatron_muon.Muon"
+        ),
+    )
+    add(
+        "--ep",
+        type=positive,
+        metavar="N",
+        help="with --hf, ranks over which the experts of a layer are spread before fully_shard (1)",
+    )
     add_run(parser, tuple(HARDWARE))
     add("--details", action="store_true", help="also show every figure of the JSON file")
-    add("--mfu", type=float, default=training_step.MFU, metavar="SHARE",
-        help=f"of the peak rate, that model FLOPs of forward and backward reach ({training_step.MFU:g})")  # fmt: skip
+    add(
+        "--mfu",
+        type=float,
+        default=training_step.MFU,
+        metavar="SHARE",
+        help=(
+            "of the peak rate, that model FLOPs of forward and backward reach"
+            f" ({training_step.MFU:g})"
+        ),
+    )
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
@@ -78,12 +105,28 @@ def add_run(parser: CommandParser, machines: Sequence[str]) -> None:
     """Adds the arguments that name the run: its ranks, its machine, other flags than the file's."""
     add = parser.add_argument
     add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
-    add("--hardware", type=functools.partial(_machine, machines), default=machines[0], metavar="NAME",
-        help=f"machine to estimate for: {', '.join(machines)} (the first), or the FILE.yaml that megatron-muon doctor "
-        "--gpu --write-profile has written on it")  # fmt: skip
-    add("--node-ranks", type=positive, metavar="N",
-        help="ranks of a node, the run's LOCAL_WORLD_SIZE (those of the machine; gb300: 72, a whole rack)")  # fmt: skip
-    parser.take_megatron_flags("any flag of pretrain_gpt.py, instead of the file's: --global-batch-size 256")
+    add(
+        "--hardware",
+        type=functools.partial(_machine, machines),
+        default=machines[0],
+        metavar="NAME",
+        help=(
+            f"machine to estimate for: {', '.join(machines)} (the first), or the FILE.yaml that"
+            " megatron-muon doctor --gpu --write-profile has written on it"
+        ),
+    )
+    add(
+        "--node-ranks",
+        type=positive,
+        metavar="N",
+        help=(
+            "ranks of a node, the run's LOCAL_WORLD_SIZE (those of the machine; gb300: 72, a whole"
+            " rack)"
+        ),
+    )
+    parser.take_megatron_flags(
+        "any flag of pretrain_gpt.py, instead of the file's: --global-batch-size 256"
+    )
 
 
 def _machine(machines: Sequence[str], text: str) -> Hardware:
@@ -91,7 +134,9 @@ def _machine(machines: Sequence[str], text: str) -> Hardware:
     if text in machines:
         return HARDWARE[text]
     if not text.endswith(".yaml"):
-        raise argparse.ArgumentTypeError(f"unknown: {text!r}; choose from {', '.join(machines)}, or give a FILE.yaml")
+        raise argparse.ArgumentTypeError(
+            f"unknown: {text!r}; choose from {', '.join(machines)}, or give a FILE.yaml"
+        )
     import yaml
 
     try:
@@ -99,7 +144,11 @@ def _machine(machines: Sequence[str], text: str) -> Hardware:
         usual = asdict(HARDWARE[machines[0]])
         for name, value in usual.items():
             least = 0 if name in ("memory_gb", "rack_ranks") else 1e-9
-            is_right = type(found[name]) is type(value) if isinstance(value, str | bool) else found[name] >= least
+            is_right = (
+                type(found[name]) is type(value)
+                if isinstance(value, str | bool)
+                else found[name] >= least
+            )
             if not is_right:
                 raise ValueError(f"{name} is {found[name]!r}")
         return Hardware(**{name: found[name] for name in usual})
@@ -122,14 +171,20 @@ def run(args: argparse.Namespace) -> int:
     """Plans, writes the figures as JSON where asked, and prints them."""
     hardware, model = hardware_of(args), None
     if not 0 < args.mfu <= 1:
-        raise UserError(f"--mfu must be above 0 and at most 1, got {args.mfu:g}; {training_step.MFU:g} is usual")
+        raise UserError(
+            f"--mfu must be above 0 and at most 1, got {args.mfu:g}; {training_step.MFU:g} is usual"
+        )
     if args.ep is not None and args.config is not None:
-        raise UserError(f"--ep is for --hf; with --config give --expert-model-parallel-size {args.ep}")
+        raise UserError(
+            f"--ep is for --hf; with --config give --expert-model-parallel-size {args.ep}"
+        )
     if args.config is not None:
         config, groups, model = read_config(args.config, args.world_size, hardware, args.flags)
         settings = settings_of(config, hardware)
     elif args.flags:
-        raise UserError(f"--hf plans with the defaults of megatron_muon.Muon; leave {' '.join(args.flags)} out")
+        raise UserError(
+            f"--hf plans with the defaults of megatron_muon.Muon; leave {' '.join(args.flags)} out"
+        )
     else:
         settings, groups = read_transformers(args.hf, args.world_size, hardware, args.ep or 1)
     kinds, unmet = plan_kinds(groups, settings, hardware)
@@ -168,19 +223,26 @@ def settings_of(config: Any, hardware: Hardware) -> Settings:
     iteration = hardware.iterate(iteration_of(config))
     adaptive, cautious = config.optimizer == "adaptive_muon", config.muon_cautious_weight_decay
     exchanged = {"auto": iteration.half, "bf16": True, "fp32": False}[config.muon_exchange_dtype]
-    moment = moment_bytes(config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious)
+    moment = moment_bytes(
+        config.adaptive_muon_moment2_method if adaptive else None, cautious=cautious
+    )
     team_size = "1" if needs_whole_updates(config) else config.muon_team_size
-    return Settings(config.muon_exchange_buffer_mb, Memory(2 if exchanged else 4, iteration, moment), team_size)
+    return Settings(
+        config.muon_exchange_buffer_mb, Memory(2 if exchanged else 4, iteration, moment), team_size
+    )
 
 
-def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int = 1) -> tuple[Settings, list[Group]]:
+def read_transformers(
+    path: Path, world_size: int, hardware: Hardware, ep: int = 1
+) -> tuple[Settings, list[Group]]:
     """The matrices of the model that a `transformers` folder or config.json describes, by `fully_shard` over all ranks.
 
-    The experts of each layer are spread over `ep` ranks before that. The model is built on the meta device; nothing is
-    downloaded. The settings are the defaults of `Muon`.
+    The experts of each layer are spread over `ep` ranks before that. The model is built on the meta
+    device; nothing is downloaded. The settings are the defaults of `Muon`.
 
     Raises:
-        UserError: transformers is not installed, or has no such model; its experts cannot be spread so.
+        UserError: transformers is not installed, or has no such model; its experts cannot be spread
+            so.
     """
     import torch
 
@@ -193,21 +255,30 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     except ImportError as error:
         raise UserError(f"--hf needs transformers ({error}); {install('hf')}") from None
     if not path.exists():
-        raise UserError(f"--hf {path}: there is no such folder or file; give a model's folder or its config.json")
+        raise UserError(
+            f"--hf {path}: there is no such folder or file; give a model's folder or its"
+            " config.json"
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         named = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
             automatic = transformers.AutoModelForCausalLM
-            model = named(config) if named else automatic.from_config(config, trust_remote_code=False)
+            model = (
+                named(config) if named else automatic.from_config(config, trust_remote_code=False)
+            )
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
+        raise UserError(
+            f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}"
+        ) from None
     selection = select(model)
     blocks = splits({}, selection)
     if ep > 1 and not any(view.is_stack for view in selection.views.values()):
         raise UserError(f"--hf {path} has no stacks of experts for Muon; leave --ep {ep} out")
-    cut = {view: _shards_of(view, world_size, ep) for view in dict.fromkeys(selection.views.values())}
+    cut = {
+        view: _shards_of(view, world_size, ep) for view in dict.fromkeys(selection.views.values())
+    }
     matrices = [
         Matrix(name, view.matrix, shards, blocks.get(p, whole(view.matrix[0])))
         for p, view in selection.views.items()
@@ -216,7 +287,9 @@ def read_transformers(path: Path, world_size: int, hardware: Hardware, ep: int =
     return _fully_sharded(world_size, matrices, hardware)
 
 
-def _fully_sharded(ranks: int, matrices: Iterable[Matrix], hardware: Hardware) -> tuple[Settings, list[Group]]:
+def _fully_sharded(
+    ranks: int, matrices: Iterable[Matrix], hardware: Hardware
+) -> tuple[Settings, list[Group]]:
     from megatron_muon.fsdp import arguments
 
     settings = Settings(None, Memory(2, hardware.iterate(arguments.iteration_of())))
@@ -238,8 +311,9 @@ def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
     """The shards of each matrix of a parameter under `fully_shard`, stacks of experts over `ep` ranks before that.
 
-    The mesh of experts is `(world_size / ep, ep)`: its first dimension shares the experts of an expert-parallel rank,
-    or, where these are fewer, the rows of each, evenly, as `fully_shard` wants it.
+    The mesh of experts is `(world_size / ep, ep)`: its first dimension shares the experts of an
+    expert-parallel rank, or, where these are fewer, the rows of each, evenly, as `fully_shard`
+    wants it.
 
     Source: torchtitan's layout, pytorch/torchtitan#1561.
     """
@@ -252,24 +326,40 @@ def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
     if ep == 1 or not view.is_stack:
         return placed_shards(view, ranks, [cut(0)])
     experts, rows, few = view.count, view.shape[1], view.count < world_size
-    both = [number for number in range(1, experts + 1) if experts % number == world_size % number == 0]
-    possible = [number for number in both if not few or rows % (world_size // number) == 0 or number == 1]
+    both = [
+        number for number in range(1, experts + 1) if experts % number == world_size % number == 0
+    ]
+    possible = [
+        number for number in both if not few or rows % (world_size // number) == 0 or number == 1
+    ]
     if ep not in possible:
         raise UserError(
-            f"--ep {ep} does not spread {experts} experts of {rows} rows evenly over --world-size {world_size}; use "
-            f"{', '.join(map(str, possible[:-1]))}{' or ' * (len(possible) > 1)}{possible[-1]}"
+            f"--ep {ep} does not spread {experts} experts of {rows} rows evenly over --world-size"
+            f" {world_size}; use"
+            f" {', '.join(map(str, possible[:-1]))}{' or ' * (len(possible) > 1)}{possible[-1]}"
         )
     over_data = cut(1) if few else placement_types._StridedShard(0, split_factor=ep)
     return placed_shards(view, ranks.reshape(-1, ep), [over_data, cut(0)])
 
 
-def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, hardware: Hardware) -> Figures:
+def figures_of(
+    kinds: Sequence[KindPlan], world_size: int, settings: Settings, hardware: Hardware
+) -> Figures:
     """The figures of rank 0's groups, and of all of them together, which step one by one."""
     plans = [kind.of(0) for kind in kinds]
     groups = [_of_group(kind.group.name, item) for kind, item in zip(kinds, plans, strict=True)]
     loads = [item.plan.loads for item in plans]
     mean = sum(sum(each) / len(each) for each in loads)
-    sums = ("matrices", "travelling", "parameters", "waves", "allgather_bytes", "ns_ms", "exchange_ms", "step_ms")
+    sums = (
+        "matrices",
+        "travelling",
+        "parameters",
+        "waves",
+        "allgather_bytes",
+        "ns_ms",
+        "exchange_ms",
+        "step_ms",
+    )
     return {
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
@@ -284,7 +374,10 @@ def figures_of(kinds: Sequence[KindPlan], world_size: int, settings: Settings, h
             "ns_steps": settings.memory.iteration.steps,
         },
         **{name: sum(group[name] for group in groups) for name in sums},
-        **{name: max(group[name] for group in groups) for name in ("extra_bytes", "buffer_bytes", "peers")},
+        **{
+            name: max(group[name] for group in groups)
+            for name in ("extra_bytes", "buffer_bytes", "peers")
+        },
         "exchange_bytes": _received(kinds, world_size),
         "max_over_mean": sum(map(max, loads)) / mean if mean else 1.0,
         "groups": groups,
@@ -321,18 +414,33 @@ def _of_group(name: str, item: GroupPlan) -> Figures:
 
 def show(figures: Figures, source: str, *, details: bool) -> None:
     """Print the page; with `details` every figure."""
-    memory, step, settings = figures.get("memory"), figures.get("training_step"), figures["settings"]
-    print_line(f"Plan of {source} at {figures['world_size']:,} ranks, {figures['hardware']}", "bold")
+    memory, step, settings = (
+        figures.get("memory"),
+        figures.get("training_step"),
+        figures["settings"],
+    )
+    print_line(
+        f"Plan of {source} at {figures['world_size']:,} ranks, {figures['hardware']}", "bold"
+    )
     if memory is not None:
-        rows = [(label, *(size(memory[of][part]) for of in ("adam", "muon"))) for part, label in _MEMORY.items()]
+        rows = [
+            (label, *(size(memory[of][part]) for of in ("adam", "muon")))
+            for part, label in _MEMORY.items()
+        ]
         print_table(("memory of a GPU", "with Adam", "with Muon"), rows)
         has = "fits" if memory["fits"] else "DOES NOT FIT"
-        print_line(f"with Muon it {has}: a GPU has {size(memory['capacity'])}\n", "green" if memory["fits"] else "red")
+        print_line(
+            f"with Muon it {has}: a GPU has {size(memory['capacity'])}\n",
+            "green" if memory["fits"] else "red",
+        )
     if step is not None:
         both = [step["adam_ms"], step["muon_ms"]]
         rows = [
             ("training step", *(duration(each["total"]) for each in both)),
-            ("share waiting for communication", *(f"{each['communication'] / each['total']:.0%}" for each in both)),
+            (
+                "share waiting for communication",
+                *(f"{each['communication'] / each['total']:.0%}" for each in both),
+            ),
             ("Muon / Adam", "1", f"{step['muon_over_adam']:.4f}"),
         ]
         print_table((f"a step of {step['tokens']:,} tokens", "with Adam", "with Muon"), rows)
@@ -348,8 +456,9 @@ def show(figures: Figures, source: str, *, details: bool) -> None:
     ]
     print_table(("Muon's step", "a rank"), rows)
     print_line(
-        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
-        f"{settings['exchange_dtype']}; nodes of {figures['node_ranks']} ranks; digest {figures['digest']}"
+        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps;"
+        f" exchange in {settings['exchange_dtype']}; nodes of {figures['node_ranks']} ranks; digest"
+        f" {figures['digest']}"
     )
     for note in figures["notes"]:
         print_line(f"warning: {note}", "yellow")

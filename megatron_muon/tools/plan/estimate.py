@@ -1,9 +1,10 @@
 """What a plan costs on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
 
-The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's products beside
-them. Elementwise work, launches and other traffic are left out. An estimate ranks configurations; `python -m
-benchmarks.step` measures. Memory adds up the buffers of all ranks' waves that are in use at the same time;
-`megatron-muon rehearse` has the places that buffers get, and a test holds the two within 10 %.
+The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's
+products beside them. Elementwise work, launches and other traffic are left out. An estimate ranks
+configurations; `python -m benchmarks.step` measures. Memory adds up the buffers of all ranks' waves
+that are in use at the same time; `megatron-muon rehearse` has the places that buffers get, and a
+test holds the two within 10 %.
 """
 
 from __future__ import annotations
@@ -66,7 +67,13 @@ class Hardware:
 
 
 def _gpu(
-    chip: str, fp32: float, link: float, network: float, memory: float, memory_gb: float, rack: int = 0
+    chip: str,
+    fp32: float,
+    link: float,
+    network: float,
+    memory: float,
+    memory_gb: float,
+    rack: int = 0,
 ) -> Hardware:
     """A GPU by NVIDIA's data sheet (dense TFLOP/s, GB/s of each link in one direction and of memory, GB of memory)."""
     return Hardware(
@@ -90,7 +97,8 @@ HARDWARE = {
         _gpu("H200", 67, 450, 50, 4800, 141),
         _gpu("A100", 19.5, 300, 25, 2039, 80),
         _gpu("GB300", 80, 900, 100, 8000, 279, 72),
-        Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),  # round figures: a core a rank, gloo
+        # round figures: a core a rank, gloo
+        Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),
     )
 }
 
@@ -98,7 +106,9 @@ HARDWARE = {
 def measured(figures: Mapping[str, Any]) -> Hardware:
     """The machine that `megatron-muon doctor --gpu` has measured; what it could not, by the data sheet."""
     name = figures.get("GPU", "cpu")
-    alike = [one for key, one in HARDWARE.items() if re.search(rf"\b{key.split('-')[0]}\b", name.lower())]
+    alike = [
+        one for key, one in HARDWARE.items() if re.search(rf"\b{key.split('-')[0]}\b", name.lower())
+    ]
     known = alike[0] if alike else HARDWARE["h100-sxm"]
     nodes, link = figures.get("nodes", 1), figures.get("all_to_all_gb_per_s")
     rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
@@ -106,7 +116,9 @@ def measured(figures: Mapping[str, Any]) -> Hardware:
         rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
     node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
     memory_gb = figures.get("memory_gb", known.memory_gb)
-    return replace(known, name=f"measured {name}", node_ranks=node_ranks, memory_gb=memory_gb, **rates)
+    return replace(
+        known, name=f"measured {name}", node_ranks=node_ranks, memory_gb=memory_gb, **rates
+    )
 
 
 def profile(figures: Mapping[str, Any]) -> str:
@@ -148,7 +160,8 @@ class GroupPlan:
     """A group's plan and its figures."""
 
     plan: Plan
-    extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
+    # the most that each rank's step takes beyond weights, gradients and state, in bytes
+    extra: Ints
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with all overlapped
@@ -174,15 +187,20 @@ class KindPlan:
         return self._plans[pattern]
 
 
-def plan_kinds(groups: Sequence[Group], settings: Settings, hardware: Hardware) -> tuple[list[KindPlan], list[str]]:
+def plan_kinds(
+    groups: Sequence[Group], settings: Settings, hardware: Hardware
+) -> tuple[list[KindPlan], list[str]]:
     """Plan rank 0's group of each kind; the second result names the settings that some of them cannot have.
 
     Raises:
-        UserError: no group can have a setting. One of a single rank, which has nothing to share, does not count.
+        UserError: no group can have a setting. One of a single rank, which has nothing to share,
+            does not count.
     """
     kinds = [KindPlan(group, settings, hardware) for group in groups]
     shared = [kind for kind in kinds if kind.group.layout.world_size > 1]
-    return kinds, refuse_unmet({kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared})
+    return kinds, refuse_unmet(
+        {kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared}
+    )
 
 
 def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
@@ -194,11 +212,16 @@ def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
 def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int = 0) -> GroupPlan:
     """Make the plan of a rank's group as training would, and estimate it."""
     layout, iteration, members = group.layout, settings.memory.iteration, group.members(rank)
-    costs = [float(sum(iteration.flops(*block, 1, each.steps) for block in each.blocks)) for each in layout.matrices]
+    costs = [
+        float(sum(iteration.flops(*block, 1, each.steps) for block in each.blocks))
+        for each in layout.matrices
+    ]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
-    plan = make_plan(layout, costs, buffer_bytes=limit, memory=settings.memory, rules=rules.possible())
+    plan = make_plan(
+        layout, costs, buffer_bytes=limit, memory=settings.memory, rules=rules.possible()
+    )
     rate = hardware.tflops(half=iteration.half) * 1e12
 
     def products_s(indices: Sequence[int]) -> Floats:
@@ -229,7 +252,9 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int =
 
 
 def _play(
-    plan: Plan, products_s: Callable[[Sequence[int]], Floats], exchanges_s: Sequence[tuple[float, float]]
+    plan: Plan,
+    products_s: Callable[[Sequence[int]], Floats],
+    exchanges_s: Sequence[tuple[float, float]],
 ) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
 
@@ -240,7 +265,8 @@ def _play(
         return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = exchanges_s[0][0]  # when the link is free, and when the current wave has arrived
+    # when the link is free, and when the current wave has arrived
+    link = arrived = exchanges_s[0][0]
     left = 0.0  # when the updates of the wave before have
     for k, wave in enumerate(plan.waves):
         here = arrived
@@ -257,7 +283,10 @@ def _play(
 def extra_bytes(plan: Plan) -> Ints:
     """The most that each rank's step takes beyond weights, gradients and state, by the lifetimes of buffers."""
     fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
-    waves = [_buffers(plan, indices) for indices in (*plan.waves, *map(itertools.chain.from_iterable, fillers))]
+    waves = [
+        _buffers(plan, indices)
+        for indices in (*plan.waves, *map(itertools.chain.from_iterable, fillers))
+    ]
     order = schedule(len(plan.waves), len(waves) - len(plan.waves))
     nothing = np.zeros(plan.layout.world_size, dtype=np.int64)
     taken = np.zeros((MOMENTS * len(order) + 1, len(nothing)), dtype=np.int64)
@@ -290,7 +319,9 @@ def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]
     for rank, batch in owned.items():
         stacks[rank], work[rank], made[rank] = plan.memory.of_batch(*batch)
     chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
-    applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"])) if moment.together else largest
+    applied = (
+        np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"])) if moment.together else largest
+    )
     sent = rows.sent(ranks)
     elements_of = {
         "send": sent,
@@ -301,4 +332,6 @@ def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]
     }
     of_rows = {"prepared": ROW_BYTES * chunk, "updates": ROW_BYTES * chunk}
     travelling = {name: wire * elements for name, elements in elements_of.items()}
-    return {**of_rows, "stacks": stacks, "work": work, **travelling}, np.maximum(made, moment.held * applied)
+    return {**of_rows, "stacks": stacks, "work": work, **travelling}, np.maximum(
+        made, moment.held * applied
+    )

@@ -1,8 +1,9 @@
 """The matrices of a config's model and who holds which of their rows, without ranks.
 
-megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
-parameters into buckets, and `fsdp/cuts.py` cuts these, as in a run. megatron-core's local layers stand for Transformer
-Engine's: they have the same matrices in the same order, and norms come after the matrices in a bucket.
+megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own
+functions put its parameters into buckets, and `fsdp/cuts.py` cuts these, as in a run.
+megatron-core's local layers stand for Transformer Engine's: they have the same matrices in the same
+order, and norms come after the matrices in a bucket.
 """
 
 from __future__ import annotations
@@ -64,18 +65,22 @@ def read_model(
 ) -> tuple[MuonOptimizerConfig, list[Group], Model]:
     """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model.
 
-    `flags` win over the file's. Paths may have placeholders, batches any size, data and tokenizer may be missing.
-    `device`, "cuda" or "cpu", is where the run is to be.
+    `flags` win over the file's. Paths may have placeholders, batches any size, data and tokenizer
+    may be missing. `device`, "cuda" or "cpu", is where the run is to be.
 
     Raises:
-        UserError: a run with this model, these sizes and Muon is refused, or its strategy cannot be planned.
+        UserError: a run with this model, these sizes and Muon is refused, or its strategy cannot be
+            planned.
     """
     args, global_batch = _arguments(path, world_size, flags, device)
     names = {field.name for field in fields(MuonOptimizerConfig)}
-    settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    settings = MuonOptimizerConfig(
+        **{name: value for name, value in vars(args).items() if name in names}
+    )
     with prepare.explained():
         groups, parameters, vocabulary = _groups(args, settings)
-        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
+        # which the count changes
+        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})
         model = Model(
             parameters=parameters,
             copies=args.num_distributed_optimizer_instances,
@@ -93,7 +98,9 @@ def read_model(
     return settings, groups, model
 
 
-def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -> tuple[argparse.Namespace, int | None]:
+def _arguments(
+    path: Path, world_size: int, flags: Sequence[str], device: str
+) -> tuple[argparse.Namespace, int | None]:
     """Validated arguments for a model of local layers, and the config's global batch, which need not fit."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
@@ -101,10 +108,16 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
     line = [*merge(config, flags), "--use-megatron-fsdp"]
     if arguments.parse(parser, line).optimizer not in MUONS:
         line += ["--optimizer", "muon"]
-    args = arguments.parse(parser, (*arguments.missing_defaults(parser, line, device=device), *line))
+    args = arguments.parse(
+        parser, (*arguments.missing_defaults(parser, line, device=device), *line)
+    )
     for flag, value, planned in (
         ("--yaml-cfg", args.yaml_cfg, (None,)),
-        ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
+        (
+            "--data-parallel-sharding-strategy",
+            args.data_parallel_sharding_strategy,
+            ("optim", "optim_grads", UNITS),
+        ),
         ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
         ("--hybrid-layer-pattern", args.hybrid_layer_pattern, (None,)),
         ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, (1,)),
@@ -112,11 +125,17 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
         if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
     args.rank, args.world_size = 0, world_size
-    if device == "cuda" and not any(word.partition("=")[0] == "--transformer-impl" for word in line):
+    if device == "cuda" and not any(
+        word.partition("=")[0] == "--transformer-impl" for word in line
+    ):
         args.transformer_impl = "transformer_engine"
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     vars(args).update(LOCAL)
-    global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
+    global_batch, args.global_batch_size, args.rampup_batch_size = (
+        args.global_batch_size,
+        None,
+        None,
+    )
     args.micro_batch_size = args.micro_batch_size or 1
     args.save, args._is_global_batch_size_explicitly_specified = None, False
     prepare.complete(args)
@@ -126,24 +145,41 @@ def _arguments(path: Path, world_size: int, flags: Sequence[str], device: str) -
 def _activation_bytes(args: argparse.Namespace) -> float:
     """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and one MLP.
 
-    With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an element
-    (https://arxiv.org/abs/2205.05198, section 5).
+    With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an
+    element (https://arxiv.org/abs/2205.05198, section 5).
     """
-    of_rank = argparse.Namespace(**{**vars(args), "seq_length": args.seq_length // args.context_parallel_size})
+    of_rank = argparse.Namespace(
+        **{**vars(args), "seq_length": args.seq_length // args.context_parallel_size}
+    )
     if args.num_experts:  # of a token, evenly
         of_token = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
-        of_rank.ffn_hidden_size = max(args.ffn_hidden_size, of_token + (args.moe_shared_expert_intermediate_size or 0))
+        of_rank.ffn_hidden_size = max(
+            args.ffn_hidden_size, of_token + (args.moe_shared_expert_intermediate_size or 0)
+        )
     inputs = 0.0
     if args.recompute_granularity == "full":
         cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        inputs = 2 * of_rank.seq_length * args.micro_batch_size * args.hidden_size * args.num_layers / cut
+        inputs = (
+            2
+            * of_rank.seq_length
+            * args.micro_batch_size
+            * args.hidden_size
+            * args.num_layers
+            / cut
+        )
         of_rank.num_layers = 1
     selective = args.sequence_parallel and args.recompute_granularity == "selective"
-    formula = formulas.compute_activation_memory if selective else formulas.compute_activation_memory_without_sp
+    formula = (
+        formulas.compute_activation_memory
+        if selective
+        else formulas.compute_activation_memory_without_sp
+    )
     return float(formula(of_rank, None) + inputs) * (1 if args.bf16 else 2)
 
 
-def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
+def _groups(
+    args: argparse.Namespace, settings: MuonOptimizerConfig
+) -> tuple[list[Group], tuple[Parameters, ...], int]:
     with gpt.groups_on_paper(args) as groups, quiet_imports():
         model = gpt.build_on_meta(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
@@ -153,7 +189,9 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
         model.ddp_config = ddp_config = training.get_megatron_ddp_config(args)
         check_supported(settings, [model])
         size = sum(parameter.numel() for parameter in model.parameters())
-        bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
+        bucket_size = training.resolve_ddp_bucket_size(
+            ddp_config, groups.dp_cp, args.overlap_grad_reduce, size
+        )
         starts = in_buckets(model, groups, ddp_config, bucket_size)
         make_whole(model, groups)
         vocabulary: int = model.vocab_size
@@ -163,12 +201,19 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
         }
     restore_attributes([model])
     tag_for_muon([model], exclude=settings.muon_exclude, steps_for=steps_for(settings))
-    over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
+    over_tp, instances = (
+        settings.muon_tp_mode != "blockwise",
+        args.num_distributed_optimizer_instances,
+    )
     planned, counted, names = [], [], muon_matrices([model])
     for kind, (ranks, tensor, expert) in kinds.items():
         # As megatron-core tells its groups apart.
         trained, muon = (
-            [p for p in some if p.requires_grad and getattr(p, "allreduce", True) is (kind == "dense")]
+            [
+                p
+                for p in some
+                if p.requires_grad and getattr(p, "allreduce", True) is (kind == "dense")
+            ]
             for some in (model.parameters(), names)
         )
         parts = tensor if over_tp else 1
@@ -214,7 +259,9 @@ def in_buckets(
         items, _, first = buffers.build_data_parallel_buffer_index(
             [parameter.shape for parameter in bucket.params],
             data_parallel_rank=0,
-            data_parallel_world_size=(groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size(),
+            data_parallel_world_size=(
+                groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp
+            ).size(),
             is_data_distributed=True,
             ddp_config=ddp_config,
             chunk_size_factor=bucket.chunk_size_factor,
@@ -228,7 +275,8 @@ def in_buckets(
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold.
 
-    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that is cut is noted.
+    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that
+    is cut is noted.
     """
     made: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -237,7 +285,9 @@ def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
                 shape = list(part.shape)
                 cut_along = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
                 if cut_along is not None and cut_along < len(shape):
-                    shape[cut_along] *= (groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp).size()
+                    shape[cut_along] *= (
+                        groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp
+                    ).size()
                 whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
                 whole.__dict__.update(part.__dict__, orig_param=part)
                 made[part] = whole

@@ -1,6 +1,7 @@
 """A whole training step on paper, with Adam and with Muon: the memory of a GPU, and the time.
 
-FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the memory's rate.
+FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the
+memory's rate.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ UNITS = "optim_grads_params"
 
 # Bytes that move for each parameter, in fp32 and in passes that find nothing in a cache.
 NORM_BYTES, CLIP_BYTES = 4, 8  # reads the gradient; reads and writes it
-ADAM_BYTES = 28  # one fused pass: reads gradient, weight and two moments, writes all but the gradient
+# one fused pass: reads gradient, weight and two moments, writes all but the gradient
+ADAM_BYTES = 28
 MOMENTUM_BYTES = 24  # momentum and look-ahead each read two tensors and write one
 APPLY_BYTES = 20  # decay and update each read and write the weight; the update is read
 
 # Bytes that lie in memory for each parameter.
-MAIN_BYTES, MOMENTS_BYTES = 4, 8  # the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
+# the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
+MAIN_BYTES, MOMENTS_BYTES = 4, 8
 STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # momentum, by --muon-momentum-dtype
 
 
@@ -77,7 +80,8 @@ class Model:
     def collectives(self, micro_batches: int) -> tuple[int, int]:
         """How often a step gathers all weights, and reduces all gradients.
 
-        Sharded weights are gathered for forward and for backward, sharded gradients are reduced in every micro-batch.
+        Sharded weights are gathered for forward and for backward, sharded gradients are reduced in
+        every micro-batch.
         """
         gathers = 2 * micro_batches if self.strategy == UNITS else 1
         return gathers, 1 if self.strategy == "optim" else micro_batches
@@ -90,7 +94,8 @@ class Model:
             seconds += gathers * kind.gather_s(hardware, self.weight_bytes)
             seconds += reductions * kind.gather_s(hardware, self.reduced_bytes)
             shard = kind.count / kind.parts / kind.ranks * self.reduced_bytes
-            seconds += 2 * (1 - 1 / self.copies) * shard / hardware.network_gb_per_s / 1e9  # among instances
+            # among instances
+            seconds += 2 * (1 - 1 / self.copies) * shard / hardware.network_gb_per_s / 1e9
         return seconds
 
 
@@ -102,8 +107,8 @@ def holder_bytes(settings: Settings) -> int:
 def owner_bytes(settings: Settings) -> int:
     """Bytes that an element of Muon's moves in its owner's memory beside the iteration's products.
 
-    It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
-    its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
+    It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being
+    finite, copied to its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
     return 9 * settings.memory.element_bytes + 3 * (2 if settings.memory.iteration.half else 4)
 
@@ -123,7 +128,9 @@ def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> di
     whole = sum(kind.count / kind.parts for kind in model.parameters)
     kept = 1 - config.muon_offload_fraction * (config.muon_offload != "none")  # on the device
     kept_too = kept if config.muon_offload_state == "all" else 1.0
-    adaptive = getattr(config, "optimizer", "") == "adaptive_muon" and config.adaptive_muon_moment2_method
+    adaptive = (
+        getattr(config, "optimizer", "") == "adaptive_muon" and config.adaptive_muon_moment2_method
+    )
     momentum = STORED_BYTES[config.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
     weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
     common = {
@@ -131,7 +138,12 @@ def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> di
         "activations": model.activation_bytes,
     }
     of = {
-        "adam": {"weights": weights + MAIN_BYTES * held, **common, "state": MOMENTS_BYTES * held, "step": 0},
+        "adam": {
+            "weights": weights + MAIN_BYTES * held,
+            **common,
+            "state": MOMENTS_BYTES * held,
+            "step": 0,
+        },
         "muon": {
             "weights": weights + MAIN_BYTES * kept_too * held,
             **common,
@@ -154,7 +166,8 @@ def simulate(
     """
     assert model.global_batch is not None
     peak_tflops = hardware.tflops(half=model.weight_bytes == 2) / PRODUCT_SHARE
-    flops = model.sequence_flops * model.global_batch  # by Megatron's count: causal attention, no recomputation
+    # by Megatron's count: causal attention, no recomputation
+    flops = model.sequence_flops * model.global_batch
     compute_ms = flops / (plan["world_size"] * peak_tflops * 1e12 * mfu) * 1e3
     sequences = model.global_batch / model.replicas
     micro_batches = max(math.ceil(sequences / model.micro_batch), 1)
@@ -169,10 +182,16 @@ def simulate(
         "communication": max(communication_ms - compute_ms, 0.0),  # what they do not hide
         "norm_clip_install": passes_ms(held, NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes),
     }
-    owned = plan["max_over_mean"] * muon / model.copies  # an element has one owner, however many ranks hold it
+    # an element has one owner, however many ranks hold it
+    owned = plan["max_over_mean"] * muon / model.copies
     of_muon = elementwise_ms(muon, owned, settings, hardware)
     adam = {**common, "adam": passes_ms(held, ADAM_BYTES)}
-    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "elementwise": of_muon, "muon_step": plan["step_ms"]}
+    ours = {
+        **common,
+        "adam": passes_ms(held - muon, ADAM_BYTES),
+        "elementwise": of_muon,
+        "muon_step": plan["step_ms"],
+    }
     for each in (adam, ours):
         each["total"] = sum(each.values())
     gathers, reductions = model.collectives(micro_batches)
@@ -199,6 +218,12 @@ def simulate(
 
 def _warnings(model: Model, sequences: float) -> Iterator[str]:
     if sequences < 1:
-        yield f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,} tokens"
+        yield (
+            f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,}"
+            " tokens"
+        )
     if not model.has_vocabulary:
-        yield "the size of the vocabulary is not known and counts as none; add --vocab-size to the config"
+        yield (
+            "the size of the vocabulary is not known and counts as none; add --vocab-size to the"
+            " config"
+        )

@@ -60,14 +60,21 @@ def check(recorded: Recorded) -> list[Finding]:
     found = []
     for rank, trace in recorded.traces.items():
         for what, count in Counter(trace.synchronizations).items():
-            found.append(Finding("host", (rank,), f"the host waits for the device ({count}x): {what}"))
+            found.append(
+                Finding("host", (rank,), f"the host waits for the device ({count}x): {what}")
+            )
         if trace.failure and not trace.synchronizations:
             found.append(Finding("step", (rank,), f"the rank did not finish: {trace.failure}"))
     if any(trace.failure for trace in recorded.traces.values()):
         return found
     for step in range(STEPS):
         calls = recorded.calls(step)
-        found += [*order(step, calls), *pairs(step, calls), *stuck(recorded, step), *blocks(recorded, step)]
+        found += [
+            *order(step, calls),
+            *pairs(step, calls),
+            *stuck(recorded, step),
+            *blocks(recorded, step),
+        ]
     return [*found, *each_rank(recorded)]
 
 
@@ -76,10 +83,16 @@ def order(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Fi
     for by_rank in calls.values():
         first, *others = by_rank
         for rank in others:
-            for number, (one, other) in enumerate(itertools.zip_longest(by_rank[first], by_rank[rank])):
+            for number, (one, other) in enumerate(
+                itertools.zip_longest(by_rank[first], by_rank[rank])
+            ):
                 if one is None or other is None or one.signature != other.signature:
                     both = f"rank {first} starts {_said(one)}, rank {rank} {_said(other)}"
-                    yield Finding("order", (first, rank), f"step {step}, collective {number} of their group: {both}")
+                    yield Finding(
+                        "order",
+                        (first, rank),
+                        f"step {step}, collective {number} of their group: {both}",
+                    )
                     break
 
 
@@ -92,7 +105,8 @@ def _said(call: Call | None) -> str:
 def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
     """No rank waits for a collective that another one does not start, as where two take their groups in two orders."""
     events = {rank: iter(trace.steps[step].events) for rank, trace in recorded.traces.items()}
-    started: dict[int, list[tuple[Members, int]]] = {rank: [] for rank in events}  # with their numbers in the group
+    # with their numbers in the group
+    started: dict[int, list[tuple[Members, int]]] = {rank: [] for rank in events}
     counts = Counter[tuple[int, Members]]()
     absent: dict[tuple[Members, int], set[int]] = {}  # recorded members that have not started it
     waiting: dict[int, tuple[Members, int]] = {}
@@ -115,7 +129,10 @@ def stuck(recorded: Recorded, step: int) -> Iterator[Finding]:
             del waiting[rank]
     for rank, (members, number) in waiting.items():
         other = min(absent[members, number])
-        text = f"step {step}: rank {rank} waits for collective {number} of their group, which {other} does not start"
+        text = (
+            f"step {step}: rank {rank} waits for collective {number} of their group, which {other}"
+            " does not start"
+        )
         yield Finding("order", (rank, other), text)
 
 
@@ -124,22 +141,37 @@ def pairs(step: int, calls: dict[Members, dict[int, list[Call]]]) -> Iterator[Fi
     for members, by_rank in calls.items():
         for number, each in enumerate(zip(*by_rank.values(), strict=False)):
             of_places = dict(zip(map(members.ranks.index, by_rank), each, strict=True))
-            for source, target, sent, expected in itertools.islice(_unlike(of_places, sorted(of_places)), _MAX_PAIRS):
+            for source, target, sent, expected in itertools.islice(
+                _unlike(of_places, sorted(of_places)), _MAX_PAIRS
+            ):
                 ranks = members.ranks[source], members.ranks[target]
-                both = f"rank {ranks[0]} sends {sent:,} bytes to rank {ranks[1]}, which expects {expected:,}"
-                yield Finding("bytes", ranks, f"step {step}, collective {number} of their group: {both}")
+                both = (
+                    f"rank {ranks[0]} sends {sent:,} bytes to rank {ranks[1]}, which expects"
+                    f" {expected:,}"
+                )
+                yield Finding(
+                    "bytes", ranks, f"step {step}, collective {number} of their group: {both}"
+                )
 
 
 def _unlike(calls: dict[int, Call], places: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """`(source, target, bytes sent, bytes expected)` where the two differ, of ascending places that are recorded."""
     sent, expected = np.zeros((2, len(places), len(places)), dtype=np.int64)
     for number, place in enumerate(places):
-        for split, column in ((calls[place].sent, sent[number]), (calls[place].received, expected[:, number])):
+        for split, column in (
+            (calls[place].sent, sent[number]),
+            (calls[place].received, expected[:, number]),
+        ):
             if split is not None:
                 known = np.isin(split.peers, places)
                 column[np.searchsorted(places, split.peers[known])] = split.sizes[known]
     for source, target in np.argwhere(sent != expected):
-        yield places[source], places[target], int(sent[source, target]), int(expected[source, target])
+        yield (
+            places[source],
+            places[target],
+            int(sent[source, target]),
+            int(expected[source, target]),
+        )
 
 
 def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
@@ -150,18 +182,27 @@ def blocks(recorded: Recorded, step: int) -> Iterator[Finding]:
                 continue  # others, who are not recorded, may have it
             done: dict[tuple[str, int], list[tuple[int, int, int]]] = defaultdict(list)
             for rank in group:
-                for (name, block, place, count), times in recorded.traces[rank].steps[step].orthogonalized.items():
+                for (name, block, place, count), times in (
+                    recorded.traces[rank].steps[step].orthogonalized.items()
+                ):
                     done[name, block] += [(place, count, rank)] * times
             every = (
-                (matrix.name, block) for matrix in kind.group.layout.matrices for block in range(len(matrix.blocks))
+                (matrix.name, block)
+                for matrix in kind.group.layout.matrices
+                for block in range(len(matrix.blocks))
             )
             for name, block in every:
                 parts = sorted(done[name, block])
                 count = parts[0][1] if parts else 1
                 if [part[:2] for part in parts] != [(place, count) for place in range(count)]:
                     by = [f"part {place + 1} of {of} by rank {rank}" for place, of, rank in parts]
-                    text = f"step {step}: {name}, block {block}, is orthogonalised: {', '.join(by) or 'never'}"
-                    yield Finding("blocks", tuple(sorted({rank for *_, rank in parts})) or group, text)
+                    text = (
+                        f"step {step}: {name}, block {block}, is orthogonalised:"
+                        f" {', '.join(by) or 'never'}"
+                    )
+                    yield Finding(
+                        "blocks", tuple(sorted({rank for *_, rank in parts})) or group, text
+                    )
 
 
 def each_rank(recorded: Recorded) -> Iterator[Finding]:
@@ -169,22 +210,37 @@ def each_rank(recorded: Recorded) -> Iterator[Finding]:
     for rank, trace in recorded.traces.items():
         last, planned, own = trace.steps[-1], recorded.planned(rank), (rank,)
         if trace.digest != planned["digest"]:
-            yield Finding("plan", own, f"rank {rank} has plan {trace.digest}, the planner has {planned['digest']}")
+            yield Finding(
+                "plan",
+                own,
+                f"rank {rank} has plan {trace.digest}, the planner has {planned['digest']}",
+            )
         for step in range(STEPS):
             waits, calls = trace.steps[step].waits, trace.steps[step].calls
             for number in sorted(set(range(len(calls))) - set(waits)):
-                text = f"step {step}, collective {number} of the rank is never waited for: {_said(calls[number])}"
+                text = (
+                    f"step {step}, collective {number} of the rank is never waited for:"
+                    f" {_said(calls[number])}"
+                )
                 yield Finding("wait", own, text)
         if (received := trace.received_bytes) != planned["received_bytes"]:
-            text = f"the rank receives {received:,} bytes in a step, the plan says {planned['received_bytes']:,}"
+            text = (
+                f"the rank receives {received:,} bytes in a step, the plan says"
+                f" {planned['received_bytes']:,}"
+            )
             yield Finding("bytes", own, text)
         if kept := last.end_bytes - last.begin_bytes:
             yield Finding("leak", own, f"each step leaves {kept:,} bytes more in use")
         for kind in recorded.plans:
             allowed, taken = kind.of(rank).plan.buffer_bytes, last.taken[kind.group.name]
             if taken > allowed + SLACK_BYTES:
-                text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
+                text = (
+                    f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may"
+                    f" take {allowed:,}"
+                )
                 yield Finding("memory", own, text)
         if last.extra_bytes > TOLERANCE * planned["extra_bytes"] + SLACK_BYTES:
             text = f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state"
-            yield Finding("memory", own, f"{text}; the plan says at most {planned['extra_bytes']:,}")
+            yield Finding(
+                "memory", own, f"{text}; the plan says at most {planned['extra_bytes']:,}"
+            )

@@ -50,11 +50,27 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE.yaml", required=True, help="experiment file, as for megatron-muon plan")
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE.yaml",
+        required=True,
+        help="experiment file, as for megatron-muon plan",
+    )
     plan.add_run(parser, GPUS)
-    add("--ranks", type=int, nargs="+", metavar="R",
-        help="rehearse these alone; what they do is compared among them (all)")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="also write the figures of each rank, and what disagrees, to FILE")
+    add(
+        "--ranks",
+        type=int,
+        nargs="+",
+        metavar="R",
+        help="rehearse these alone; what they do is compared among them (all)",
+    )
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="also write the figures of each rank, and what disagrees, to FILE",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = sorted(set(args.ranks or range(args.world_size)))
     if wrong := [rank for rank in ranks if not 0 <= rank < args.world_size]:
         raise UserError(
-            f"--ranks {wrong[0]} is not a rank of {args.world_size}; they go from 0 to {args.world_size - 1}"
+            f"--ranks {wrong[0]} is not a rank of {args.world_size}; they go from 0 to"
+            f" {args.world_size - 1}"
         )
     from megatron_muon import cpu
 
@@ -78,7 +95,10 @@ def run(args: argparse.Namespace) -> int:
     for name, value in _REHEARSED.items():
         if getattr(config, name) != value:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{args.config}: {flag} {getattr(config, name)} is not rehearsed; add {flag} {value}")
+            raise UserError(
+                f"{args.config}: {flag} {getattr(config, name)} is not rehearsed; add {flag}"
+                f" {value}"
+            )
     config.lr = config.lr or 0.0  # a plan needs none, and no shape hangs on it
     plans, _ = plan_kinds(groups, plan.settings_of(config, hardware), hardware)
     with progress("rehearsing", "ranks") as show_done, warnings.catch_warnings():
@@ -115,8 +135,14 @@ def report(recorded: Recorded, findings: Sequence[Finding]) -> dict[str, Any]:
     ]
     return {
         "digest": recorded.planned(0)["digest"],
-        "planned": {name: max(rank[name] for rank in planned) for name, _ in _ROWS.values() if name in planned[0]},
-        "rehearsed": {name: max((rank[name] for rank in by_rank), default=0) for name, _ in _ROWS.values()},
+        "planned": {
+            name: max(rank[name] for rank in planned)
+            for name, _ in _ROWS.values()
+            if name in planned[0]
+        },
+        "rehearsed": {
+            name: max((rank[name] for rank in by_rank), default=0) for name, _ in _ROWS.values()
+        },
         "findings": [finding._asdict() for finding in findings],
         "by_rank": by_rank,
     }
@@ -125,9 +151,14 @@ def report(recorded: Recorded, findings: Sequence[Finding]) -> dict[str, Any]:
 def show(figures: dict[str, Any]) -> None:
     """Print plan and rehearsal side by side, and what does not agree."""
     count, world_size = len(figures["by_rank"]), figures["world_size"]
-    plan.print_line(f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps", "bold")
+    plan.print_line(
+        f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps", "bold"
+    )
     columns = figures["planned"], figures["rehearsed"]
-    rows = [(label, *(text(of[name]) if name in of else "" for of in columns)) for label, (name, text) in _ROWS.items()]
+    rows = [
+        (label, *(text(of[name]) if name in of else "" for of in columns))
+        for label, (name, text) in _ROWS.items()
+    ]
     plan.print_table(("most of any rank", "plan", "rehearsed"), rows)
     plan.print_line(f"digest {figures['digest']}")
     if count < world_size:

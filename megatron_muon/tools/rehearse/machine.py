@@ -1,8 +1,8 @@
 """Stands in for the machine of a profile: a GPU that fake tensors are on, and ranks that carry nothing and record all.
 
-A fake tensor needs no driver, but compute capability, streams and the symmetric kernel do. Process groups are torch's,
-made by `init_process_group` and `new_group`, with a backend of their own: torch's fake one has no way to tell that a
-collective has been waited for.
+A fake tensor needs no driver, but compute capability, streams and the symmetric kernel do. Process
+groups are torch's, made by `init_process_group` and `new_group`, with a backend of their own:
+torch's fake one has no way to tell that a collective has been waited for.
 """
 
 from __future__ import annotations
@@ -43,14 +43,19 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     assert not cpu.installed(), "the CPU stands in for the device that fake tensors are to be on"
     stream = mock.MagicMock()  # on a stream, what is enqueued has happened
     stream.record_event.return_value = stream
-    stream.synchronize.side_effect = lambda: recorder.host_waits("synchronize of a stream or an event")
+    stream.synchronize.side_effect = lambda: recorder.host_waits(
+        "synchronize of a stream or an event"
+    )
 
-    def kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    def kernel(
+        a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
         assert a.dtype == out.dtype == torch.bfloat16
         assert all(one is None or one.is_contiguous() for one in (a, c, out))
         recorder.now.flops += len(a) ** 2 * a.shape[1]
 
-    capability = (9, 0) if hardware.symmetric_kernel else (8, 0)  # as `newton_schulz.products_on` tells them apart
+    # as `newton_schulz.products_on` tells them apart
+    capability = (9, 0) if hardware.symmetric_kernel else (8, 0)
     nodes = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(hardware.node_ranks)})
     with Patches() as patches, recorder, nodes:
         for name, value in {
@@ -75,10 +80,17 @@ def world(world_size: int, recorder: Recorder) -> Iterator[None]:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     _current.append(recorder)
     with Patches() as patches:
-        patches.replace(dist, "all_gather_object", _gather_own_object, takes=("object_list", "obj", "group"))
-        patches.replace(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
-        patches.replace(sys, "excepthook", sys.excepthook)  # torch puts one of its own before it, for every rank
-        dist.init_process_group(BACKEND, rank=recorder.trace.rank, world_size=world_size, store=FakeStore())
+        patches.replace(
+            dist, "all_gather_object", _gather_own_object, takes=("object_list", "obj", "group")
+        )
+        patches.replace(
+            collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True)
+        )
+        # torch puts one of its own before it, for every rank
+        patches.replace(sys, "excepthook", sys.excepthook)
+        dist.init_process_group(
+            BACKEND, rank=recorder.trace.rank, world_size=world_size, store=FakeStore()
+        )
         try:
             yield
         finally:
@@ -99,14 +111,16 @@ def _gather_own_object(object_list: list[Any], obj: Any, group: Any = None) -> N
 class RecordingGroup(dist.ProcessGroup):
     """A process group whose collectives are recorded.
 
-    Values of the host, exchanged while optimizers are made, are answered as if all ranks had sent the same; tensors of
-    the device are fake, and left alone.
+    Values of the host, exchanged while optimizers are made, are answered as if all ranks had sent
+    the same; tensors of the device are fake, and left alone.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # an overload that torch does not annotate
         groups = recorder.trace.groups
-        groups.append(Members(tuple(ranks), sum(members.ranks == tuple(ranks) for members in groups)))
+        groups.append(
+            Members(tuple(ranks), sum(members.ranks == tuple(ranks) for members in groups))
+        )
         self._index, self._recorder = len(groups) - 1, recorder
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -117,7 +131,9 @@ class RecordingGroup(dist.ProcessGroup):
         step = self._recorder.now
         if not self._recorder.is_in_step:
             return _Started(self._recorder, 0)
-        step.events.append(Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details))
+        step.events.append(
+            Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details)
+        )
         return _Started(self._recorder, len(step.calls) - 1)
 
     @override
@@ -125,14 +141,21 @@ class RecordingGroup(dist.ProcessGroup):
         return self._start("all_reduce", tensors[0], nbytes=tensors[0].nbytes)
 
     @override
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
+    def _allgather_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> _Started:
         if not isinstance(tensor, FakeTensor):
             output.view(self.size(), -1).copy_(tensor.view(1, -1))
         return self._start("all_gather", tensor, nbytes=tensor.nbytes)
 
     @override
     def alltoall_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Any,
+        input_sizes: Any,
+        opts: Any = None,
     ) -> _Started:
         sent, received = self._split(tensor, input_sizes), self._split(output, output_sizes)
         return self._start("all_to_all", tensor, sent=sent, received=received)
@@ -144,7 +167,9 @@ class RecordingGroup(dist.ProcessGroup):
     def _split(self, tensor: torch.Tensor, counts: Sequence[int]) -> Split:
         each = np.array(counts or [len(tensor) // self.size()] * self.size(), dtype=np.int64)
         if each.sum() != len(tensor):
-            raise ValueError(f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}")
+            raise ValueError(
+                f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}"
+            )
         (peers,) = each.nonzero()
         return Split(peers, each[peers] * tensor.itemsize)
 

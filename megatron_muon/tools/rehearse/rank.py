@@ -1,7 +1,8 @@
 """The ranks of a rehearsal: their real optimizers, made from the planned layout, take two steps and are recorded.
 
-`make_muon` and `factory.wrap` make the optimizers as for training, of parameters of the planned shards' shapes.
-Gradient reduction and norm, the scalar optimizer and gathering the weights are megatron-core's, and left out.
+`make_muon` and `factory.wrap` make the optimizers as for training, of parameters of the planned
+shards' shapes. Gradient reduction and norm, the scalar optimizer and gathering the weights are
+megatron-core's, and left out.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ BATCH = 8
 class Rehearsal:
     """What ranks have in common; `groups` are planned, dense matrices first.
 
-    A plan that is missing in `plans`, by the name of a kind of groups and how their ranks lie in nodes, is made by the
-    first rank as in training, and the others take it.
+    A plan that is missing in `plans`, by the name of a kind of groups and how their ranks lie in
+    nodes, is made by the first rank as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
@@ -55,14 +56,18 @@ class Rehearsal:
 _shared: Rehearsal
 
 
-def rehearse(rehearsal: Rehearsal, ranks: Sequence[int], done: Callable[[int], object]) -> dict[int, RankTrace]:
+def rehearse(
+    rehearsal: Rehearsal, ranks: Sequence[int], done: Callable[[int], object]
+) -> dict[int, RankTrace]:
     """The traces of some ranks of the world, by forked processes; `done` gets the number of finished ranks."""
     global _shared
     first, *others = ranks
-    traces = {first: rehearse_rank(first, rehearsal)}  # makes the plans, for which the others would wait
+    # makes the plans, for which the others would wait
+    traces = {first: rehearse_rank(first, rehearsal)}
     _shared = rehearsal
     processes = max(min(len(os.sched_getaffinity(0)), -(-len(others) // BATCH)), 1)
-    with multiprocessing.get_context("fork").Pool(processes, initializer=gc.freeze) as pool:  # keeps pages shared
+    # keeps pages shared
+    with multiprocessing.get_context("fork").Pool(processes, initializer=gc.freeze) as pool:
         for trace in pool.imap_unordered(_rehearse_shared, others, chunksize=BATCH):
             traces[trace.rank] = trace
             done(len(traces))
@@ -89,20 +94,33 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 what = f"{str(error).split('.')[1]}, a value that the host asks for,"
                 trace.synchronizations.append(f"{what} at {where}")
-            trace.failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]} ({where})"
+            trace.failure = (
+                f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]} ({where})"
+            )
     return trace
 
 
 def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
     """Build the optimizers of the recorder's rank and take two steps, in a world and on a machine that are there."""
     config, device, trace = rehearsal.settings, machine.DEVICE, recorder.trace
-    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))  # of a model, as far as a chain asks
-    chunk.module, chunk.install_optimized_model_weights, chunk.start_param_sync = chunk, lambda: None, lambda: None
+    # of a model, as far as a chain asks
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    chunk.module, chunk.install_optimized_model_weights, chunk.start_param_sync = (
+        chunk,
+        lambda: None,
+        lambda: None,
+    )
     members, digests = [], []
     scratch: torch.Tensor | None = None
     for group in rehearsal.groups:
         ranks = group.members(trace.rank)
-        process_group, key = dist.new_group(ranks), (group.name, node_pattern(ranks, rehearsal.hardware))
+        process_group, key = (
+            dist.new_group(ranks),
+            (
+                group.name,
+                node_pattern(ranks, rehearsal.hardware),
+            ),
+        )
         shards = group.layout.held(process_group.rank())
         names: dict[torch.Tensor, str] = {}
         for shard, matrix in zip(shards, group.layout.matrices, strict=True):
@@ -125,7 +143,9 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
         rehearsal.plans.setdefault(key, exchange.plan)
         digests.append(exchange.plan.digest())
         muon.probe = Orthogonalized(recorder, list(names.values()))
-        muon.update_matrices = recorder.group(group.name, exchange.arena.nbytes)(muon.update_matrices)
+        muon.update_matrices = recorder.group(group.name, exchange.arena.nbytes)(
+            muon.update_matrices
+        )
     trace.digest = "-".join(digests)
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm

@@ -1,7 +1,8 @@
 """Records what a rank does on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
-A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of the host are real.
-Memory of the device is counted by storage, until nothing refers to it any more. The record is plain data.
+A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of
+the host are real. Memory of the device is counted by storage, until nothing refers to it any more.
+The record is plain data.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Split(NamedTuple):
 class Call(NamedTuple):
     """A collective that has been started.
 
-    `nbytes` is the size of the tensor that is reduced, or of this rank's part of what is gathered, the same on every
-    rank. An all-to-all has `sent` and `received` instead.
+    `nbytes` is the size of the tensor that is reduced, or of this rank's part of what is gathered,
+    the same on every rank. An all-to-all has `sent` and `received` instead.
     """
 
     group: int  # index in the trace's groups
@@ -74,13 +75,16 @@ type Part = tuple[str, int, int, int]
 class StepTrace:
     """One step, and the memory of tensors on the device in it."""
 
-    events: list[Call | int] = field(default_factory=list)  # collectives, and waits for them by number, as enqueued
-    orthogonalized: Counter[Part] = field(default_factory=Counter)  # how often this rank has done which part
+    # collectives, and waits for them by number, as enqueued
+    events: list[Call | int] = field(default_factory=list)
+    # how often this rank has done which part
+    orthogonalized: Counter[Part] = field(default_factory=Counter)
     flops: int = 0  # of all products
     operations: int = 0  # of torch that are not views
     begin_bytes: int = 0
     end_bytes: int = 0
-    taken: dict[str, int] = field(default_factory=dict)  # beyond weights, gradients and state, by kind of group
+    # beyond weights, gradients and state, by kind of group
+    taken: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -102,7 +106,8 @@ class StepTrace:
 class RankTrace:
     """One rank: its process groups, the digest of its plans, its steps.
 
-    `failure` says in a line why it did not finish, `synchronizations` where the host waited for the device in a step.
+    `failure` says in a line why it did not finish, `synchronizations` where the host waited for the
+    device in a step.
     """
 
     rank: int
@@ -115,8 +120,14 @@ class RankTrace:
     @property
     def received_bytes(self) -> int:
         """Bytes that the rank receives from others in the all-to-alls of its last step."""
-        all_to_alls = [(call.received, self.groups[call.group]) for call in self.steps[-1].calls if call.received]
-        return sum(int(got.sizes[got.peers != of.ranks.index(self.rank)].sum()) for got, of in all_to_alls)
+        all_to_alls = [
+            (call.received, self.groups[call.group])
+            for call in self.steps[-1].calls
+            if call.received
+        ]
+        return sum(
+            int(got.sizes[got.peers != of.ranks.index(self.rank)].sum()) for got, of in all_to_alls
+        )
 
 
 class Recorder(FakeTensorMode):
@@ -149,7 +160,9 @@ class Recorder(FakeTensorMode):
         return result
 
     def _is_of_host(self, args: Any, kwargs: Any) -> bool:
-        if (args and isinstance(args[0], FakeTensor)) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        if (args and isinstance(args[0], FakeTensor)) or torch.device(
+            kwargs.get("device") or "cpu"
+        ).type != "cpu":
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
@@ -216,14 +229,21 @@ class Orthogonalized(Probe):
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
         if self._recorder.is_in_step:
-            parts = ((self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks)) for slot in slots)
+            parts = (
+                (self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks))
+                for slot in slots
+            )
             self._recorder.now.orthogonalized.update(parts)
 
 
 def place(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of this package on a stack, but for those that record."""
     here = str(Path(__file__).parent)
-    ours = [frame for frame in stack if frame.filename.startswith(str(PACKAGE)) and here not in frame.filename]
+    ours = [
+        frame
+        for frame in stack
+        if frame.filename.startswith(str(PACKAGE)) and here not in frame.filename
+    ]
     frame = ours[-1] if ours else stack[-1]
     file = Path(frame.filename)
     return f"{file.relative_to(PACKAGE.parent) if file.is_relative_to(PACKAGE) else file}:{frame.lineno}"

@@ -1,7 +1,7 @@
 """Arms, runs that differ in their seed alone: figures over their seeds, which are the best, and what that says.
 
-Losses compare where the data is the same, steps where batch and model are, times where machine and processes are.
-Arithmetic only; sweeps and reports write and draw it.
+Losses compare where the data is the same, steps where batch and model are, times where machine and
+processes are. Arithmetic only; sweeps and reports write and draw it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,27 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.tools.train.records import LossPoint, Record, is_run, read_record
 
 MEASURE = (
-    *("data_path", "train_data_path", "valid_data_path", "data_args_path", "per_split_data_args_path", "mock_data"),
+    *(
+        "data_path",
+        "train_data_path",
+        "valid_data_path",
+        "data_args_path",
+        "per_split_data_args_path",
+        "mock_data",
+    ),
     *("split", "seq_length"),
 )
 """Losses are comparable only where these agree."""
 
 _BUDGET = (
-    *("global_batch_size", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *(
+        "global_batch_size",
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+    ),
     "num_experts",
 )
 """Steps cost the same only where these agree."""
@@ -33,7 +47,13 @@ _BUDGET = (
 _BASELINE = "adam"
 """The optimizer that others are compared with."""
 
-_NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
+_NAMES = {
+    "adam": "AdamW",
+    "muon": "Muon",
+    "adaptive_muon": "AdaptiveMuon",
+    "lion": "Lion",
+    "sgd": "SGD",
+}
 _NO_SETTINGS = {
     *("seed", "save", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path"),
     *("wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir"),
@@ -86,7 +106,9 @@ class Arm:
         counts: all runs are sound, so that the arm may be the best of its kind.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, str], runs: Sequence[Any], compared_by: str) -> None:
+    def __init__(
+        self, name: str, settings: Mapping[str, str], runs: Sequence[Any], compared_by: str
+    ) -> None:
         self.name, self.settings, self.runs = name, dict(settings), tuple(runs)
         self.finished = sum(run.outcome == "finished" for run in runs)
         self.diverged = sum(bool(run.diverged) for run in runs)
@@ -113,7 +135,10 @@ class Arm:
     def rate(self) -> float | None:
         """The learning rate of the matrices: --muon-lr of a Muon that has one, else --lr."""
         args = self.runs[0].args
-        given = [args.get(key, "None") for key in (("muon_lr", "lr") if self.optimizer in MUONS else ("lr",))]
+        given = [
+            args.get(key, "None")
+            for key in (("muon_lr", "lr") if self.optimizer in MUONS else ("lr",))
+        ]
         return next((float(text) for text in given if text not in ("None", "nan")), None)
 
     def curve(self, losses: str) -> list[CurvePoint]:
@@ -124,7 +149,9 @@ class Arm:
             points = [run[step] for run in by_step]
             if loss := Spread.of(point.loss for point in points):
                 seconds = statistics.fmean(point.seconds for point in points)
-                found.append(CurvePoint(step, points[0].tokens, seconds, loss.mean, loss.low, loss.high))
+                found.append(
+                    CurvePoint(step, points[0].tokens, seconds, loss.mean, loss.low, loss.high)
+                )
         return found
 
     def remark(self, *, is_best: bool) -> str:
@@ -153,14 +180,21 @@ def at_edges(best: Arm, arms: Iterable[Arm]) -> list[str]:
     """Where a number among an arm's settings is the least or most of those that were tried with all else equal."""
     notes = []
     for key, value in best.settings.items():
-        alike = [arm.settings for arm in arms if key in arm.settings and {**arm.settings, key: value} == best.settings]
+        alike = [
+            arm.settings
+            for arm in arms
+            if key in arm.settings and {**arm.settings, key: value} == best.settings
+        ]
         try:
             tried = sorted(float(settings[key]) for settings in alike)
         except ValueError:
             continue
         if key not in MEASURE and len(tried) > 1 and float(value) in (tried[0], tried[-1]):
             word, further = ("least", "smaller") if float(value) == tried[0] else ("most", "larger")
-            notes.append(f"{best.name}: {key}={value} is the {word} that was tried; a {further} one may do better")
+            notes.append(
+                f"{best.name}: {key}={value} is the {word} that was tried; a {further} one may do"
+                " better"
+            )
     return notes
 
 
@@ -168,9 +202,14 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
     """The folders of runs at or below the places given, in order; a UserError names a place without one."""
     found: dict[Path, None] = {}
     for place in places:
-        below = [place] if is_run(place) else sorted(path for path in place.glob("**") if is_run(path))
+        below = (
+            [place] if is_run(place) else sorted(path for path in place.glob("**") if is_run(path))
+        )
         if not below:
-            raise UserError(f"no run at or below {str(place)!r}; give folders of `megatron-muon train` or `sweep`")
+            raise UserError(
+                f"no run at or below {str(place)!r}; give folders of `megatron-muon train` or"
+                " `sweep`"
+            )
         found.update(dict.fromkeys(below))
     return list(found)
 
@@ -180,7 +219,9 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     records = [read_record(folder) for folder in folders]
     kept, empty = [run for run in records if run.train], [run for run in records if not run.train]
     if not kept:
-        raise UserError(f"none of the {len(records)} runs has logged a step; see {records[0].folder}/train.log")
+        raise UserError(
+            f"none of the {len(records)} runs has logged a step; see {records[0].folder}/train.log"
+        )
     have_flags = all(run.settings for run in kept)
     each = [_settings(run.settings if have_flags else run.args) for run in kept]
     first = ("optimizer", "lr", "muon_lr")
@@ -188,11 +229,15 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     keys = [key for key in every_key if len({settings.get(key) for settings in each}) > 1]
     groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
     for run, settings in zip(kept, each, strict=True):
-        groups.setdefault(tuple((key, settings[key]) for key in keys if key in settings), []).append(run)
+        groups.setdefault(
+            tuple((key, settings[key]) for key in keys if key in settings), []
+        ).append(run)
     compared_by = "validation_last" if any(run.validation for run in kept) else "loss_last"
     arms = []
     for group, runs in groups.items():
-        name = ",".join(f"{key}={value}" for key, value in group) or f"optimizer={runs[0].optimizer}"
+        name = (
+            ",".join(f"{key}={value}" for key, value in group) or f"optimizer={runs[0].optimizer}"
+        )
         runs.sort(key=lambda run: (run.seed or 0, str(run.folder)))
         arms.append(Arm(name, dict(group), runs, compared_by))
     return sorted(arms, key=lambda arm: (arm.optimizer, arm.rate or 0.0, arm.name)), empty
@@ -217,21 +262,32 @@ class Comparison:
 
     Attributes:
         target: the baseline's final validation loss, mean over seeds, after `baseline_steps`.
-        differing: what makes a step cost something else, by name, with each one's value; nothing is concluded then.
+        differing: what makes a step cost something else, by name, with each one's value; nothing is
+            concluded then.
         reached: where the mean curve of the arm reached the target; None where it did not.
         by_seed: where the seeds' own curves reached it, those that did.
-        steps_ratio, seconds_ratio: of the baseline's; the latter only where both ran on alike machines.
+        steps_ratio, seconds_ratio: of the baseline's; the latter only where both ran on alike
+        machines.
     """
 
     def __init__(self, arm: Arm, baseline: Arm) -> None:
         goal = baseline.curve("validation")[-1]
-        self.arm, self.baseline, self.target, self.baseline_steps = arm, baseline, goal.loss, goal.step
+        self.arm, self.baseline, self.target, self.baseline_steps = (
+            arm,
+            baseline,
+            goal.loss,
+            goal.step,
+        )
         self.differing = _differing([arm.runs[0], baseline.runs[0]], _BUDGET)
         self.reached = reached = reach(arm.curve("validation"), goal.loss)
-        self.by_seed = [crossing for run in arm.sound if (crossing := reach(run.validation, goal.loss))]
+        self.by_seed = [
+            crossing for run in arm.sound if (crossing := reach(run.validation, goal.loss))
+        ]
         is_timed = goal.seconds and _places(arm.runs) == _places(baseline.runs)
         self.steps_ratio = reached.steps / goal.step if reached and not self.differing else None
-        self.seconds_ratio = reached.seconds / goal.seconds if reached and is_timed and not self.differing else None
+        self.seconds_ratio = (
+            reached.seconds / goal.seconds if reached and is_timed and not self.differing else None
+        )
 
 
 def not_comparable(arms: Sequence[Arm]) -> dict[str, list[str]]:
@@ -243,7 +299,10 @@ def best_arms(arms: Sequence[Arm]) -> list[Arm]:
     """The best arm of each optimizer, the baseline first; none where losses do not measure the same."""
     if not_comparable(arms):
         return []
-    return sorted(best_of(arms, lambda arm: arm.optimizer), key=lambda arm: (arm.optimizer != _BASELINE, arm.optimizer))
+    return sorted(
+        best_of(arms, lambda arm: arm.optimizer),
+        key=lambda arm: (arm.optimizer != _BASELINE, arm.optimizer),
+    )
 
 
 def compare(best: Sequence[Arm]) -> list[Comparison]:
@@ -251,7 +310,9 @@ def compare(best: Sequence[Arm]) -> list[Comparison]:
     baseline = next((arm for arm in best if arm.optimizer == _BASELINE), None)
     if baseline is None or not baseline.curve("validation"):
         return []
-    return [Comparison(arm, baseline) for arm in best if arm is not baseline and arm.curve("validation")]
+    return [
+        Comparison(arm, baseline) for arm in best if arm is not baseline and arm.curve("validation")
+    ]
 
 
 def reach(points: Sequence[LossPoint], target: float) -> Crossing | None:
@@ -263,7 +324,9 @@ def reach(points: Sequence[LossPoint], target: float) -> Crossing | None:
                 return Crossing(float(point.step), point.seconds, is_bound=True)
             part = (before.loss - target) / (before.loss - point.loss)
             steps = before.step + part * (point.step - before.step)
-            return Crossing(steps, before.seconds + part * (point.seconds - before.seconds), is_bound=False)
+            return Crossing(
+                steps, before.seconds + part * (point.seconds - before.seconds), is_bound=False
+            )
         if math.isfinite(point.loss):
             before = point
     return None
@@ -272,7 +335,10 @@ def reach(points: Sequence[LossPoint], target: float) -> Crossing | None:
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
     """The machines and numbers of processes of runs."""
     return {
-        (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "ranks")))
+        (
+            *map(run.run.get("machine", {}).get, ("processor", "cores")),
+            *map(run.run.get, ("device", "ranks")),
+        )
         for run in runs
     }
 

@@ -24,8 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon report`."""
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a sweep")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the page and pictures go")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a sweep"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the page and pictures go"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +46,11 @@ def run(args: argparse.Namespace) -> int:
         inside = {name: (args.out / name).read_bytes() for name in pictures}
         (args.out / HTML).write_text(html_page(page, inside), "utf-8")
     except OSError as error:
-        raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
-    print(f"{args.out / HTML}: {len(report.runs)} runs of {len(report.arms)} settings; {PAGE} has the same")
+        raise UserError(
+            f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR"
+        ) from None
+    print(
+        f"{args.out / HTML}: {len(report.runs)} runs of {len(report.arms)} settings; {PAGE} has the"
+        " same"
+    )
     return 0

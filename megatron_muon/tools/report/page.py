@@ -1,7 +1,7 @@
 """The page of a report: in Markdown the comparison, the pictures, every arm and what made the figures; and as HTML.
 
-The HTML is one file with the pictures inside: no script, nothing from the network. Text of others is escaped: no
-backtick, line break or tag in a folder's name breaks out of its place.
+The HTML is one file with the pictures inside: no script, nothing from the network. Text of others
+is escaped: no backtick, line break or tag in a folder's name breaks out of its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.tools.report import plots
-from megatron_muon.tools.report.arms import Arm, Comparison, at_edges, best_arms, compare, not_comparable, ranked, reach
+from megatron_muon.tools.report.arms import (
+    Arm,
+    Comparison,
+    at_edges,
+    best_arms,
+    compare,
+    not_comparable,
+    ranked,
+    reach,
+)
 from megatron_muon.tools.screen import printable, table
 from megatron_muon.tools.train.records import Record
 
@@ -39,8 +48,10 @@ _FIGURES: dict[str, tuple[str, Callable[[Arm], Any]]] = {
 }
 """Figures of an arm, numbers or spreads over its seeds: their format, and where they are from."""
 
-_OF_EVERY_ARM = (*("seeds", "steps", "final loss", "training loss", "milliseconds of a step"),
-                 "bytes of optimizer state, all ranks")  # fmt: skip
+_OF_EVERY_ARM = (
+    *("seeds", "steps", "final loss", "training loss", "milliseconds of a step"),
+    "bytes of optimizer state, all ranks",
+)
 
 _HOW_STEPS_ARE_COUNTED = """\
 Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The step is where the mean
@@ -101,23 +112,34 @@ class Report:
         measure = "validation loss" if any(run.validation for run in self.runs) else "training loss"
         parts = [
             f"# {' and '.join(dict.fromkeys(map(_name, self.shown.values())))}",
-            f"{len(self.runs)} runs of {len(self.arms)} settings. The final loss is the last {measure}. Figures are "
-            "means ± sample standard deviations of the seeds; bands and bars span the lowest to the highest.",
+            (
+                f"{len(self.runs)} runs of {len(self.arms)} settings. The final loss is the last"
+                f" {measure}. Figures are means ± sample standard deviations of the seeds; bands"
+                " and bars span the lowest to the highest."
+            ),
             *self._headline(),
         ]
         if len(self.best) > 1:
             parts += ["## Side by side", self._side_by_side(), _HOW_STEPS_ARE_COUNTED]
         picture = f"![loss against optimizer steps]({LOSSES})"
-        parts += ["## Loss", picture if LOSSES in pictures else "No logged loss is a finite number."]
+        parts += [
+            "## Loss",
+            picture if LOSSES in pictures else "No logged loss is a finite number.",
+        ]
         if RATES in pictures:
-            parts += ["## Final loss against learning rate", f"![final loss against learning rate]({RATES})"]
+            parts += [
+                "## Final loss against learning rate",
+                f"![final loss against learning rate]({RATES})",
+            ]
         parts += ["## All settings", self._all_arms(), "## How it was made", *self._origin()]
         return "\n\n".join(parts) + "\n"
 
     def _headline(self) -> list[str]:
         """A paragraph for each comparison, or what the runs differ in where losses are not comparable; its limits."""
         if found := not_comparable(self.arms):
-            return _not_compared("These runs are not compared: they were not trained on the same", self.arms, found)
+            return _not_compared(
+                "These runs are not compared: they were not trained on the same", self.arms, found
+            )
         parts = []
         for one in self.compared:
             if one.differing:
@@ -140,8 +162,12 @@ class Report:
             reached = [(one.arm, one.reached) for one in self.concluded]
             reached.append((baseline, reach(baseline.curve("validation"), target)))
             there = {arm: at for arm, at in reached if at}
-            steps = {arm: f"{'at or before ' * at.is_bound}{at.steps:,.0f}" for arm, at in there.items()}
-            rows += [["steps to the baseline's final loss", *(steps.get(arm, "-") for arm in self.best)]]
+            steps = {
+                arm: f"{'at or before ' * at.is_bound}{at.steps:,.0f}" for arm, at in there.items()
+            }
+            rows += [
+                ["steps to the baseline's final loss", *(steps.get(arm, "-") for arm in self.best)]
+            ]
             for label, name in (("of its steps", "steps_ratio"), ("of its time", "seconds_ratio")):
                 ratios = {
                     one.arm: f"{'at most ' * there[one.arm].is_bound}{ratio:.3f}"
@@ -150,22 +176,37 @@ class Report:
                 }
                 rows += [[label, *(ratios.get(arm, "-") for arm in self.best)]]
         head = ["", *map(_name, self.best)]
-        return table(head, [row for row in rows if set(row[1:]) != {"-"}], numbers=range(1, len(head)))
+        return table(
+            head, [row for row in rows if set(row[1:]) != {"-"}], numbers=range(1, len(head))
+        )
 
     def _all_arms(self) -> str:
         rows = [
-            [code(arm.name), *(_cell(label, arm) for label in _OF_EVERY_ARM), arm.remark(is_best=arm in self.best)]
+            [
+                code(arm.name),
+                *(_cell(label, arm) for label in _OF_EVERY_ARM),
+                arm.remark(is_best=arm in self.best),
+            ]
             for arm in self.arms
         ]
-        return table(["settings", *_OF_EVERY_ARM, ""], rows, numbers=range(1, 1 + len(_OF_EVERY_ARM)))
+        return table(
+            ["settings", *_OF_EVERY_ARM, ""], rows, numbers=range(1, 1 + len(_OF_EVERY_ARM))
+        )
 
     def _origin(self) -> list[str]:
         """Commands, software and machines, and every run."""
         commands = dict.fromkeys(run.run.get("command", "not recorded") for run in self.runs)
-        typed = "\n".join(f"    {printable(line)}" for each in commands for line in each.splitlines())
+        typed = "\n".join(
+            f"    {printable(line)}" for each in commands for line in each.splitlines()
+        )
         origins = Counter(_origin_of(run.run) for run in self.runs)
         rows = [
-            [code(str(run.folder)), run.outcome, plain(str(run.run.get("started", "-"))), f"{run.iterations:,}"]
+            [
+                code(str(run.folder)),
+                run.outcome,
+                plain(str(run.run.get("started", "-"))),
+                f"{run.iterations:,}",
+            ]
             for run in (*self.runs, *self.empty)
         ]
         return [
@@ -178,10 +219,17 @@ class Report:
 
 def _labels(arms: Sequence[Arm]) -> list[str]:
     """Names of arms in pictures: optimizer and rate where these tell them apart, else settings with a number."""
-    names = [f"{arm.optimizer_name}, lr {arm.rate:g}" if arm.rate is not None else arm.name for arm in arms]
+    names = [
+        f"{arm.optimizer_name}, lr {arm.rate:g}" if arm.rate is not None else arm.name
+        for arm in arms
+    ]
     if len(set(names)) < len(arms):
-        names = [f"{number}: {arm.name[:_MAX_LABEL_LENGTH]}" for number, arm in enumerate(arms, start=1)]
-    states = ["" if arm.sound else " (diverged)" if arm.diverged else " (not finished)" for arm in arms]
+        names = [
+            f"{number}: {arm.name[:_MAX_LABEL_LENGTH]}" for number, arm in enumerate(arms, start=1)
+        ]
+    states = [
+        "" if arm.sound else " (diverged)" if arm.diverged else " (not finished)" for arm in arms
+    ]
     return [printable(name + state) for name, state in zip(names, states, strict=True)]
 
 
@@ -189,7 +237,9 @@ def _origin_of(run: Mapping[str, Any]) -> str:
     """With what a run was made and where, from its run.json."""
     if not run:
         return "not recorded"
-    software = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
+    software = ", ".join(
+        f"{name} {version}" for name, version in (run.get("versions") or {}).items()
+    )
     commit = f"commit {run.get('commit')}{', with changes' if run.get('dirty') else ''}"
     machine = "{processor}, {cores} cores, {system}".format_map(run["machine"])
     return f"{commit}; {software}; {machine}; {run['ranks']} processes on {run.get('device')}"
@@ -205,7 +255,10 @@ def _conclusion(one: Comparison) -> str:
     if one.reached is None or one.steps_ratio is None:
         return f"**{name} did not reach {goal} in {one.arm.runs[0].iterations:,} steps.**"
     if one.reached.is_bound and one.steps_ratio >= 1:
-        return f"**{name} reached {goal} by its first validation, too late to conclude anything: validate more often.**"
+        return (
+            f"**{name} reached {goal} by its first validation, too late to conclude anything:"
+            " validate more often.**"
+        )
     most, at = ("at most ", "at or before step ") if one.reached.is_bound else ("", "")
     words = f"**{name} reaches {goal} in {most}{one.steps_ratio:.2f} of the steps**: "
     words += f"{at}{one.reached.steps:,.0f} instead of {one.baseline_steps:,}"
@@ -214,13 +267,18 @@ def _conclusion(one: Comparison) -> str:
     if one.by_seed and len(one.arm.sound) > 1:
         ratios = [crossing.steps / one.baseline_steps for crossing in one.by_seed]
         bound = "at most " if any(crossing.is_bound for crossing in one.by_seed) else ""
-        words += f". Each seed by itself: {bound}{min(ratios):.2f} to {max(ratios):.2f} of the steps "
+        words += (
+            f". Each seed by itself: {bound}{min(ratios):.2f} to {max(ratios):.2f} of the steps "
+        )
         words += f"({len(ratios)} of {len(one.arm.sound)} seeds)"
     return words + "."
 
 
 def _not_compared(words: str, arms: Sequence[Arm], found: Mapping[str, Sequence[str]]) -> list[str]:
-    rows = [[code(arm.name), *(code(values[place]) for values in found.values())] for place, arm in enumerate(arms)]
+    rows = [
+        [code(arm.name), *(code(values[place]) for values in found.values())]
+        for place, arm in enumerate(arms)
+    ]
     return [f"**{words}.** Give `report` runs that agree in these:", table(["", *found], rows)]
 
 
@@ -240,11 +298,15 @@ def plain(text: str) -> str:
 def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:
     """The page of a report; `pictures` are PNG files by the name that the Markdown has for them.
 
-    HTML within the Markdown is shown as text. Quotes in text are escaped: only an image's `src="` can be one.
+    HTML within the Markdown is shown as text. Quotes in text are escaped: only an image's `src="`
+    can be one.
     """
     from markdown_it import MarkdownIt
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
     for name, picture in pictures.items():
-        body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{base64.b64encode(picture).decode("ascii")}"')
+        body = body.replace(
+            f'src="{name}"',
+            f'src="data:image/png;base64,{base64.b64encode(picture).decode("ascii")}"',
+        )
     return _HTML_PAGE.format(body=body)

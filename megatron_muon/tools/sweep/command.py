@@ -50,20 +50,55 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", required=True, help="experiment file")
-    add("--grid", action="append", nargs="+", metavar="KEY=VALUE,...", required=True,
-        help="settings to combine; repeat it for alternatives")  # fmt: skip
-    add("--seeds", type=positive, default=1, metavar="N", help="run each point with the seeds 1 to N (1)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-        help="a setting of all runs, as of train (repeatable)")  # fmt: skip
+    add(
+        "--grid",
+        action="append",
+        nargs="+",
+        metavar="KEY=VALUE,...",
+        required=True,
+        help="settings to combine; repeat it for alternatives",
+    )
+    add(
+        "--seeds",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="run each point with the seeds 1 to N (1)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
+        help="a setting of all runs, as of train (repeatable)",
+    )
     add("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
-    add("--overwrite", action="store_true",
-        help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
+    add(
+        "--overwrite",
+        action="store_true",
+        help="delete runs that were trained with other settings, and train them anew",
+    )
     add("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
-    add("--jobs", type=positive, default=1, metavar="N",
-        help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
-    add("--dry-run", action="store_true", help="check all, show runs and commands, start and write nothing")
-    add("--list-flags", action="store_true",
-        help="print a line of flags for each run, as array tasks of scripts/slurm take them, and end")  # fmt: skip
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="runs at once on this machine, which share its cores and GPUs evenly (1)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="check all, show runs and commands, start and write nothing",
+    )
+    add(
+        "--list-flags",
+        action="store_true",
+        help=(
+            "print a line of flags for each run, as array tasks of scripts/slurm take them, and end"
+        ),
+    )
     parser.take_megatron_flags("any flag of pretrain_gpt.py, for all runs, among these or after --")
 
 
@@ -93,13 +128,17 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         for plan in plans:
             print(f"{plan.task.name}: {plan.state}, {plan.task.folder}")
-            print(f"  {prepare(replace(plan.request, overwrite=True), plan.resolved).shown_command}")
+            print(
+                f"  {prepare(replace(plan.request, overwrite=True), plan.resolved).shown_command}"
+            )
             print(f"  with {shlex.join(plan.flags())}")
         print("dry run: nothing was started or written")
         return 0
     if plans[0].resolved.device == "cuda":
         check_gpus(plans[0].resolved.ranks, plans[0].resolved.gpus, jobs=args.jobs)
-    with Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held():
+    with Lock(
+        out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR"
+    ).held():
         if not args.overwrite:
             trials.refuse_changed(plans)
         return _run(args, plans, out)
@@ -109,7 +148,12 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
     from megatron_muon.megatron.provenance import origin
     from megatron_muon.tools.sweep.trials import CSV, JSON, Results, Sweep
 
-    head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
+    head = {
+        "command": plans[0].request.command,
+        "config": str(args.config),
+        "seeds": args.seeds,
+        **origin(),
+    }
     tasks = [plan.task for plan in plans]
     sweep = Sweep(plans, args.jobs)
     done = len(plans) - len(sweep.to_do)
@@ -124,16 +168,26 @@ def _run(args: argparse.Namespace, plans: Sequence[Plan], out: Path) -> int:
         return 128 + sweep.signal
     failed = [row for row in results.rows if row["outcome"] != "finished" and not row["diverged"]]
     for row in failed:
-        print(f"{row['outcome']}: see {row['folder']}/{LOG}; the same command tries again", file=sys.stderr)
+        print(
+            f"{row['outcome']}: see {row['folder']}/{LOG}; the same command tries again",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
-def _check_flags(flags: Sequence[str], sets: Iterable[tuple[str, str]], keys: Iterable[str]) -> None:
+def _check_flags(
+    flags: Sequence[str], sets: Iterable[tuple[str, str]], keys: Iterable[str]
+) -> None:
     """Refuses what would make all runs one, or give them one place for their files; typed flags win over the grid."""
     typed = {flag.partition("=")[0] for flag in flags}
     varied = {f"--{plain(key)}" for key in keys}
     if twice := typed & varied:
-        raise UserError(f"{min(twice)} is in --grid and beside it, where it holds for all runs; give it once")
+        raise UserError(
+            f"{min(twice)} is in --grid and beside it, where it holds for all runs; give it once"
+        )
     kept = {f"--{plain(key)}" for key, value in sets if value.lower() not in ("null", "false")}
     if own := {"--seed", "--save", "--tensorboard-dir"} & {*typed, *varied, *kept}:
-        raise UserError(f"{min(own)}: each run of a sweep has its own folder below --out, and its seed from --seeds N")
+        raise UserError(
+            f"{min(own)}: each run of a sweep has its own folder below --out, and its seed from"
+            " --seeds N"
+        )

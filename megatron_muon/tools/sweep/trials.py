@@ -1,11 +1,13 @@
 """A sweep: which runs there are, in what state, how they are run, and the table of their results.
 
-Every point of its `--grid`s is run with every seed: one `--grid` is a product of its keys' values, several are
-alternatives. All runs are resolved before the first starts; what is done is skipped, what was stopped resumed. Several
-may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
+Every point of its `--grid`s is run with every seed: one `--grid` is a product of its keys' values,
+several are alternatives. All runs are resolved before the first starts; what is done is skipped,
+what was stopped resumed. Several may be under way at once, each in a thread, and a signal ends them
+all as Ctrl-C ends one.
 
-The final loss that points are compared by is the last validation loss, or the training loss where there is no
-validation. A point counts for the best when all of its seeds have finished and none has diverged.
+The final loss that points are compared by is the last validation loss, or the training loss where
+there is no validation. A point counts for the best when all of its seeds have finished and none has
+diverged.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ from megatron_muon.megatron.provenance import cores
 from megatron_muon.tools.report.arms import MEASURE, Arm, at_edges, best_of
 from megatron_muon.tools.screen import Screen, Status, clock
 from megatron_muon.tools.train import processes, run_folder
-from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
+from megatron_muon.tools.train.resolve import (
+    FROM_FOLDER,
+    FROM_LINE,
+    FROM_SET,
+    Request,
+    Resolved,
+    resolve_each,
+)
 from megatron_muon.tools.train.run_summary import in_words
 from megatron_muon.tools.train.train import execute, prepare
 
@@ -47,7 +56,15 @@ FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "
 CSV, JSON = "results.csv", "results.json"
 
 FIGURES = (
-    *("iterations", "tokens", "loss_last", "validation_loss", "step_ms", "tokens_per_second", "seconds"),
+    *(
+        "iterations",
+        "tokens",
+        "loss_last",
+        "validation_loss",
+        "step_ms",
+        "tokens_per_second",
+        "seconds",
+    ),
     "train_seconds",
 )
 """Columns of results.csv between `diverged` and `folder`, named as in summary.json; docs/experiments.md has them."""
@@ -98,8 +115,8 @@ def _points(words: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
         key = key.lstrip("-").replace("-", "_").lower()
         if not key.isidentifier() or not all([value, *values]) or key in grid:
             raise UserError(
-                f"--grid {' '.join(words)}: write KEY=VALUE,VALUE for each key once, such as optimizer=adam,muon "
-                f"lr=1e-3,2e-3; found {word!r}"
+                f"--grid {' '.join(words)}: write KEY=VALUE,VALUE for each key once, such as"
+                f" optimizer=adam,muon lr=1e-3,2e-3; found {word!r}"
             )
         grid[key] = [value, *values]
     for combination in itertools.product(*grid.values()):
@@ -120,18 +137,28 @@ class Plan:
         folder = self.resolved.folder
         run, summary = (read_json(folder.root / name) for name in (RUN, SUMMARY))
         if run.get("config_hash") != self.resolved.config_hash:
-            return CHANGED if summary.get("iterations") or folder.has_steps or folder.checkpoint else FRESH
-        if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
+            return (
+                CHANGED
+                if summary.get("iterations") or folder.has_steps or folder.checkpoint
+                else FRESH
+            )
+        if summary.get("outcome") == "finished" or (
+            summary.get("outcome") == "failed" and summary.get("diverged")
+        ):
             return DONE
         return RESUMED if folder.checkpoint else AGAIN
 
     def flags(self) -> list[str]:
         """What its command line adds to the experiment file, for pretrain_gpt.py."""
         sources = (FROM_SET, FROM_LINE, FROM_FOLDER)
-        added = as_argv((flag.name, flag.values) for flag in self.resolved.flags if flag.source in sources)
+        added = as_argv(
+            (flag.name, flag.values) for flag in self.resolved.flags if flag.source in sources
+        )
         here = {flag.name for flag in self.resolved.flags}
         # Placeholders of flags that are given otherwise may be unset.
-        file = load_config(self.request.config, overridden={"--save", "--tensorboard-dir", "--load", *here})
+        file = load_config(
+            self.request.config, overridden={"--save", "--tensorboard-dir", "--load", *here}
+        )
         in_file = {name for name, _ in file.flags} | file.overridden
         return [*(token for name in sorted(in_file - here) for token in (UNSET_FLAG, name)), *added]
 
@@ -139,7 +166,11 @@ class Plan:
 def resolve(tasks: Sequence[Task], every: Request) -> list[Plan]:
     """Resolves all runs, so that a mistake is found before hours of training; `every` is what all have in common."""
     requests = [
-        replace(every, sets=(*every.sets, *task.settings, ("seed", str(task.seed))), out=str(task.folder))
+        replace(
+            every,
+            sets=(*every.sets, *task.settings, ("seed", str(task.seed))),
+            out=str(task.folder),
+        )
         for task in tasks
     ]
     plans = []
@@ -154,8 +185,9 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
     """Raises a UserError for runs that were trained with other settings."""
     if changed := [plan.task.folder for plan in plans if plan.state == CHANGED]:
         raise UserError(
-            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0]}; give another "
-            "folder with --out DIR, or delete these and train them anew with --overwrite"
+            f"{len(changed)} of {len(plans)} runs have results of other settings, such as"
+            f" {changed[0]}; give another folder with --out DIR, or delete these and train them"
+            " anew with --overwrite"
         )
 
 
@@ -176,7 +208,11 @@ class Sweep:
 
     def run(self, ended: Callable[[], object]) -> None:
         """Runs all, to their end or the first signal; calls `ended`, in this thread, when one has ended."""
-        with self.screen, processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
+        with (
+            self.screen,
+            processes.signals_handled(self._on_signal),
+            ThreadPoolExecutor(self._jobs) as pool,
+        ):
             try:
                 for future in as_completed([pool.submit(self._one, plan) for plan in self.to_do]):
                     if (summary := future.result()) is not None:
@@ -189,15 +225,17 @@ class Sweep:
     def _one(self, plan: Plan) -> tuple[Plan, Mapping[str, Any]] | None:
         """A run in its thread, and its summary; None where the sweep was stopped before.
 
-        Megatron writes the index of a data set into a folder that runs share, before the first step: runs start one
-        after the other.
+        Megatron writes the index of a data set into a folder that runs share, before the first
+        step: runs start one after the other.
         """
         with contextlib.ExitStack() as starting:
             starting.enter_context(self._starting)
             if self._stop.is_set():
                 return None
             state, slot = plan.state, self._free_slots.pop()
-            request = replace(plan.request, resume=state == RESUMED, overwrite=state in (AGAIN, CHANGED))
+            request = replace(
+                plan.request, resume=state == RESUMED, overwrite=state in (AGAIN, CHANGED)
+            )
             group = os.environ.get("WANDB_RUN_GROUP") or plan.task.folder.resolve().parents[1].name
             status = Status(self.screen, "starting", name=plan.task.name)
 
@@ -207,7 +245,9 @@ class Sweep:
                 status.take(event)
 
             if not self.screen.live:
-                self.screen.print(f"{plan.task.name}: {'resumed' if state == RESUMED else 'started'}")
+                self.screen.print(
+                    f"{plan.task.name}: {'resumed' if state == RESUMED else 'started'}"
+                )
             try:
                 outcome = execute(
                     prepare(request, plan.resolved),
@@ -225,8 +265,8 @@ class Sweep:
         left = (time.monotonic() - self._began) / self._ended * (len(self.to_do) - self._ended)
         done = self._total - len(self.to_do) + self._ended
         self.screen.print(
-            f"[{done}/{self._total}] {plan.task.name}: {in_words(summary, why=True)}, {summary['seconds']:.0f} s; "
-            f"about {clock(left)} left"
+            f"[{done}/{self._total}] {plan.task.name}: {in_words(summary, why=True)},"
+            f" {summary['seconds']:.0f} s; about {clock(left)} left"
         )
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -249,7 +289,9 @@ def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
         env["OMP_NUM_THREADS"] = str(max(1, cores() // (jobs * ranks)))
     if resolved.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
+        devices = (
+            visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
+        )
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return env
 
@@ -259,7 +301,9 @@ def row_of(task: Task) -> dict[str, Any]:
     run, summary = (read_json(task.folder / name) for name in (RUN, SUMMARY))
     validation = (summary.get("validation_loss") or {}).values()
     figures = {name: summary.get(name) for name in FIGURES}
-    figures["validation_loss"] = statistics.fmean(validation) if validation and None not in validation else None
+    figures["validation_loss"] = (
+        statistics.fmean(validation) if validation and None not in validation else None
+    )
     return {
         **{"point": task.point, **dict(task.settings), "seed": task.seed},
         "outcome": summary.get("outcome") or ("cut off" if run else "not started"),
@@ -278,7 +322,9 @@ class Results:
         for name, settings in dict((task.point, task.settings) for task in tasks).items():
             runs = [SimpleNamespace(**row) for row in self.rows if row["point"] == name]
             self.points.append(Arm(name, dict(settings), runs, self.final))
-        self.best = best_of(self.points, lambda point: tuple(map(point.settings.get, ("optimizer", *MEASURE))))
+        self.best = best_of(
+            self.points, lambda point: tuple(map(point.settings.get, ("optimizer", *MEASURE)))
+        )
         self.notes = [note for best in self.best for note in at_edges(best, self.points)]
 
     def write(self, out: Path, head: Mapping[str, Any]) -> None:
@@ -290,12 +336,22 @@ class Results:
             writer.writeheader()
             writer.writerows(self.rows)
         points = [
-            {"point": point.name, "settings": point.settings, "seeds": len(point.runs), "finished": point.finished}
+            {
+                "point": point.name,
+                "settings": point.settings,
+                "seeds": len(point.runs),
+                "finished": point.finished,
+            }
             | {"diverged": point.diverged, "best": point in self.best}
             | {name: point.spread(name) for name in FIGURES}
             for point in self.points
         ]
-        found = {"compared_by": self.final, "points": points, "notes": self.notes, "runs": self.rows}
+        found = {
+            "compared_by": self.final,
+            "points": points,
+            "notes": self.notes,
+            "runs": self.rows,
+        }
         run_folder.write_json(out / JSON, {**head, **found})
 
     def table(self) -> str:

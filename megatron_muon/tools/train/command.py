@@ -1,6 +1,7 @@
 """`megatron-muon train`: the arguments, and what is shown of a run; `train` does the work.
 
-Of what the ranks print, only this package's warnings, notes and errors are shown; all of it is in train.log.
+Of what the ranks print, only this package's warnings, notes and errors are shown; all of it is in
+train.log.
 """
 
 from __future__ import annotations
@@ -61,29 +62,80 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon train --config FILE [options] [any flag of pretrain_gpt.py]"
     what = parser.add_argument_group("what to train")
-    what.add_argument("--config", type=Path, metavar="FILE", help="experiment file; not needed to --resume --out DIR")
-    what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-        help="a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
-        "(repeatable)")  # fmt: skip
-    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
-    what.add_argument("--nproc", type=positive, metavar="N",
-        help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
+    what.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="experiment file; not needed to --resume --out DIR",
+    )
+    what.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
+        help=(
+            "a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
+            "(repeatable)"
+        ),
+    )
+    parser.take_megatron_flags(
+        "any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50"
+    )
+    what.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="processes on this machine (its GPUs, or 1 where there are none)",
+    )
     folder = parser.add_argument_group("the run's folder")
-    folder.add_argument("--out", type=Path, metavar="DIR",
-        help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
-        "else runs/NAME-TIME; where the file's own place holds a run, the next free one beside it")  # fmt: skip
-    folder.add_argument("--resume", action="store_true", help="go on from the run's own checkpoint, where there is one")
-    folder.add_argument("--no-save", action="store_true",
-        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM "
-        "ends it")  # fmt: skip
-    folder.add_argument("--overwrite", action="store_true", help="delete the run in that folder and start over")
+    folder.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=(
+            "default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, else"
+            " runs/NAME-TIME; where the file's own place holds a run, the next free one beside it"
+        ),
+    )
+    folder.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the run's own checkpoint, where there is one",
+    )
+    folder.add_argument(
+        "--no-save",
+        action="store_true",
+        help=(
+            "write no checkpoint; without it a training saves at its end, and when Ctrl-C or"
+            " SIGTERM ends it"
+        ),
+    )
+    folder.add_argument(
+        "--overwrite", action="store_true", help="delete the run in that folder and start over"
+    )
     how = parser.add_argument_group("how")
-    how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
-    how.add_argument("--quiet", action="store_true", help="show only the heading, warnings, errors and the end")
-    how.add_argument("--verbose", action="store_true",
-        help="show every setting, and all output of the ranks instead of a line for each log interval")  # fmt: skip
-    how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
-        help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
+    how.add_argument(
+        "--dry-run", action="store_true", help="check and show everything, start and write nothing"
+    )
+    how.add_argument(
+        "--quiet", action="store_true", help="show only the heading, warnings, errors and the end"
+    )
+    how.add_argument(
+        "--verbose",
+        action="store_true",
+        help=(
+            "show every setting, and all output of the ranks instead of a line for each log"
+            " interval"
+        ),
+    )
+    how.add_argument(
+        "--grace",
+        type=positive,
+        default=600,
+        metavar="SECONDS",
+        help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,13 +170,18 @@ def request_of(args: argparse.Namespace) -> Request:
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
     sets = [assignment(text) for text in args.sets]
-    typed = [*args.flags, *(f"--{plain(key)}={value}" for key, value in sets if value.lower() != "null")]
+    typed = [
+        *args.flags,
+        *(f"--{plain(key)}={value}" for key, value in sets if value.lower() != "null"),
+    ]
     if args.no_save and pairs(typed, ("--save",)):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
     if args.resume and pairs(typed, ("--ckpt-step",)) and not pairs(typed, ("--load",)):
         raise UserError(TO_GO_BACK)
     if args.config is None and not (args.resume and args.out):
-        raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
+        raise UserError(
+            "no experiment: give --config FILE, or --resume --out DIR to go on with a run"
+        )
     config, ranks = args.config or args.out / CONFIG, args.nproc
     if ranks is None and args.resume and args.out:
         ranks = read_json(args.out / RUN).get("ranks")
@@ -134,7 +191,11 @@ def request_of(args: argparse.Namespace) -> Request:
         sets=(*sets, *((("save", "null"),) if args.no_save else ())),
         flags=tuple(args.flags),
         ranks=ranks,
-        out=str(args.out.absolute() if str(args.out).startswith("-") else args.out) if args.out else None,
+        out=(
+            str(args.out.absolute() if str(args.out).startswith("-") else args.out)
+            if args.out
+            else None
+        ),
         keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
         writes=not args.dry_run,
@@ -173,7 +234,8 @@ class Watcher:
         """What runs where; with all settings and the command where asked."""
         resolved, show = experiment.resolved, self.screen.print
         for note in resolved.notes:
-            if settings or not note.startswith("environment from "):  # as the file says: nothing to act on
+            # as the file says: nothing to act on
+            if settings or not note.startswith("environment from "):
                 self._note(f"megatron-muon: {note}")
         for line in heading(experiment):
             show(screen.wrapped(line, indent=14, width=self.screen.width))
@@ -193,8 +255,15 @@ class Watcher:
                 self._note(event["line"])
         elif kind == "signal":
             self.status.enter(STOPPING)
-            show(f"{signal.Signals(event['signal']).name}: asking the ranks to end; a second signal kills them")
-        elif kind == "stage" and event["stage"] and not (self.status.figures or self.status.stage == STOPPING):
+            show(
+                f"{signal.Signals(event['signal']).name}: asking the ranks to end; a second signal"
+                " kills them"
+            )
+        elif (
+            kind == "stage"
+            and event["stage"]
+            and not (self.status.figures or self.status.stage == STOPPING)
+        ):
             self.enter(event["stage"])
         else:
             self.status.take(event)
@@ -226,7 +295,10 @@ class Watcher:
         for line in () if self._verbose else outcome.trace:
             show(f"  {line}")
         if summary["go_on"]:
-            show(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
+            show(
+                f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}:"
+                f" {summary['go_on']}"
+            )
         show(f"see {file}, {log}")
 
     def _note(self, text: str) -> None:
@@ -234,13 +306,20 @@ class Watcher:
             self._noted.add(text)
             is_error = text.startswith("pretrain_gpt.py: error")
             shown = text if is_error else screen.wrapped(text, width=self.screen.width)
-            self.screen.print(shown, "red" if is_error else "yellow" if ": warning: " in text else "")
+            self.screen.print(
+                shown, "red" if is_error else "yellow" if ": warning: " in text else ""
+            )
 
 
 def heading(experiment: Experiment) -> list[str]:
     """What runs where, in a few lines."""
     resolved, settings = experiment.resolved, experiment.resolved.settings
-    words = {"num_layers": "layers", "hidden_size": "wide", "num_attention_heads": "heads", "num_experts": "experts"}
+    words = {
+        "num_layers": "layers",
+        "hidden_size": "wide",
+        "num_attention_heads": "heads",
+        "num_experts": "experts",
+    }
     shape = ", ".join(f"{settings[key]} {word}" for key, word in words.items() if settings.get(key))
     ranks = f"{resolved.ranks} on {'GPUs' if resolved.device == 'cuda' else 'CPUs'}"
     if settings.get("use_megatron_fsdp"):
@@ -260,10 +339,13 @@ def heading(experiment: Experiment) -> list[str]:
         "environment": env,
         "run folder": experiment.folder.root,
         "going on": experiment.checkpoint and f"from {experiment.checkpoint}",
-        "filled in": resolved.filled_in
-        and f"{len(resolved.filled_in)} (what this machine needs); --dry-run lists all settings",
+        "filled in": (
+            resolved.filled_in
+            and f"{len(resolved.filled_in)} (what this machine needs); --dry-run lists all settings"
+        ),
     }
     return [
-        f"{name}: {settings['optimizer']} on a GPT{shape and f' of {shape}'}",  # a checkpoint's arguments may tell
+        # a checkpoint's arguments may tell
+        f"{name}: {settings['optimizer']} on a GPT{shape and f' of {shape}'}",
         *(f"  {row:<11} {value}" for row, value in rows.items() if value),
     ]

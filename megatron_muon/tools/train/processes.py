@@ -1,7 +1,8 @@
 """Starts torchrun and its ranks, hands on what they print, and leaves none of them behind. No torch.
 
-The ranks live in sessions of their own, so Ctrl-C reaches this process alone. It sends SIGTERM to what it launched,
-which hands it on to the ranks; what has not ended in time is killed, as is all at once when a second signal comes.
+The ranks live in sessions of their own, so Ctrl-C reaches this process alone. It sends SIGTERM to
+what it launched, which hands it on to the ranks; what has not ended in time is killed, as is all at
+once when a second signal comes.
 """
 
 from __future__ import annotations
@@ -50,16 +51,19 @@ def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (own, env.get("PYTHONPATH"))))}
 
 
-def environment(ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None) -> dict[str, str]:
+def environment(
+    ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None
+) -> dict[str, str]:
     """The environment of `ranks` processes on this machine: the cores shared evenly, gloo on the loopback.
 
-    `settings` are ENV_VARS of an experiment file; what is set already wins over them. `port` is where processes
-    meet that no torchrun of their own starts.
+    `settings` are ENV_VARS of an experiment file; what is set already wins over them. `port` is
+    where processes meet that no torchrun of their own starts.
     """
     env = {**(settings or {}), **os.environ}
     env |= python_path(env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    if sys.platform == "linux" and env.get("GROUP_WORLD_SIZE", "1") == "1":  # torchrun's number of nodes
+    # torchrun's number of nodes
+    if sys.platform == "linux" and env.get("GROUP_WORLD_SIZE", "1") == "1":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
         env.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -130,12 +134,20 @@ def watch(
             with contextlib.suppress(ValueError):  # cut short where the disk was full
                 show(json.loads(line))
 
-    with signals_handled(lambda number, _: got.append(number)), log.open("ab" if append else "wb") as output:
+    with (
+        signals_handled(lambda number, _: got.append(number)),
+        log.open("ab" if append else "wb") as output,
+    ):
         lines = Lines(log, output.tell())
         process = subprocess.Popen(
-            command, env={**env, _MARK: mark}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, pass_fds=keeps,
-        )  # fmt: skip
+            command,
+            env={**env, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=keeps,
+        )
         try:
             while process.poll() is None:
                 if stop is not None and stop.is_set() and not got:
@@ -172,7 +184,10 @@ def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterato
     with contextlib.ExitStack() as undo:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
-            if threading.current_thread() is threading.main_thread() and before not in (None, signal.SIG_IGN):
+            if threading.current_thread() is threading.main_thread() and before not in (
+                None,
+                signal.SIG_IGN,
+            ):
                 signal.signal(number, handler)
                 undo.callback(signal.signal, number, before)
         yield

@@ -1,8 +1,8 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-summary.json, `summary`, sweeps and reports are made of it. Megatron's training loop writes most of it to TensorBoard: a
-file for each start, which takes over from its first iteration on; what an earlier one wrote beyond that is dropped.
-Needs neither torch nor megatron-core.
+summary.json, `summary`, sweeps and reports are made of it. Megatron's training loop writes most of
+it to TensorBoard: a file for each start, which takes over from its first iteration on; what an
+earlier one wrote beyond that is dropped. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
-from megatron_muon.megatron.places import CONFIG, EVENT_FILES, RUN, SUMMARY, TENSORBOARD, RunFolder, read_json
+from megatron_muon.megatron.places import (
+    CONFIG,
+    EVENT_FILES,
+    RUN,
+    SUMMARY,
+    TENSORBOARD,
+    RunFolder,
+    read_json,
+)
 from megatron_muon.tools.train import run_folder
 
 WARMUP_STEPS = 10
@@ -53,7 +61,8 @@ class RunEvents:
     Attributes:
         scalars: points by tag, in the order written; of those over samples `_SAMPLES` alone.
         args: Megatron's arguments as strings, by name (`seq_length`).
-        starts: when the training loop of each began, and when it logged the last loss that no later start took back.
+        starts: when the training loop of each began, and when it logged the last loss that no later
+            start took back.
     """
 
     scalars: dict[str, list[Point]] = field(default_factory=dict)
@@ -84,7 +93,9 @@ def read_events(directory: Path) -> RunEvents:
         events.args.update(found.args)
     times = [point.wall_time for point in events.points(LOSS)]
     for began, following in itertools.pairwise([*begins, math.inf]):
-        events.starts.append((began, max((time for time in times if began <= time < following), default=began)))
+        events.starts.append(
+            (began, max((time for time in times if began <= time < following), default=began))
+        )
     return events
 
 
@@ -92,18 +103,34 @@ def _read_start(file: Path) -> tuple[float, int, RunEvents] | None:
     """An event file, when Megatron wrote its arguments, just before the loop, and the iteration it went on from."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False).Reload()
-    points = {tag: [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-    found = RunEvents({tag: of_tag for tag, of_tag in points.items() if not tag.endswith(_OVER_SAMPLES)})
+    log = EventAccumulator(
+        str(file), size_guidance={"scalars": 0, "tensors": 0}, purge_orphaned_data=False
+    ).Reload()
+    points = {
+        tag: [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)]
+        for tag in log.Tags()["scalars"]
+    }
+    found = RunEvents(
+        {tag: of_tag for tag, of_tag in points.items() if not tag.endswith(_OVER_SAMPLES)}
+    )
     counted = zip(points.get(LOSS, []), points.get(_SAMPLES, []), strict=False)
-    found.scalars[_SAMPLES] = [Point(loss.step, count.step, loss.wall_time) for loss, count in counted]
+    found.scalars[_SAMPLES] = [
+        Point(loss.step, count.step, loss.wall_time) for loss, count in counted
+    ]
     tags = [tag for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)]
-    texts = {tag: log.Tensors(tag)[0] for tag in tags if not tag.startswith("facts/")}  # of earlier versions
+    # of earlier versions
+    texts = {tag: log.Tensors(tag)[0] for tag in tags if not tag.startswith("facts/")}
     for tag, text in texts.items():
-        found.args[tag.removesuffix(_TEXT_SUFFIX)] = text.tensor_proto.string_val[0].decode("utf-8", "replace")
+        found.args[tag.removesuffix(_TEXT_SUFFIX)] = text.tensor_proto.string_val[0].decode(
+            "utf-8", "replace"
+        )
     began = [(text.wall_time, text.step) for text in texts.values()]
-    began = began or [(first.wall_time, first.step - 1) for first, *_ in filter(None, found.scalars.values())]
-    return (min(time for time, _ in began), min(step for _, step in began), found) if began else None
+    began = began or [
+        (first.wall_time, first.step - 1) for first, *_ in filter(None, found.scalars.values())
+    ]
+    return (
+        (min(time for time, _ in began), min(step for _, step in began), found) if began else None
+    )
 
 
 @dataclass(frozen=True)
@@ -121,16 +148,22 @@ class Record:
 
     Attributes:
         places: where its events and checkpoints lie now.
-        run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is none.
+        run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is
+        none.
         args: Megatron's arguments as strings, by name.
-        tokens, train_seconds: trained on; in Megatron's training loop, validation included; all starts together.
+        tokens, train_seconds: trained on; in Megatron's training loop, validation included; all
+        starts together.
         loss_last: mean of the last `LAST_STEPS` of `losses`, the training losses that were logged.
-        validation: validation losses, the mean of the sets where there are several; `validation_by_set`: their last.
-        diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number.
+        validation: validation losses, the mean of the sets where there are several;
+            `validation_by_set`: their last.
+        diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is
+            not a finite number.
         outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
-        step_ms, optimizer_ms, optimizer_share: of an iteration; of the optimizer's step in it; their ratio.
+        step_ms, optimizer_ms, optimizer_share: of an iteration; of the optimizer's step in it;
+        their ratio.
         tokens_per_second: of all ranks together.
-        state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
+        state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of
+        all kinds.
         peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
@@ -139,7 +172,9 @@ class Record:
         self.run, self.summary = (read_json(folder / name) for name in (RUN, SUMMARY))
         self.facts = read_json(places.tensorboard / FACTS)
         self.args: Mapping[str, str] = events.args
-        self.optimizer: str = self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
+        self.optimizer: str = (
+            self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
+        )
         self.seed = self.whole_number("seed")
         self.state_bytes: dict[str, int] = self.facts.get("state_bytes", {})
         self.all_state_bytes = sum(self.state_bytes.values()) or None
@@ -157,21 +192,31 @@ class Record:
         self.tokens = self.train[-1].tokens if self.train else None
         self.train_seconds = self.train[-1].seconds if self.train else 0.0
         logged = (point.step for point in self.train if not math.isfinite(point.loss))
-        self.diverged_at: int | None = next(logged, (self.summary if self.run else self.facts).get("diverged_at"))
+        self.diverged_at: int | None = next(
+            logged, (self.summary if self.run else self.facts).get("diverged_at")
+        )
         asked = self.whole_number("train_iters")
         is_finished = asked is not None and self.iterations >= asked
-        self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
+        self.outcome: str = self.summary.get("outcome") or (
+            "finished" if is_finished else "unfinished"
+        )
 
     def _read_validation(self) -> None:
         """At the last iteration Megatron writes the test set's loss under the same tag, later: the first counts."""
         prefix, by_step = f"{LOSS} validation", dict[int, list[Point]]()
         self.validation_by_set: dict[str, float] = {}
-        for tag in sorted(tag for tag in self.events.scalars if tag.startswith(prefix) and not tag.endswith(" ppl")):
+        for tag in sorted(
+            tag
+            for tag in self.events.scalars
+            if tag.startswith(prefix) and not tag.endswith(" ppl")
+        ):
             points = {point.step: point for point in reversed(self.events.points(tag))}
             for step, point in points.items():
                 by_step.setdefault(step, []).append(point)
             if points:
-                self.validation_by_set[tag[len(prefix) + 1 :] or ONLY_SET] = points[max(points)].value
+                self.validation_by_set[tag[len(prefix) + 1 :] or ONLY_SET] = points[
+                    max(points)
+                ].value
         means = [
             Point(step, statistics.fmean(point.value for point in sets), sets[-1].wall_time)
             for step, sets in sorted(by_step.items())
@@ -186,10 +231,18 @@ class Record:
             if after.step > before.step
         }
         batches, length = self._by_step("batch-size"), self.whole_number("seq_length")
-        speeds = {step: batches[step] / each for step, each in seconds.items() if each > 0 and step in batches}
+        speeds = {
+            step: batches[step] / each
+            for step, each in seconds.items()
+            if each > 0 and step in batches
+        }
         # Of a start's first step Megatron writes timers divided by the log interval.
         every = self.whole_number("log_interval") or 1
-        timers = {step: each for step, each in self._by_step("optimizer-time").items() if step % every == 0}
+        timers = {
+            step: each
+            for step, each in self._by_step("optimizer-time").items()
+            if step % every == 0
+        }
         self.step_ms, self.optimizer_ms = _median(seconds, 1e3), _median(timers, 1e3)
         self.tokens_per_second = _median(speeds, length) if length else None
         self.optimizer_share = _median(self._by_step("optimizer-share"))
@@ -210,13 +263,22 @@ class Record:
             return length * round(samples.get(step, samples[last] * step / last))
 
         return tuple(
-            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
+            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value)
+            for point in points
         )
 
     @property
     def figures(self) -> dict[str, Any]:
         """The figures that summary.json and `summary --json` share."""
-        names = ("iterations", "tokens", "loss_last", "diverged_at", "step_ms", "tokens_per_second", "optimizer_share")
+        names = (
+            "iterations",
+            "tokens",
+            "loss_last",
+            "diverged_at",
+            "step_ms",
+            "tokens_per_second",
+            "optimizer_share",
+        )
         return {
             **{name: getattr(self, name) for name in names},
             "loss_first": self.losses[0] if self.losses else None,
@@ -239,25 +301,34 @@ class Record:
 
         file = self.folder / CONFIG
         flags = load_config(file).flags if file.is_file() else ()
-        return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
+        return {
+            name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags
+        }
 
     @property
     def rose(self) -> bool:
         """Whether the loss ended above where it began by more than noise.
 
-        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations; in a run too
-        short for that, where learning rates may still warm up, it must be twice the first.
+        The mean of the last `LAST_STEPS` must be above the first by two of their standard
+        deviations; in a run too short for that, where learning rates may still warm up, it must be
+        twice the first.
         """
         late = self.losses[-LAST_STEPS:]
         if not late or not all(map(math.isfinite, late)):
             return False
         first, mean = self.losses[0], statistics.fmean(late)
-        return mean > (2 * first if len(self.losses) < 2 * LAST_STEPS else first + 2 * statistics.stdev(late))
+        return mean > (
+            2 * first if len(self.losses) < 2 * LAST_STEPS else first + 2 * statistics.stdev(late)
+        )
 
     @property
     def diverged(self) -> bool:
         """Whether a loss was not a number, or the loss rose."""
-        return bool(self.summary["diverged"]) if self.summary else self.diverged_at is not None or self.rose
+        return (
+            bool(self.summary["diverged"])
+            if self.summary
+            else self.diverged_at is not None or self.rose
+        )
 
 
 def is_run(folder: Path) -> bool:
@@ -265,22 +336,31 @@ def is_run(folder: Path) -> bool:
     return (folder / RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
 
 
-def read_record(folder: Path, *, places: RunFolder | None = None, needs_steps: bool = False) -> Record:
+def read_record(
+    folder: Path, *, places: RunFolder | None = None, needs_steps: bool = False
+) -> Record:
     """Reads the run in a folder, its files in `places` where these are known.
 
     Raises:
         UserError: the folder holds no run, or with `needs_steps` one that has logged no loss.
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
-        raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
+        raise UserError(
+            f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon"
+            " sweep`"
+        )
     places = places or run_folder.places_of(folder, read_json(folder / RUN))
     events = read_events(places.tensorboard)
     if needs_steps and not events.points(LOSS):
-        raise UserError(f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; has the run made a step?")
+        raise UserError(
+            f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; has the run made a step?"
+        )
     return Record(folder, places, events)
 
 
 def _median(by_step: Mapping[int, float], scale: float = 1.0) -> float | None:
     """The median after the warm-up, or of all steps where there are no more."""
-    values = [value for step, value in by_step.items() if step > WARMUP_STEPS] or list(by_step.values())
+    values = [value for step, value in by_step.items() if step > WARMUP_STEPS] or list(
+        by_step.values()
+    )
     return scale * statistics.median(values) if values else None

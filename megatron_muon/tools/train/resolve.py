@@ -1,7 +1,8 @@
 """Settles an experiment before it is launched: which flags, from where, in which folder, on which device.
 
-This needs torch and megatron-core, so `resolve_each` has a child process do it: what watches a training stays small and
-free of CUDA. The child goes the way of a rank up to the validation of all flags (`megatron.prepare`).
+This needs torch and megatron-core, so `resolve_each` has a child process do it: what watches a
+training stays small and free of CUDA. The child goes the way of a rank up to the validation of all
+flags (`megatron.prepare`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from megatron_muon.megatron.flags.config_file import (
     refuse_unknown_flags,
 )
 from megatron_muon.megatron.flags.names import did_you_mean, plain
-from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
+from megatron_muon.megatron.places import (
+    CHECKPOINTS,
+    PLACES,
+    RUN,
+    RunFolder,
+    beside,
+    locate,
+    read_json,
+)
 from megatron_muon.tools.train.processes import python_path
 from megatron_muon.tools.train.run_folder import config_hash, moved
 
@@ -37,11 +46,21 @@ FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run fold
 """Where a setting that no file holds comes from."""
 
 _SETTINGS = (
-    *("optimizer", "train_iters", "train_samples", "seq_length", "micro_batch_size", "global_batch_size"),
+    *(
+        "optimizer",
+        "train_iters",
+        "train_samples",
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+    ),
     *("exit_signal_handler", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
     *("num_layers", "hidden_size", "num_attention_heads", "num_experts"),
     *("eval_iters", "eval_interval", "save", "save_interval"),
-    *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model", "context")),
+    *(
+        f"{kind}_parallel_size"
+        for kind in ("tensor_model", "pipeline_model", "expert_model", "context")
+    ),
 )
 """Megatron's arguments in `Resolved.settings` and run.json."""
 
@@ -56,14 +75,19 @@ class Request:
     config: str  # experiment file
     sets: tuple[tuple[str, str], ...] = ()  # `--set`: key and value
     flags: tuple[str, ...] = ()  # further flags for pretrain_gpt.py
-    ranks: int | None = None  # processes on each of `nodes` machines; None takes the GPUs, or one without
+    # processes on each of `nodes` machines; None takes the GPUs, or one without
+    ranks: int | None = None
     nodes: int = 1
-    out: str | None = None  # the run's folder, where it is given; else what the flags say, or `default_out`
+    # the run's folder, where it is given; else what the flags say, or `default_out`
+    out: str | None = None
     default_out: str = "runs/run"
-    keeps_places: bool = False  # `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold
+    # `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold
+    keeps_places: bool = False
     writes: bool = True  # data and folders may be made
-    checks: bool = True  # check the settings, for which `ranks` have to be known, and not only that flags exist
-    saves: bool = False  # without a --save save at the end, and by any signal first; not where --save is taken away
+    # check the settings, for which `ranks` have to be known, and not only that flags exist
+    checks: bool = True
+    # without a --save save at the end, and by any signal first; not where --save is taken away
+    saves: bool = False
     resume: bool = False
     overwrite: bool = False
     grace_s: int = 600  # for ranks to finish their step and save, once they have been asked to end
@@ -73,7 +97,9 @@ class Request:
     def overridden(self) -> set[str]:
         """Flags of the file that do not matter, as `sets` or the run's folder take their places."""
         flags = {f"--{name}" for key, _ in self.sets for name in (plain(key), key.lstrip("-"))}
-        return flags | ({"--tensorboard-dir"} if self.out is not None and not self.keeps_places else set())
+        return flags | (
+            {"--tensorboard-dir"} if self.out is not None and not self.keeps_places else set()
+        )
 
 
 @dataclass(frozen=True)
@@ -90,8 +116,10 @@ class Resolved:
     """An experiment with every setting resolved."""
 
     flags: tuple[Flag, ...]  # everything that someone chose; the contents of the resolved config
-    filled_in: tuple[Flag, ...]  # flags that this machine needs, which pretrain_gpt.py fills in by itself
-    env: Mapping[str, str]  # ENV_VARS of the `files` that were read, before the environment wins over them
+    # flags that this machine needs, which pretrain_gpt.py fills in by itself
+    filled_in: tuple[Flag, ...]
+    # ENV_VARS of the `files` that were read, before the environment wins over them
+    env: Mapping[str, str]
     notes: tuple[str, ...]  # for the user
     device: str
     ranks: int  # processes on each machine, which has `gpus` CUDA devices
@@ -114,8 +142,8 @@ class Resolved:
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """Each request resolved, or what the user got wrong; all in one child process, which prints nothing here.
 
-    Where each has a mistake that can be found without Megatron, no process is started. Raises a RunFailedError where
-    the process failed; what it printed has been shown.
+    Where each has a mistake that can be found without Megatron, no process is started. Raises a
+    RunFailedError where the process failed; what it printed has been shown.
     """
     early = [_refused_early(request) for request in requests]
     if all(early):
@@ -129,14 +157,18 @@ def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     )
     if done.returncode:
         print(done.stderr.decode(errors="replace"), end="", file=sys.stderr)
-        raise RunFailedError(f"the settings could not be checked (status {done.returncode}); see above")
+        raise RunFailedError(
+            f"the settings could not be checked (status {done.returncode}); see above"
+        )
     return list(pickle.loads(done.stdout))
 
 
 def _refused_early(request: Request) -> UserError | None:
     """A file that cannot be read, or flags and keys that are not pretrain_gpt.py's, where these are known."""
     try:
-        config = load_config(request.config, overridden={*given_flags(request.flags), *request.overridden})
+        config = load_config(
+            request.config, overridden={*given_flags(request.flags), *request.overridden}
+        )
         if known := names.kept():
             for key, value in request.sets:
                 if value.lower() != "null":  # which may take away what nothing knows
@@ -190,7 +222,8 @@ def settle(request: Request) -> Resolved:
     with quiet_imports():
         import torch
 
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # before the CPU may stand in for them
+        # before the CPU may stand in for them
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = request.ranks or gpus or 1
     os.environ["WORLD_SIZE"] = str(ranks * request.nodes)
     devices = [f"--device={value}" for key, value in request.sets if plain(key) == "device"]
@@ -219,7 +252,10 @@ def settle(request: Request) -> Resolved:
             if not (opened.elsewhere and flag in BY_PACKAGES)
         ),
         env=config.env,
-        notes=(*notes, *(note for note in checked.notes if not note.startswith("defaults filled in"))),
+        notes=(
+            *notes,
+            *(note for note in checked.notes if not note.startswith("defaults filled in")),
+        ),
         device=opened.device,
         ranks=ranks,
         gpus=gpus,
@@ -234,13 +270,16 @@ def check_gpus(ranks: int, gpus: int, *, jobs: int = 1) -> None:
     if jobs * ranks > gpus:
         fewer = f" or --jobs {max(1, gpus // ranks)}" if jobs > 1 else ""
         raise UserError(
-            f"{jobs * ranks} processes at once on this machine need as many GPUs, and it has {gpus}; give "
-            f"--nproc {max(1, gpus // jobs)}{fewer}, or --device cpu"
+            f"{jobs * ranks} processes at once on this machine need as many GPUs, and it has"
+            f" {gpus}; give --nproc {max(1, gpus // jobs)}{fewer}, or --device cpu"
         )
 
 
 def _layers(
-    request: Request, config: ExperimentConfig, actions: Mapping[str, argparse.Action], typed: Sequence[str]
+    request: Request,
+    config: ExperimentConfig,
+    actions: Mapping[str, argparse.Action],
+    typed: Sequence[str],
 ) -> tuple[dict[str, Flag], RunFolder, list[str]]:
     """The flags of file, --set, command line and run folder, each over those before it; the folder; notes."""
     refuse_unknown_flags(typed, {*actions, UNSET_FLAG})
@@ -261,17 +300,27 @@ def _layers(
     for flag, given in pairs(typed, actions):
         put(flag, given, FROM_LINE)
     values = {flag.name: " ".join(flag.values) for flag in flags.values()}
-    chosen = {flag: value for flag, value in values.items() if flags[flag].source in (FROM_SET, FROM_LINE)}
+    chosen = {
+        flag: value for flag, value in values.items() if flags[flag].source in (FROM_SET, FROM_LINE)
+    }
     said = {plain(name) for name in (*chosen, *given_flags(typed), *(key for key, _ in sets))}
     added, notes = dict[str, str](), list[str]()
     if request.keeps_places and request.out is not None:
         run, root = read_json(Path(request.out, RUN)), Path(request.out)
-        now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in {*values} - {*chosen}}
+        now = {
+            flag: moved(values[flag], run, root) for flag in PLACES if flag in {*values} - {*chosen}
+        }
         added = {flag: path for flag, path in now.items() if path != values[flag]}
-        notes += [f"this run was started in {run['folder']}; it continues with what is in {root}"] if added else []
+        notes += (
+            [f"this run was started in {run['folder']}; it continues with what is in {root}"]
+            if added
+            else []
+        )
         chosen = values = {**values, **added}
     folder, places = locate(values, chosen, out=request.out, default=request.default_out)
-    if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
+    if request.out is None and not (
+        request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}
+    ):
         folder, moves, note = beside(folder, values)
         places |= moves
         notes += [note] if note else []
@@ -313,7 +362,8 @@ def set_flag(
 ) -> tuple[str, tuple[str, ...]] | None:
     """The flag and its values that a `--set KEY=VALUE` stands for, given the parser's actions and the file's flags.
 
-    `true` gives a bare flag, `false` its `--no-` twin; None where `false` or `null` take the file's flag away.
+    `true` gives a bare flag, `false` its `--no-` twin; None where `false` or `null` take the file's
+    flag away.
     """
     word = value.lower()
     if word == "null":
@@ -326,7 +376,9 @@ def set_flag(
         return (twin, ()) if has_twin else None
     if action.nargs == 0:
         if word != "true":
-            raise UserError(f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false")
+            raise UserError(
+                f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false"
+            )
         return flag, ()
     is_list = action.nargs in ("*", "+") or isinstance(action.nargs, int)
     return flag, tuple(value.split()) if is_list else (value,)

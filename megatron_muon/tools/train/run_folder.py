@@ -42,7 +42,9 @@ def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
     """
     if "folder" not in run:  # no run.json
         return path
-    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
+    was, now = (
+        Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path)
+    )
     if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
         return path
     return str(root / now.relative_to(was))
@@ -50,7 +52,9 @@ def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
 
 def name_of(config: Path) -> str:
     """A run's name after its experiment file; Megatron-LM's are all called model_config.yaml, so after their folder."""
-    return config.resolve().parent.name if config.stem in ("model_config", "config") else config.stem
+    return (
+        config.resolve().parent.name if config.stem in ("model_config", "config") else config.stem
+    )
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -61,7 +65,9 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def json_text(content: Any) -> str:
     """Indented JSON, with null for numbers that are not finite."""
-    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
+    return (
+        msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
+    )
 
 
 def lock_of(root: Path) -> Lock:
@@ -72,11 +78,13 @@ def lock_of(root: Path) -> Lock:
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     """Raises a UserError where a user's files lie, or a run with steps, unless told to go on or to start anew."""
     if file := places.foreign_file(folder.root):
-        raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
+        raise UserError(
+            f"{file} was not written by `megatron-muon train`; give another folder with --out DIR"
+        )
     if not (resume or overwrite) and (what := places.held_by(folder)):
         raise UserError(
-            f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
-            "--overwrite, which deletes it"
+            f"{what}; give another folder with --out DIR, go on with that run with --resume, or"
+            " start it anew with --overwrite, which deletes it"
         )
 
 
@@ -93,10 +101,21 @@ def clear(folder: RunFolder) -> None:
     for place in filter(None, (folder.tensorboard, folder.checkpoints)):
         if place.exists() and place.resolve().parent != root.resolve():
             raise UserError(
-                f"--overwrite deletes nothing outside of {root}; remove {place} yourself, or give --out DIR"
+                f"--overwrite deletes nothing outside of {root}; remove {place} yourself, or give"
+                " --out DIR"
             )
-    own = (places.CONFIG, places.RUN, places.LOG, places.SUMMARY, WANDB_RUN, f"{places.TRACES}/{places.TRACE}")
-    for file in (*(file for name in own for file in root.glob(name)), *folder.tensorboard.glob(EVENT_FILES)):
+    own = (
+        places.CONFIG,
+        places.RUN,
+        places.LOG,
+        places.SUMMARY,
+        WANDB_RUN,
+        f"{places.TRACES}/{places.TRACE}",
+    )
+    for file in (
+        *(file for name in own for file in root.glob(name)),
+        *folder.tensorboard.glob(EVENT_FILES),
+    ):
         file.unlink()
     (folder.tensorboard / FACTS).unlink(missing_ok=True)
     shutil.rmtree(root / "wandb", ignore_errors=True)
@@ -104,7 +123,9 @@ def clear(folder: RunFolder) -> None:
         files.delete_all(folder.checkpoints)
 
 
-def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str], *, heading: str) -> str:
+def config_text(
+    flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str], *, heading: str
+) -> str:
     """An experiment file that `config_file.load_config` reads back as exactly these flags and variables."""
     lines = [f"# {line}" for line in heading.splitlines()]
     if env:
@@ -116,7 +137,11 @@ def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, 
 def _written(values: tuple[str, ...]) -> str:
     if not values:
         return "true"
-    is_alone = len(values) == 1 and values[0].lower() not in ("true", "false") and not values[0].startswith("[")
+    is_alone = (
+        len(values) == 1
+        and values[0].lower() not in ("true", "false")
+        and not values[0].startswith("[")
+    )
     return _quoted(values[0]) if is_alone else f"[{', '.join(map(_quoted, values))}]"
 
 

@@ -14,7 +14,13 @@ from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron.places import RunFolder
 from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.screen import clock
-from megatron_muon.tools.train.records import LAST_STEPS, ONLY_SET, WARMUP_STEPS, Record, read_record
+from megatron_muon.tools.train.records import (
+    LAST_STEPS,
+    ONLY_SET,
+    WARMUP_STEPS,
+    Record,
+    read_record,
+)
 
 EXAMPLES = """\
 examples:
@@ -38,20 +44,31 @@ _REJECTED = re.compile(r"iteration (\d+): Unexpected result")
 _TRACE_LINES = 16
 
 
-def failure_of(ranks: Iterable[Mapping[str, Any]], output: Iterable[str]) -> tuple[str | None, tuple[str, ...]]:
+def failure_of(
+    ranks: Iterable[Mapping[str, Any]], output: Iterable[str]
+) -> tuple[str | None, tuple[str, ...]]:
     """The line that says why a run failed, and the last lines that show how: of the rank that failed first.
 
-    `ranks` are what each left of its end, see `megatron.STATUS_FOLDER`. Where none left an error (it could not be
-    imported), the end of the `output` shows how.
+    `ranks` are what each left of its end, see `megatron.STATUS_FOLDER`. Where none left an error
+    (it could not be imported), the end of the `output` shows how.
     """
-    first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
+    first = min(
+        (rank for rank in ranks if rank.get("error")),
+        key=lambda rank: float(rank["time"]),
+        default=None,
+    )
     text = output if first is None else str(first.get("trace", "")).splitlines()
     lines = [line.rstrip() for line in text if line.strip() and not _OF_TORCHRUN.match(line)]
     return None if first is None else str(first["error"]), tuple(lines[-_TRACE_LINES:])
 
 
 def summary_of(
-    folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any], diverged_at: int | None = None
+    folder: RunFolder,
+    *,
+    status: int,
+    error: str | None,
+    run: Mapping[str, Any],
+    diverged_at: int | None = None,
 ) -> dict[str, Any]:
     """The contents of summary.json, after a start with this `error` (see `failure_of`) and run.json (`run`).
 
@@ -66,7 +83,8 @@ def summary_of(
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:
         why = f"the loss rose from {record.losses[0]:.3f} to {record.loss_last:.3f}"
-    stopped_early = record.iterations < (run["settings"].get("train_iters") or 0)  # --exit-duration-in-mins
+    # --exit-duration-in-mins
+    stopped_early = record.iterations < (run["settings"].get("train_iters") or 0)
     is_over = (outcome == "finished" and not stopped_early) or at is not None
     is_over |= outcome == "refused" and not (record.iterations or folder.checkpoint)
     now = datetime.now(UTC)
@@ -93,7 +111,10 @@ def summary_of(
 
 def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:
     """How a run ended, from what its summary.json says; with `why`, the line that says what failed too."""
-    words = f"{summary['outcome']} with status {summary['status']} after {summary['iterations']} iterations"
+    words = (
+        f"{summary['outcome']} with status {summary['status']} after {summary['iterations']}"
+        " iterations"
+    )
     if summary["loss_last"] is not None:
         words += f", training loss {summary['loss_last']:.4f}"
     for name, value in (summary["validation_loss"] or {}).items():
@@ -109,9 +130,13 @@ def _label(validation_set: str) -> str:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon summary`."""
-    parser.description = "Sum up a run: loss, validation loss, speed, and where its log and checkpoint lie."
+    parser.description = (
+        "Sum up a run: loss, validation loss, speed, and where its log and checkpoint lie."
+    )
     parser.epilog = EXAMPLES
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="holds tensorboard/ and checkpoints/")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="holds tensorboard/ and checkpoints/"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
@@ -131,7 +156,9 @@ def rows(record: Record) -> list[tuple[str, str]]:
     lines = [("loss", f"{loss} (mean of the last {min(len(record.losses), LAST_STEPS)})")]
     if record.diverged_at is not None:
         when = f"from iteration {record.diverged_at:,} on"
-        lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
+        lines.append(
+            ("warning", f"diverged: the loss is not a number {when}; lower the learning rate")
+        )
     elif record.rose:
         lines.append(("warning", "the loss rose; lower the learning rate"))
     for name, value in record.validation_by_set.items():
@@ -141,7 +168,10 @@ def rows(record: Record) -> list[tuple[str, str]]:
     early = ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
     speed = f"training took {clock(record.train_seconds)}"
     if record.tokens_per_second is not None and record.step_ms is not None:
-        speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}; {speed}"
+        speed = (
+            f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early};"
+            f" {speed}"
+        )
     if record.optimizer_share is not None:
         lines.append(("optimizer", f"{record.optimizer_share:.0%} of the step{early}"))
     lines += [

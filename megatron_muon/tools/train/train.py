@@ -1,6 +1,7 @@
 """Runs one experiment: `prepare` resolves it; `execute` writes its folder, starts the ranks and sums it up.
 
-Neither shows anything: `execute` hands on each event of the run (`Show`). `run_folder` describes the folder's files.
+Neither shows anything: `execute` hands on each event of the run (`Show`). `run_folder` describes
+the folder's files.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ def _refuse_taken(folder: RunFolder, request: Request) -> None:
 
 
 def execute(
-    experiment: Experiment, *, show: Show, stop: threading.Event | None = None, env: Mapping[str, str] | None = None
+    experiment: Experiment,
+    *,
+    show: Show,
+    stop: threading.Event | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Runs what `prepare` returned to its end and writes its folder; `stop` as for `watch`.
 
@@ -117,7 +122,10 @@ def execute(
         run = _run_record(experiment)
         (folder.root / SUMMARY).unlink(missing_ok=True)
         run_folder.write_json(folder.root / RUN, run)
-        heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
+        heading = (
+            f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs"
+            f" alone:\n{run['torchrun']}"
+        )
         text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
         (folder.root / CONFIG).write_text(text, "utf-8")
         return _launch(experiment, run, lock, show, stop, env or {})
@@ -132,7 +140,10 @@ def _launch(
     env: Mapping[str, str],
 ) -> Outcome:
     """Runs this machine's ranks, whose parent keeps the descriptor `lock` where it outlives this process; sums up."""
-    folder, base = experiment.folder, processes.environment(run["ranks"], settings=experiment.resolved.env)
+    folder, base = (
+        experiment.folder,
+        processes.environment(run["ranks"], settings=experiment.resolved.env),
+    )
     output, diverged = collections.deque[str](maxlen=_KEPT_LINES), list[int]()
 
     def take(event: Mapping[str, Any]) -> None:
@@ -158,7 +169,9 @@ def _launch(
         ranks = {file.stem: read_json(file) for file in Path(ends).glob("*.json")}
     status = _exit_status(ended, ranks.get("0", {}).get("status"))
     error, trace = failure_of(ranks.values(), output)
-    summary = summary_of(folder, status=status, error=error, run=run, diverged_at=next(iter(diverged), None))
+    summary = summary_of(
+        folder, status=status, error=error, run=run, diverged_at=next(iter(diverged), None)
+    )
     run_folder.write_json(folder.root / SUMMARY, summary)
     summary = read_json(folder.root / SUMMARY)
     is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
@@ -178,7 +191,12 @@ def _finished(experiment: Experiment) -> dict[str, Any] | None:
     """The summary of a run that has done all that is asked for."""
     summary = read_json(experiment.folder.root / SUMMARY)
     done, asked = summary.get("iterations"), experiment.resolved.settings.get("train_iters")
-    is_done = summary.get("outcome") == "finished" and asked is not None and done is not None and done >= asked
+    is_done = (
+        summary.get("outcome") == "finished"
+        and asked is not None
+        and done is not None
+        and done >= asked
+    )
     return summary if is_done else None
 
 
