@@ -211,7 +211,7 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[s
     """The first task of the sweep, and that task alone. In the end its user cancels it for good."""
     job = jobs["limited"]
     save = "runs/lr-sweep/lr=0.01,seed=1/checkpoints"
-    job.until(lambda job: f"going on from {save}, iteration" in job.log(0))
+    job.until(lambda job: f"going on from {save}, iteration" in job.log(0), seconds=200.0)
     saved = files.latest(job.folder / save)
     assert isinstance(saved, int)
     job.until(lambda job: job.iterations[-1] > saved)
