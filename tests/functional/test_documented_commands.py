@@ -155,7 +155,7 @@ class Reader:
         """A command of ours, in this process; without a run to look at, it is parsed."""
         if argv[0] == "train" and "--dry-run" not in argv:
             argv.insert(1, "--dry-run")
-        if argv[0] == "train":
+        if argv[0] == "train" and "--device" not in argv:  # else it is for another machine
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
         goes_on = "--resume" in argv and "--config" not in argv
         imported = argv[0] == "train" and any(word.startswith("imported/") for word in argv)
@@ -189,7 +189,7 @@ class Reader:
         (script,) = [place for place, word in enumerate(argv) if word.endswith(".sbatch")]
         assert (ROOT / argv[script]).is_file()
         nodes = argv[argv.index("--nodes") + 1] if "--nodes" in argv else "1"
-        self.settle(argv[script + 1 :], ranks=int(nodes))
+        self.settle([*argv[script + 1 :], "--data-path", "data/stdlib"], ranks=int(nodes))
 
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:

@@ -25,7 +25,6 @@ STAND_INS = {
     "torchrun ...": "torchrun --nproc-per-node 2",
     "--config ...": "--config configs/quickstart.yaml",
     "--config FILE": "--config configs/quickstart.yaml",
-    "--config my.yaml": "--config configs/quickstart.yaml",
     "/local/nvme": "local-nvme",
     "/scratch/8b": "scratch-8b",
 }
@@ -50,7 +49,6 @@ ELSEWHERE = {
     r"(CONFIG|SEEDS)=.* \./examples/|(RECIPES=.* )?\./examples/": "unit/test_sweep_loops.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
     r".*--wandb-project": "functional/test_wandb.py",
-    r"megatron-muon train --config \.\.\./model_config.yaml": "functional/test_train.py",
 }
 """Commands, by a pattern of their beginning, that another test runs."""
 
@@ -69,9 +67,6 @@ NOT_HERE = {
         "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py"
     ),
     r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
-    r"python -m megatron_muon\.tools\.train\.node ": (
-        "needs a second machine; test_installed.py runs what a pod runs"
-    ),
     r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
@@ -81,7 +76,6 @@ _TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 
 LEFT_OUT = {
     **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
     r"pip install": "installs packages",
-    r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
     r".*sbatch": "needs a SLURM cluster",
     r"megatron-muon compare": "needs runs with validations; see test_compare.py",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
