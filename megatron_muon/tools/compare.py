@@ -1,7 +1,7 @@
 """`megatron-muon compare`: a table of runs by setting, and a picture of their validation losses.
 
-Reads what a training leaves in its folder: losses, speeds and Megatron's arguments in TensorBoard's
-files, bytes of optimizer state in `facts.json`. Runs that differ only in their seed are one setting.
+Reads losses, speeds and Megatron's arguments from TensorBoard's files, and bytes of optimizer state
+from `facts.json`. Runs that differ only in their seed are one setting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
 
 VALIDATION, SPEED, SHARE = f"{LOSS} validation", "tokens-per-second", "optimizer-share"
-
 COMPARED_AT = """\
 data_path train_data_path valid_data_path data_args_path split seq_length global_batch_size
 num_layers hidden_size ffn_hidden_size num_experts"""
@@ -49,8 +48,7 @@ examples:
 
 Runs that differ only in their seed are one row: mean ± standard deviation. Steps and hours are
 those to the baseline's last validation loss, interpolated between two validations; hours at the
-run's median speed, without validation. The optimizer's share needs --timing-log-level 1.
-"-": not reached, not comparable or not logged.
+run's median speed, without validation. The optimizer's share needs --timing-log-level 1. "-": not known.
 """
 
 
@@ -112,14 +110,13 @@ class Run:
         """Sets `steps` and `hours` to where the curve first is at a loss or below."""
         before = self.validation[0]
         for point in self.validation:
-            if point.loss > target:
-                before = point
-                continue
-            fall = before.loss - point.loss
-            part = (before.loss - target) / fall if fall else 0.0
-            self.steps = before.step + part * (point.step - before.step)
-            self.hours = before.hours + part * (point.hours - before.hours)
-            break
+            if point.loss <= target:
+                fall = before.loss - point.loss
+                part = (before.loss - target) / fall if fall else 0.0
+                self.steps = before.step + part * (point.step - before.step)
+                self.hours = before.hours + part * (point.hours - before.hours)
+                return
+            before = point
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +148,10 @@ def run(args: argparse.Namespace) -> int:
     for name, seeds in settings.items():
         figures = [spread(seeds, figure, form) for _, figure, form in COLUMNS]
         rows.append([name, str(len(seeds)), *figures])
-    print_table(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *figures in rows:
+        padded = map(str.rjust, figures, widths[1:])
+        print(name.ljust(widths[0]), *padded, sep="  ")
     print(*notes, sep="\n")
     if args.png is not None:
         draw(args.png, settings)
@@ -200,14 +200,6 @@ def spread(seeds: Sequence[Run], figure: str, form: str) -> str:
     return mean + " ± " + format(statistics.stdev(values), form)
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows in columns: the first to the left, figures to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *figures in rows:
-        padded = map(str.rjust, figures, widths[1:])
-        print(name.ljust(widths[0]), *padded, sep="  ")
-
-
 def draw(file: Path, settings: dict[str, list[Run]]) -> None:
     """Draws the validation losses of all runs, in one color for each setting."""
     from matplotlib.figure import Figure
@@ -216,8 +208,7 @@ def draw(file: Path, settings: dict[str, list[Run]]) -> None:
     over_tokens, over_hours = figure.subplots(1, 2, sharey=True)
     for number, (name, seeds) in enumerate(settings.items()):
         color = f"C{number}"
-        label = name.replace("$", r"\$")  # not mathematics
-        over_hours.plot([], [], color, label=label)
+        over_hours.plot([], [], color, label=name.replace("$", r"\$"))  # not mathematics
         for run in seeds:
             _, tokens, hours, losses = zip(*run.validation, strict=True)
             over_tokens.plot(tokens, losses, color)

@@ -26,6 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_run(root / f"muon-{seed}", fast, seed=seed, args={"save": f"ck-{seed}"})
     make_run(root / "whole", falling(0.06))
     make_run(root / "late", falling(0.01))
+    make_run(root / "diverged", lambda step: math.nan)
     make_run(root / "early", falling(0.5))
     make_run(root / "other-data", falling(0.06), args={"data_path": "['data/other']"})
     make_run(root / "larger-batch", falling(0.06), args={"global_batch_size": "16"})
@@ -87,6 +88,7 @@ def test_the_baseline_is_the_first_run_or_the_one_named(compare):
     ("other", "steps", "note"),
     [
         ("late", "-", ""),
+        ("diverged", "-", ""),
         ("early", "10", "is at the baseline's loss by its first validation"),
         ("other-data", "-", "is not comparable with the baseline: it has another data_path"),
         ("larger-batch", "-", "it has another global_batch_size"),
@@ -108,7 +110,7 @@ def test_what_would_mislead_is_left_out_or_noted(compare, other, steps, note):
         (["adam-1"], "adam-1 is a single run; give two or more"),
         (["adam-1", "adam-1"], "adam-1 is a single run"),
         (["adam-1", "nowhere"], "no run in nowhere; give a folder that `megatron-muon train`"),
-        (["adam-1", "."], ". holds 14 runs; give each: ./*"),
+        (["adam-1", "."], ". holds 15 runs; give each: ./*"),
         (["adam-1", "no-validation"], "no-validation has no validation loss; lower its --eval-in"),
         (["adam-1", "muon-1", "--png", "none/a.png"], "none/a.png"),
     ],
