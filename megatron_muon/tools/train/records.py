@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,7 @@ ONLY_SET = "validation"
 """Name of a run's validation set if there is one; several have names of their own."""
 
 _OVER_SAMPLES = " vs samples"
-_SAMPLES = f"{LOSS}{_OVER_SAMPLES}"
-"""Samples consumed. Megatron writes losses whose steps are samples; here they are values."""
+"""Suffix of the tags under which Megatron repeats scalars, with samples as their steps."""
 
 _TEXT_SUFFIX = "/text_summary"  # appended to the tag by torch's SummaryWriter.add_text
 
@@ -46,22 +45,27 @@ class RunEvents:
     """The events of a run.
 
     Attributes:
-        scalars: points by tag, in the order written; losses over samples as `_SAMPLES` alone.
+        scalars: points by tag, in the order written, without those over samples.
         args: Megatron's arguments as strings, by name (`seq_length`).
+        samples: number of samples consumed.
         train_seconds: time in the training loop over all starts; repeated steps count once.
     """
 
     scalars: dict[str, list[Point]] = field(default_factory=dict)
     args: dict[str, str] = field(default_factory=dict)
+    samples: int = 0
     train_seconds: float = 0.0
 
     def points(self, tag: str) -> list[Point]:
         """The points of a tag; none if it was never written."""
         return self.scalars.get(tag, [])
 
-    def values(self, tag: str) -> list[float]:
-        """The values of a tag after the warm-up, or all if there are no more."""
-        return _after_warmup(self.points(tag))
+    def median(self, tag: str) -> float | None:
+        """The median of a tag after the warm-up, or of all points if there are no more."""
+        points = self.points(tag)
+        late = [point.value for point in points if point.step > WARMUP_STEPS]
+        values = late or [point.value for point in points]
+        return statistics.median(values) if values else None
 
 
 class _Start(NamedTuple):
@@ -84,6 +88,7 @@ def read_events(directory: Path) -> RunEvents:
         for tag, points in start.events.scalars.items():
             events.scalars.setdefault(tag, []).extend(points)
         events.args.update(start.events.args)
+        events.samples = start.events.samples or events.samples
     times = [point.wall_time for point in events.points(LOSS)]
     begins = [start.began for start in starts]
     for began, following in itertools.pairwise([*begins, math.inf]):
@@ -95,51 +100,46 @@ def read_events(directory: Path) -> RunEvents:
 def _read_start(file: Path) -> _Start | None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    everything = {"scalars": 0, "tensors": 0}
-    log = EventAccumulator(str(file), size_guidance=everything, purge_orphaned_data=False).Reload()
+    sizes = {"scalars": 0, "tensors": 0}  # all
+    log = EventAccumulator(str(file), size_guidance=sizes, purge_orphaned_data=False)
+    log.Reload()
     events = RunEvents()
+    began: list[tuple[float, int]] = []
     for tag in log.Tags()["scalars"]:
         points = [Point(p.step, p.value, p.wall_time) for p in log.Scalars(tag)]
-        events.scalars[tag] = points
-    consumed = events.points(_SAMPLES)
-    for tag in [tag for tag in events.scalars if tag.endswith(_OVER_SAMPLES)]:
-        del events.scalars[tag]
-    for loss, samples in zip(events.points(LOSS), consumed, strict=False):
-        point = Point(loss.step, samples.step, loss.wall_time)
-        events.scalars.setdefault(_SAMPLES, []).append(point)
-    began = [(points[0].wall_time, points[0].step - 1) for points in events.scalars.values()]
-    texts = [tag for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)]
-    for tag in texts:
+        if tag == f"{LOSS}{_OVER_SAMPLES}":
+            events.samples = points[-1].step
+        elif not tag.endswith(_OVER_SAMPLES):
+            events.scalars[tag] = points
+            began.append((points[0].wall_time, points[0].step - 1))
+    for tag in [tag for tag in log.Tags()["tensors"] if tag.endswith(_TEXT_SUFFIX)]:
         text = log.Tensors(tag)[0]
         value = text.tensor_proto.string_val[0].decode("utf-8", "replace")
         events.args[tag.removesuffix(_TEXT_SUFFIX)] = value
         began.append((text.wall_time, text.step))
-    if not began:
-        return None
-    return _Start(*min(began), events)
+    return _Start(*min(began), events) if began else None
 
 
 def figures_of(folder: RunFolder) -> dict[str, Any]:
     """The figures that summary.json and `megatron-muon summary` share; None if unknown."""
     events = read_events(folder.tensorboard)
-    losses = [point.value for point in events.points(LOSS)]
-    steps = [point.step for point in events.points(LOSS)]
+    logged = events.points(LOSS)
+    losses = [point.value for point in logged]
+    not_finite = [point.step for point in logged if not math.isfinite(point.value)]
     length = int(events.args.get("seq_length", 0))
-    step_s = _median(_step_seconds(events))
-    batch = _median(events.values("batch-size"))
-    samples = events.points(_SAMPLES)
+    batch = int(events.args.get("global_batch_size", 0))
+    speed = events.median("tokens-per-second")
     validation, validated_at = _validation(events)
-    not_finite = (point.step for point in events.points(LOSS) if not math.isfinite(point.value))
     return {
-        "iterations": steps[-1] if steps else 0,
-        "tokens": length * round(samples[-1].value) if samples and length else None,
+        "iterations": logged[-1].step if logged else 0,
+        "tokens": length * events.samples or None,
         "loss_first": losses[0] if losses else None,
         "loss_last": statistics.fmean(losses[-LAST_STEPS:]) if losses else None,
-        "diverged_at": next(not_finite, None),
+        "diverged_at": not_finite[0] if not_finite else None,
         "rose": rose(losses),
-        "step_ms": step_s and step_s * 1e3,
-        "tokens_per_second": length * batch / step_s if length and batch and step_s else None,
-        "optimizer_share": _median(events.values("optimizer-share")),
+        "step_ms": 1e3 * length * batch / speed if speed else None,
+        "tokens_per_second": speed,
+        "optimizer_share": events.median("optimizer-share"),
         "train_seconds": events.train_seconds if losses else None,
         "validation_loss": validation if losses else None,
         "validation_iteration": validated_at,
@@ -158,34 +158,13 @@ def _validation(events: RunEvents) -> tuple[dict[str, float], int | None]:
     found: dict[str, float] = {}
     last: int | None = None
     for tag in sorted(events.scalars):
-        if not tag.startswith(prefix) or tag.endswith(" ppl") or not events.points(tag):
+        points = events.points(tag)
+        if not tag.startswith(prefix) or tag.endswith(" ppl") or not points:
             continue
-        last = max(point.step for point in events.points(tag))
-        first = next(point for point in events.points(tag) if point.step == last)
+        last = points[-1].step
+        first = next(point for point in points if point.step == last)
         found[tag[len(prefix) + 1 :] or ONLY_SET] = first.value
     return found, last
-
-
-def _step_seconds(events: RunEvents) -> list[float]:
-    """Seconds of steps: by Megatron's timers, or else by the times at which losses were logged."""
-    if timed := events.values("iteration-time"):
-        return timed
-    found = []
-    for before, after in itertools.pairwise(events.points(LOSS)):
-        if after.step > before.step:
-            seconds = (after.wall_time - before.wall_time) / (after.step - before.step)
-            found.append(Point(after.step, seconds, after.wall_time))
-    return _after_warmup(found)
-
-
-def _after_warmup(points: Iterable[Point]) -> list[float]:
-    every = list(points)
-    late = [point.value for point in every if point.step > WARMUP_STEPS]
-    return late or [point.value for point in every]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def rose(losses: Sequence[float]) -> bool:

@@ -125,51 +125,36 @@ def heading(experiment: Experiment) -> list[str]:
     """The size and the places of a run, in a few lines."""
     resolved = experiment.resolved
     settings = resolved.settings
-    sizes = []
-    for key, word in (
-        ("num_layers", "layers"),
-        ("hidden_size", "wide"),
-        ("num_attention_heads", "heads"),
-        ("num_experts", "experts"),
-    ):
-        if settings.get(key):
-            sizes.append(f"{settings[key]} {word}")
-    of_sizes = f" of {', '.join(sizes)}" if sizes else ""  # a checkpoint's arguments may have them
-    lines = [f"{experiment.request.name}: {settings['optimizer']} on a GPT{of_sizes}"]
-
-    def add(name: str, value: object) -> None:
-        if value:
-            lines.append(f"  {name:<11} {value}")
-
-    add("ranks", _ranks(experiment))
-    add("steps", _steps(settings))
-    variables = [f"{name}={value}" for name, value in resolved.env.items()]
-    add("environment", printable(" ".join(variables)))
-    add("run folder", experiment.folder.root)
-    add("going on", experiment.checkpoint and f"from {experiment.checkpoint}")
+    steps = settings.get("train_iters") or f"{settings.get('train_samples')} samples"
+    rows = {
+        "model": _model(settings),
+        "ranks": f"{resolved.ranks} on {resolved.device}{_sharding(settings)}",
+        "steps": f"{steps}, {settings['global_batch_size']} sequences of {settings['seq_length']}",
+        "environment": printable(" ".join(f"{name}={v}" for name, v in resolved.env.items())),
+        "run folder": experiment.folder.root,
+        "going on": experiment.checkpoint and f"from {experiment.checkpoint}",
+    }
     if resolved.filled_in:
-        add("filled in", f"{len(resolved.filled_in)} settings for this machine; see --dry-run")
+        rows["filled in"] = f"{len(resolved.filled_in)} settings for this machine; see --dry-run"
+    lines = [f"{experiment.request.name}: {settings['optimizer']}"]
+    lines += [f"  {name:<11} {value}" for name, value in rows.items() if value]
     return lines
 
 
-def _ranks(experiment: Experiment) -> str:
-    resolved = experiment.resolved
-    settings = resolved.settings
-    words = [f"{resolved.ranks} on {'GPUs' if resolved.device == 'cuda' else 'CPUs'}"]
-    if settings.get("use_megatron_fsdp"):
-        words.append(f"Megatron-FSDP {settings['data_parallel_sharding_strategy']}")
-    for kind in ("tensor_model", "pipeline_model", "expert_model", "context"):
-        size = settings.get(f"{kind}_parallel_size") or 1
-        if size > 1:
-            words.append(f"{kind.removesuffix('_model')} parallel {size}")
+def _model(settings: Mapping[str, Any]) -> str:
+    words = []
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_experts"):
+        if settings.get(name):  # a checkpoint may set them
+            words.append(f"{name} {settings[name]}")
     return ", ".join(words)
 
 
-def _steps(settings: Mapping[str, Any]) -> str:
-    count = settings.get("train_iters")
-    words = f"{count:,}" if count else f"{settings.get('train_samples') or '?'} samples"
-    batch = settings.get("global_batch_size")
-    length = settings.get("seq_length")
-    if batch and length:
-        words += f" of {batch * length:,} tokens, {batch} sequences of {length}"
+def _sharding(settings: Mapping[str, Any]) -> str:
+    words = ""
+    if settings.get("use_megatron_fsdp"):
+        words += f", Megatron-FSDP {settings['data_parallel_sharding_strategy']}"
+    for kind in ("tensor_model", "pipeline_model", "expert_model", "context"):
+        size = settings.get(f"{kind}_parallel_size") or 1
+        if size > 1:
+            words += f", {kind.removesuffix('_model')} parallel {size}"
     return words
