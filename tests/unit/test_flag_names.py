@@ -24,12 +24,7 @@ MISTAKES = [
         ("train", "--config", "a.yaml", "--num-layres", "2"),
         "unknown flag --num-layres; did you mean --num-layers?",
     ),
-    (
-        ("train", "--config", "a.yaml", "--set", "num_layres=2"),
-        "there is no flag --num-layres; did you mean num-layers?",
-    ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
-    (("sweep", "--config", "a.yaml", "--grid", "num_layres=2,3"), "there is no flag --num-layres"),
     (
         ("train", "--config", "a.yaml", "--out", "taken"),
         "taken holds a run that stopped after 7 of 20 iterations",
@@ -133,7 +128,6 @@ def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) 
     [
         ("trian", "train"),
         ("sumary", "summary"),
-        ("sweeps", "sweep"),
         ("rehearsal", "rehearse"),
         ("deploy", None),
     ],

@@ -233,8 +233,7 @@ class Progress:
     def _mfu(self, settings: Any, step_s: float) -> float | None:
         """The model's operations in a step, as Megatron counts, over the GPUs' peak in bf16."""
         peak = bf16_tflops(self._gpu) if self._gpu is not None else None
-        is_half = settings.bf16 or settings.fp16
-        if peak is None or not is_half or settings.fp8 or settings.fp4:
+        if peak is None or settings.fp8 or settings.fp4 or not (settings.bf16 or settings.fp16):
             return None
         flops = training.num_floating_point_operations(settings, settings.global_batch_size)
         return float(flops / (step_s * settings.world_size * peak * 1e12))

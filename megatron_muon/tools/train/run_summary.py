@@ -131,7 +131,7 @@ def in_words(summary: Mapping[str, Any]) -> str:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon summary`."""
     parser.description = "Show the figures of a run: losses, speed, and its latest checkpoint."
-    parser.epilog = "example:\n  megatron-muon summary runs/quickstart --json figures.json\n"
+    parser.epilog = "examples:\n  megatron-muon summary runs/quickstart --json figures.json\n"
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
