@@ -40,9 +40,9 @@ GROUPS = {
         "quickstart": Command(
             "quickstart", "train a small GPT in this folder, and show what it writes"
         ),
-        "train": Command("train.command", "train what an experiment file says"),
+        "train": Command("train.train_command", "train an experiment file"),
         "compare": Command("compare", "compare runs: a table, and a picture of their losses"),
-        "summary": Command("train.run_summary", "sum up a finished run"),
+        "summary": Command("train.run_summary", "show the figures of a run"),
     },
     "use what was trained": {
         "generate": Command("models.command", "write text with a checkpoint"),

@@ -29,9 +29,6 @@ run.json; `parameters` of the model on a model-parallel rank; of a Muon `muon_pa
 its digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
 iteration at which Megatron ended the run for a number that is not finite."""
 
-WANDB_RUN = "wandb.json"
-"""In a run's folder: the `id` by which Weights & Biases knows it."""
-
 TOLD = "told.jsonl"
 """What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, in a file that the launcher makes if
 it reads them, written by the last rank of each machine. Each has an `event` and facts of it, null or absent where they
@@ -41,7 +38,6 @@ are not known:
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
   `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a rank and
   `seconds_left`;
-- estimate: after a start's tenth step: `step`, `seconds_left`;
 - diverged: `step`, at which Megatron ends the run for a number that is not finite;
 - validation: `step`, `loss`, and `what` it is of, as "validation loss";
 - saved: `step`, `folder`, `seconds`; with --async-save files are still being written."""

@@ -216,7 +216,7 @@ def import_everything() -> None:
     import megatron_muon.megatron.patches.install
     import megatron_muon.megatron.prepare
     import megatron_muon.offload.run
-    import megatron_muon.tools.train.command
+    import megatron_muon.tools.train.train_command
 
     # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a
     # second in all.

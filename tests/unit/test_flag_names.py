@@ -24,10 +24,6 @@ MISTAKES = [
         ("train", "--config", "a.yaml", "--num-layres", "2"),
         "unknown flag --num-layres; did you mean --num-layers?",
     ),
-    (
-        ("train", "--config", "a.yaml", "--set", "num_layres=2"),
-        "there is no flag --num-layres; did you mean num-layers?",
-    ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
     (
         ("train", "--config", "a.yaml", "--out", "taken"),
