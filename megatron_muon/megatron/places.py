@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import LOSS
 
@@ -46,8 +46,8 @@ class RunFolder:
         if self.checkpoints is None:
             return None
         with contextlib.suppress(UserError):  # a run tells so when it loads
-            if (latest := files.latest(self.checkpoints)) is not None:
-                return files.iteration_folder(self.checkpoints, latest)
+            if (latest := folders.latest(self.checkpoints)) is not None:
+                return folders.iteration_folder(self.checkpoints, latest)
         return None
 
     @property

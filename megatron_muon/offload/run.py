@@ -14,7 +14,7 @@ from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import CODECS
-from megatron_muon.offload.files import MomentumFile, in_pages
+from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}

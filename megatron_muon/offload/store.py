@@ -7,7 +7,7 @@ records of one `borrow` that fit. A step asks for the same batches as the step b
 as a slot is left, the batch that will be asked for next is read into it.
 
 A record that a disk does not take or give ends no step, because other ranks wait in it: see
-`files.DiskRecords`. The caller asks `verify` before a step and `failure` after it, on all ranks
+`disk.DiskRecords`. The caller asks `verify` before a step and `failure` after it, on all ranks
 together (`worst_failure`).
 """
 
@@ -31,7 +31,7 @@ from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import (
+from megatron_muon.offload.disk import (
     PAGE,
     DiskRecords,
     MomentumFile,

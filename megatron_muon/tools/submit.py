@@ -184,7 +184,7 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
     Where the number of ranks is left to what the job finds, its first start says what does not fit.
     Returns a line for each task: where it begins.
     """
-    from megatron_muon.checkpoint import files
+    from megatron_muon.checkpoint import folders
     from megatron_muon.megatron.flags.config_file import pairs
     from megatron_muon.tools.train.node import TO_GO_BACK
     from megatron_muon.tools.train.resolve import Request, resolve_here
@@ -215,7 +215,10 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[str]
                 " its own"
             )
         else:
-            found, load = files.latest(Path(save)), dict(answer.flag_values).get("--load", (save,))
+            found, load = (
+                folders.latest(Path(save)),
+                dict(answer.flag_values).get("--load", (save,)),
+            )
             if found is not None and load == (save,) and pairs(request.flags, ("--ckpt-step",)):
                 wrong.append(f"{task}{TO_GO_BACK}")
             begins[save] = "a first start" if found is None else f"goes on from iteration {found}"

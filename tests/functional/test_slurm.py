@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from megatron_muon import cli as command
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.train.records import read_events
 from tests.functional.test_train import write_config
@@ -220,7 +220,7 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     assert job.shown["Restarts"] == "1"
     assert "ended by SIGTERM (status 75)\npretrain.sbatch: back into the queue" in job.log()
     assert job.iterations == list(range(1, STEPS + 1))
-    saved = files.iterations(job.folder / "ck")
+    saved = folders.iterations(job.folder / "ck")
     assert saved[-1] == STEPS
     assert saved[0] < STEPS
     for node in (0, 1):
@@ -253,7 +253,7 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[s
     """
     job = jobs["limited"]
     job.until(lambda job: "going on from a, iteration" in job.log(0))
-    saved = files.latest(job.folder / "a")
+    saved = folders.latest(job.folder / "a")
     assert isinstance(saved, int)
     job.until(lambda job: job.iterations[-1] > saved)
     iterations = job.iterations

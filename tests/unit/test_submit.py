@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli, shipped
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus
 from megatron_muon.tools import submit as command_module
 from megatron_muon.tools.train.processes import ROOT
@@ -124,7 +124,7 @@ def test_a_dry_run_shows_the_command(submit, monkeypatch, image, arguments, env,
 
 def test_it_says_from_where_the_run_goes_on(submit):
     Path("ck").mkdir()
-    Path("ck", files.TRACKER).write_text("30")
+    Path("ck", folders.TRACKER).write_text("30")
     assert "ck: goes on from iteration 30\n" in submit()[1]
     status, _, errors = submit("--", "--ckpt-step", "20")
     assert (status, errors.count("to go back, start another run in a folder of its own")) == (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import RunFolder, beside, locate, settle_places
@@ -196,7 +196,7 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
     who = f"(process {os.getpid()} on {socket.gethostname()}, since "
     assert f"error: a run is under way in {taken.root} {who}" in capsys.readouterr().err
     saves = re.escape(f"a training saves its checkpoints to {taken.checkpoints} {who}")
-    with files.lock_of(taken.checkpoints).held(), pytest.raises(UserError, match=saves):
+    with folders.lock_of(taken.checkpoints).held(), pytest.raises(UserError, match=saves):
         run_folder.refuse_living(taken)
     run_folder.refuse_living(taken)
     assert sorted(taken.root.rglob("*")) == before

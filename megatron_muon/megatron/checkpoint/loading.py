@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.core.ranks import of_all_ranks, of_any_rank, of_first_rank, say
@@ -176,9 +176,9 @@ def run_no_pickles(patches: Patches) -> None:
         try:
             return load(load_dir, args, *rest, **kwargs)
         except CheckpointException as failure:
-            named = args.ckpt_step or files.latest(Path(load_dir))
+            named = args.ckpt_step or folders.latest(Path(load_dir))
             why = f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)})"
-            raise UserError(f"{why}; {files.resume_hint(Path(load_dir), but=named)}") from failure
+            raise UserError(f"{why}; {folders.resume_hint(Path(load_dir), but=named)}") from failure
 
 
 def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
@@ -190,16 +190,16 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     ):
         return None
     # also with --ckpt-step: megatron-core reads it and stops at a damaged one
-    named = files.latest(Path(load_dir))
+    named = folders.latest(Path(load_dir))
     iteration = args.ckpt_step or named
     if iteration is None:
         _warn_of_unfinished(Path(load_dir))
         return None
-    return files.iteration_folder(Path(load_dir), iteration)
+    return folders.iteration_folder(Path(load_dir), iteration)
 
 
 def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in sorted(save_dir.glob(f"iter_*{files.UNFINISHED}")):
+    for left in sorted(save_dir.glob(f"iter_*{folders.UNFINISHED}")):
         _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
@@ -212,21 +212,21 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
 
     def refuse(found: list[str]) -> None:
         if found:
-            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            hint = folders.resume_hint(folder.parent, but=folders.iteration_of(folder))
             raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
 
     def look() -> dict[str, int] | None:
-        files.recover(folder.parent)
-        refuse(files.problems(folder, verify=verify))
+        folders.recover(folder.parent)
+        refuse(folders.problems(folder, verify=verify))
         _warn_of_unfinished(folder.parent)
-        return files.read_checksums(folder) if verify else {}
+        return folders.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)
     if sums is None:
-        say(f"megatron-muon: note: {files.without_checksums(folder)}")
+        say(f"megatron-muon: note: {folders.without_checksums(folder)}")
     elif dist.is_initialized():  # else --use-checkpoint-args reads some arguments
-        mine = files.changed(
-            folder, sums, files.share(sums, dist.get_rank(), dist.get_world_size())
+        mine = folders.changed(
+            folder, sums, folders.share(sums, dist.get_rank(), dist.get_world_size())
         )
         refuse(list(itertools.chain(*of_all_ranks(mine))))
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.checkpoint.content import plain
 from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
@@ -59,14 +59,14 @@ def save_beside_and_rename(patches: Patches) -> None:
         **kwargs: Any,
     ) -> Any:
         folder = Path(getattr(storage_writer, "path", "."))
-        if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
+        if not isinstance(storage_writer, FileSystemWriter) or folders.iteration_of(folder) is None:
             return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-        of_first_rank(lambda: files.begin(folder))
-        storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
+        of_first_rank(lambda: folders.begin(folder))
+        storage_writer.reset(folder.with_name(folder.name + folders.UNFINISHED))
         storage_writer.fs = written = SummedFiles()
         result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
         sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
-        of_first_rank(lambda: files.finish(folder, sums))
+        of_first_rank(lambda: folders.finish(folder, sums))
         return result
 
 
@@ -89,8 +89,8 @@ def write_tracker_at_once(patches: Patches) -> None:
 
         def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             is_plain = client.open is open  # not in an object store
-            if mode == "w" and is_plain and os.path.basename(path) == files.TRACKER:
-                return files.written_at_once(Path(path))
+            if mode == "w" and is_plain and os.path.basename(path) == folders.TRACKER:
+                return folders.written_at_once(Path(path))
             return client.open(path, mode, *args, **kwargs)
 
     patches.replace(checkpointing, "maybe_msc", WithWholeTracker())
@@ -115,7 +115,7 @@ def explain_failed_saves(patches: Patches) -> None:
                 f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
                 f" ({reason})"
             )
-            raise SaveError(f"{why}; {files.resume_hint(save_dir)}") from error
+            raise SaveError(f"{why}; {folders.resume_hint(save_dir)}") from error
 
 
 def have_main_weights_at_hand(patches: Patches) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron.training import get_args, get_timers, print_rank_last
 
 from megatron_muon import cpu
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.core.ranks import is_first_rank, say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, WANDB_RUN, tell, tells
@@ -192,7 +192,7 @@ class Progress:
         self._facts |= facts
         if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with files.written_at_once(Path(folder) / FACTS) as stream:
+            with folders.written_at_once(Path(folder) / FACTS) as stream:
                 stream.write(json.dumps(self._facts, indent=2) + "\n")
 
     def _speed(self, settings: Any, now: Clock) -> dict[str, float | None]:
@@ -384,7 +384,7 @@ def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
         own
         and not args.finetune
         and args.ckpt_step is None
-        and isinstance(files.latest(Path(args.load)), int)
+        and isinstance(folders.latest(Path(args.load)), int)
     )
     before = read_json(folder / WANDB_RUN).get("id") if goes_on else None
     environ["WANDB_RUN_ID"] = before or secrets.token_hex(4)
@@ -392,5 +392,5 @@ def choose_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
         environ.setdefault("WANDB_RESUME", "allow")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    with files.written_at_once(folder / WANDB_RUN) as stream:
+    with folders.written_at_once(folder / WANDB_RUN) as stream:
         stream.write(json.dumps({"id": environ["WANDB_RUN_ID"]}) + "\n")

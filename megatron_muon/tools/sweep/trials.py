@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
@@ -331,7 +331,7 @@ class Results:
         """Writes results.csv and results.json, which begins with `head`, each whole or not at all."""
         keys = (key for point in self.points for key in point.settings)
         columns = dict.fromkeys(["point", *keys, *self.rows[0]])
-        with files.written_at_once(out / CSV) as stream:
+        with folders.written_at_once(out / CSV) as stream:
             writer = csv.DictWriter(stream, [*columns], lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import config_file
@@ -122,7 +122,7 @@ def requeueable(flags: Sequence[str]) -> list[str]:
             "no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes"
             " share"
         )
-    found = files.latest(Path(save))
+    found = folders.latest(Path(save))
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]

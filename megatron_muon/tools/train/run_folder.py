@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, WANDB_RUN, places
@@ -59,7 +59,7 @@ def name_of(config: Path) -> str:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file such that it is there whole or not at all; numbers that are not finite are null."""
-    with files.written_at_once(file) as stream:
+    with folders.written_at_once(file) as stream:
         stream.write(json_text(content))
 
 
@@ -92,7 +92,7 @@ def refuse_living(folder: RunFolder) -> None:
     """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
     lock_of(folder.root).refuse_if_held()
     if folder.checkpoints is not None:
-        files.lock_of(folder.checkpoints).refuse_if_held()
+        folders.lock_of(folder.checkpoints).refuse_if_held()
 
 
 def clear(folder: RunFolder) -> None:
@@ -120,7 +120,7 @@ def clear(folder: RunFolder) -> None:
     (folder.tensorboard / FACTS).unlink(missing_ok=True)
     shutil.rmtree(root / "wandb", ignore_errors=True)
     if folder.checkpoints is not None:
-        files.delete_all(folder.checkpoints)
+        folders.delete_all(folder.checkpoints)
 
 
 def config_text(

@@ -112,7 +112,7 @@ def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.
 
 
 # each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
-_LOST = 0xFF
+LOST_BYTE = 0xFF
 
 
 class DiskRecords:
@@ -165,7 +165,7 @@ class DiskRecords:
                     )
                     self._fail("read", index, first, lost, is_lost=True)
         if index in self.lost:
-            buffer.fill_(_LOST)
+            buffer.fill_(LOST_BYTE)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
