@@ -142,7 +142,7 @@ def test_one_that_was_written_without_loads_with_a_note(
     (latest / folders.CHECKSUMS).unlink()
     loading._require_sound(latest, verify=True)
     assert (
-        "iter_0000008 was written without checksums; what its files hold is not verified"
+        "iter_0000008 was written without checksums; the content of its files is not verified"
         in capsys.readouterr().out
     )
     assert "was written without checksums" in " ".join(found_by_doctor(save_dir, "note"))
