@@ -1,4 +1,4 @@
-"""Reading and writing through torch's distributed checkpointing: no pickle runs code, files are summed.
+"""Safe reading and checksummed writing through torch's distributed checkpointing.
 
 A pickle may call any function that Python can import. torch's distributed checkpointing reads
 tensors with weights-only semantics, but its index (`.metadata`) and the entries that are not
@@ -161,7 +161,7 @@ class SummedFiles(FileSystem):
 
 
 class _SummedStream:
-    """A stream for torch's writer. It cannot seek: a sum would miss bytes that are written again."""
+    """A stream for torch's writer, without seeking: a sum would miss bytes that are rewritten."""
 
     def __init__(self, stream: Any, beside: Executor) -> None:
         self.crc = 0

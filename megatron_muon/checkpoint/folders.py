@@ -39,7 +39,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})$")
 _READ_BYTES = 1 << 22
 
 SECONDS_FOR_A_DEAD_MACHINE = 120.0
-"""How long a file server may keep the lock of a dead machine, whose run SLURM restarts elsewhere."""
+"""How long a file server may keep the lock of a dead machine; SLURM restarts its run elsewhere."""
 
 
 def lock_of(save_dir: Path) -> Lock:
@@ -270,7 +270,7 @@ def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
 
 
 def recover(save_dir: Path) -> None:
-    """Complete a `finish` that was killed between its renames: one checkpoint gets its name back."""
+    """Complete a `finish` that was killed between its renames: one save gets its name back."""
     for replaced in save_dir.glob(f"iter_*{_REPLACED}"):
         folder = replaced.with_name(replaced.name.removesuffix(_REPLACED))
         aside = _with_ending(folder, UNFINISHED)
@@ -280,7 +280,7 @@ def recover(save_dir: Path) -> None:
 
 @contextlib.contextmanager
 def written_at_once(file: Path) -> Iterator[IO[Any]]:
-    """Open a text file for writing that appears whole or not at all; until then readers see the old."""
+    """Open a text file for writing; it replaces the old one at the end, whole or not at all."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as stream:

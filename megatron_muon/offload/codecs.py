@@ -69,7 +69,7 @@ class Codec(ABC):
 
 
 class Fp32(Codec):
-    """Every bit, 4 bytes per element. Decoding gives a view, so encoding that again costs nothing."""
+    """Every bit, 4 bytes per element. A decoded view costs nothing to encode again."""
 
     name = "fp32"
     dtype = torch.float32

@@ -215,7 +215,7 @@ def test_nothing_is_lost_where_writes_fail(
     if failing:
         assert bench.store.disk.lost == set()
         assert (
-            "nothing is lost, what was to be written is kept in memory" in bench.store.disk.failure
+            "nothing is lost, the record stays in memory" in bench.store.disk.failure
         )
     bench.store.close()
 
