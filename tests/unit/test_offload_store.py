@@ -214,9 +214,7 @@ def test_nothing_is_lost_where_writes_fail(
     assert (bench.store.disk.failure is not None) == bool(failing)
     if failing:
         assert bench.store.disk.lost == set()
-        assert (
-            "nothing is lost, the record stays in memory" in bench.store.disk.failure
-        )
+        assert "nothing is lost, the record stays in memory" in bench.store.disk.failure
     bench.store.close()
 
 
