@@ -183,7 +183,7 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
-    """Tensors with another whole shape in a checkpoint, where `prefix` precedes names; a line each."""
+    """Tensors with another shape in a checkpoint, where `prefix` precedes names; a line each."""
     found = set()
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)

@@ -42,7 +42,7 @@ from megatron_muon.offload.disk import (
 )
 
 PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
-# for reading, and as many for writing, so that no read is behind a write, which waits for arithmetic
+# for reading, and as many for writing, so that no read is behind a write waiting for arithmetic
 _THREADS = 2
 SLOTS = 3
 """Slots of staging memory."""
