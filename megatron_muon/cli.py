@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(
                 checkpoint
             ).is_dir():
-                from megatron_muon.checkpoint import files
+                from megatron_muon.checkpoint import folders
 
-                files.find(Path(checkpoint))
+                folders.find(Path(checkpoint))
         for file in (getattr(args, "config", None), getattr(args, "hf", None)):
             if file is not None and (note := shipped.note(Path(file))):
                 _say(note)

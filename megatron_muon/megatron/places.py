@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import LOSS
 
@@ -45,9 +45,9 @@ class RunFolder:
         if self.checkpoints is None:
             return None
         with contextlib.suppress(UserError):  # reported when the run loads it
-            latest = files.latest(self.checkpoints)
+            latest = folders.latest(self.checkpoints)
             if latest is not None:
-                return files.iteration_folder(self.checkpoints, latest)
+                return folders.iteration_folder(self.checkpoints, latest)
         return None
 
     @property

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_muon.offload import store
-from megatron_muon.offload.files import MomentumFile
+from megatron_muon.offload.disk import MomentumFile
 
 Clock = dict[str, int]
 

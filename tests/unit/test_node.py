@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.tools.train import node
@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch):
     """Where the run of run.yaml has saved iteration 40 in ck."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ck").mkdir()
-    (tmp_path / "ck" / files.TRACKER).write_text("40")
+    (tmp_path / "ck" / folders.TRACKER).write_text("40")
     (tmp_path / "run.yaml").write_text(
         "MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n"
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.checkpoint.files import TRACKER
+from megatron_muon.checkpoint.folders import TRACKER
 from megatron_muon.core.numbers import check_numbers, is_number
 from megatron_muon.errors import UserError, install
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head

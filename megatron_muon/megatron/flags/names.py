@@ -27,11 +27,11 @@ def kept() -> frozenset[str]:
 
 def keep(flags: Iterable[str]) -> None:
     """Keeps the flags for the next command, where that can be written."""
-    from megatron_muon.checkpoint import files
+    from megatron_muon.checkpoint import folders
 
     with contextlib.suppress(OSError, RuntimeError):
         _file().parent.mkdir(parents=True, exist_ok=True)
-        with files.written_at_once(_file()) as stream:
+        with folders.written_at_once(_file()) as stream:
             stream.write(json.dumps(sorted(flags)))
 
 

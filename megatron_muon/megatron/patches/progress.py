@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.training import get_args, get_timers, print_rank_last
 
 from megatron_muon import cpu
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.core.ranks import is_first_rank, say
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -203,7 +203,7 @@ class Progress:
         folder = get_args().tensorboard_dir
         if folder is not None and is_first_rank():
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with files.written_at_once(Path(folder) / FACTS) as stream:
+            with folders.written_at_once(Path(folder) / FACTS) as stream:
                 stream.write(json.dumps(self._facts, indent=2) + "\n")
 
     def _speed(self, settings: Any, now: Clock) -> dict[str, float | None]:

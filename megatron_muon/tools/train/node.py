@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import config_file
@@ -131,7 +131,7 @@ def requeueable(flags: Sequence[str]) -> list[str]:
     if save is None:
         remedy = "add --save DIR, on a disk that all nodes share"
         raise UserError(f"no --save, so the run could not be resumed; {remedy}")
-    found = files.latest(Path(save))
+    found = folders.latest(Path(save))
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.places import (
     CHECKPOINTS,
@@ -68,7 +68,7 @@ def name_of(config: Path) -> str:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON file atomically."""
-    with files.written_at_once(file) as stream:
+    with folders.written_at_once(file) as stream:
         stream.write(json_text(content))
 
 
