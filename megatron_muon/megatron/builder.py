@@ -28,7 +28,7 @@ from megatron_muon.fsdp.build import make_parts
 from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import iteration_of
 

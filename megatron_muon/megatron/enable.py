@@ -6,7 +6,7 @@ import gc
 from typing import Any
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.flags.names import did_you_mean
+from megatron_muon.megatron.flags.flag_names import did_you_mean
 from megatron_muon.megatron.flags.refusals import FIELDS
 from megatron_muon.megatron.provenance import check_versions
 

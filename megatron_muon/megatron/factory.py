@@ -41,10 +41,10 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights, ScalarState
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
-from megatron_muon.megatron.state import initialize_scalar_state, report_state
+from megatron_muon.megatron.scalar_state import initialize_scalar_state, report_state
 from megatron_muon.settings import steps_for
 
 
@@ -54,7 +54,7 @@ def get_megatron_muon_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MuonChainedOptimizer:
-    """The optimizer for model chunks wrapped in Megatron-FSDP, which is mended (`mend_megatron_fsdp`).
+    """The optimizer for model chunks wrapped in Megatron-FSDP, which is mended (`patch_megatron_fsdp`).
 
     Args:
         config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this
@@ -136,7 +136,7 @@ def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimi
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         remedy = "wrap it first, or use megatron-core's own optimizer"
         raise UserError(f"the model is not wrapped in Megatron-FSDP; {remedy}")
-    mend_megatron_fsdp()
+    patch_megatron_fsdp()
     compare_settings(vars(settings), [], range(dist.get_world_size()))
     check_supported(settings, model_chunks)
     return settings

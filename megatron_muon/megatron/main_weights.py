@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.rows import local_rows, sharded_like
-from megatron_muon.megatron.state import keep_counters_alike
+from megatron_muon.megatron.scalar_state import keep_counters_alike
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import SLOTS, RecordStore
 

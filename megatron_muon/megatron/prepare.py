@@ -27,11 +27,12 @@ from pathlib import Path
 from megatron_muon.errors import UserError, quiet_imports, unforeseen
 from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import corpus
-from megatron_muon.megatron.flags import arguments, config_file
-from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.gpu import settle_device
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.flags.command_line import MODEL_FLAGS, Parser
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")

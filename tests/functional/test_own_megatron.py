@@ -77,7 +77,7 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
         (patched,) = re.findall(
             "^megatron-muon: patched for this run: (.*)$", run.output, re.MULTILINE
         )
-        assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(
+        assert {"patch_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(
             patched.split(", ")
         )
 

@@ -336,7 +336,7 @@ def sabotaged(how: str) -> Iterator[None]:
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
     from megatron_muon.core import plan
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
-    from megatron_muon.megatron.settings import MuonOptimizerConfig
+    from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
     plan.SMALL_BYTES = 0  # several waves, as large models have
 

@@ -22,7 +22,7 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.step import put_on_device
 from megatron_muon.megatron.builder import make_muon
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import HARDWARE
 from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse.recorder import Recorder

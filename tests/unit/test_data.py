@@ -25,7 +25,7 @@ from megatron_muon.megatron.data.corpus import (
     prepare,
 )
 from megatron_muon.megatron.data.tokenizers import TokenizerSpec
-from megatron_muon.megatron.flags.arguments import _check_split, check_vocabularies, require_data
+from megatron_muon.megatron.flags.command_line import _check_split, check_vocabularies, require_data
 
 
 @pytest.fixture

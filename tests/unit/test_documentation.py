@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import step, train
 from megatron_muon import cli
-from megatron_muon.megatron.flags.arguments import (
+from megatron_muon.megatron.flags.command_line import (
     add_muon_arguments,
     add_run_arguments,
     build_parser,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.cli import COMMANDS
-from megatron_muon.megatron.flags import names
-from megatron_muon.megatron.flags.arguments import Parser
+from megatron_muon.megatron.flags import flag_names as names
+from megatron_muon.megatron.flags.command_line import Parser
 
 MISTAKES = [
     (

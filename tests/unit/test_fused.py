@@ -17,7 +17,7 @@ from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.matrices import Fused, fused_rows
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."
 GPT: dict[str, Any] = {

@@ -15,8 +15,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 
 FSDP = "--use-megatron-fsdp"
 MUON, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adam"))

@@ -33,7 +33,7 @@ import yaml
 
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.names import did_you_mean
+from megatron_muon.megatron.flags.flag_names import did_you_mean
 
 ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
 

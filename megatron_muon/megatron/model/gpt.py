@@ -31,7 +31,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
-from megatron_muon.megatron.flags.arguments import check_vocabularies
+from megatron_muon.megatron.flags.command_line import check_vocabularies
 from megatron_muon.patching import Patches
 
 _FIELDS = (

@@ -30,7 +30,7 @@ from megatron_muon.fsdp.modules import role_of
 from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
 from megatron_muon.fsdp.selection import why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, steps_of
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"

@@ -16,7 +16,7 @@ from megatron_muon.core.ranks import reduce_scatter_single
 from megatron_muon.patching import Patches
 
 
-def mend_megatron_fsdp(patches: Patches | None = None) -> None:
+def patch_megatron_fsdp(patches: Patches | None = None) -> None:
     """Correct what Megatron-FSDP of megatron-core 0.19 does to gradients, for any optimizer; twice is once.
 
     For a training loop of one's own, before its first backward pass; this package's optimizer does
@@ -27,7 +27,7 @@ def mend_megatron_fsdp(patches: Patches | None = None) -> None:
         return
     patches = Patches() if patches is None else patches
     reduce_without_frozen(patches)
-    mend_factors(patches)
+    scale_gradients_once(patches)
     reduce_over_instances(patches)
 
 
@@ -52,7 +52,7 @@ def reduce_without_frozen(patches: Patches) -> None:
             self.parameter_groups = everything
 
 
-def mend_factors(patches: Patches) -> None:
+def scale_gradients_once(patches: Patches) -> None:
     """Let every gradient be averaged, and once, by the factors of the buffers in which it is reduced.
 
     Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces

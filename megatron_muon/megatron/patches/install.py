@@ -32,12 +32,12 @@ from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading, saving
-from megatron_muon.megatron.flags.arguments import add_muon_arguments
+from megatron_muon.megatron.flags.command_line import add_muon_arguments
 from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, MuonRun, muon_rules, refuse
-from megatron_muon.megatron.gpu import settle_device
-from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+from megatron_muon.megatron.muon_config import with_settings
+from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import log_to_both, show_progress
-from megatron_muon.megatron.settings import with_settings
+from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.patching import Patches
 from megatron_muon.settings import LoadSettings
 
@@ -132,7 +132,7 @@ def install(
     """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most. Returns the names."""
     chosen: list[Callable[[Patches], None]] = [use_shipped_dataset_helper]
     if muon_under_fsdp:
-        chosen += [stop_after_offload_failure, mend_megatron_fsdp]
+        chosen += [stop_after_offload_failure, patch_megatron_fsdp]
     chosen += [show_progress, log_to_both]
     if profile:
         chosen += [count_global_steps, name_parts]
@@ -246,7 +246,7 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):
             saving.split_swiglu(patches)
             _replace_copies(patches)
-            say("megatron-muon: patched for this loop: mend_megatron_fsdp, split_swiglu")
+            say("megatron-muon: patched for this loop: patch_megatron_fsdp, split_swiglu")
         settings = with_settings(config, given)
         made[:] = [
             get_megatron_muon_optimizer(settings, model_chunks, config_overrides, pg_collection)

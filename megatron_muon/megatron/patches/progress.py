@@ -32,10 +32,10 @@ from megatron_muon.core.ranks import is_first_rank, say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, WANDB_RUN, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.gpu import bf16_tflops
 from megatron_muon.megatron.places import read_json
 from megatron_muon.megatron.provenance import origin
-from megatron_muon.megatron.state import report_state
+from megatron_muon.megatron.run_device import bf16_tflops
+from megatron_muon.megatron.scalar_state import report_state
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.tokenizers import HUGGING_FACE, IN_TRAINING
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.tools.models import mapping
 from megatron_muon.tools.models.architecture import (
     check_named,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.names import plain
+from megatron_muon.megatron.flags.flag_names import plain
 from megatron_muon.megatron.places import LOG
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.screen import progress

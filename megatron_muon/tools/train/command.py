@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import UserError, settling
-from megatron_muon.megatron.flags.names import plain
+from megatron_muon.megatron.flags.flag_names import plain
 from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, read_json
 from megatron_muon.tools import screen
 from megatron_muon.tools.parser import CommandParser, positive

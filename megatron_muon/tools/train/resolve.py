@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra, quiet_imports, settling
-from megatron_muon.megatron.flags import names
+from megatron_muon.megatron.flags import flag_names as names
 from megatron_muon.megatron.flags.config_file import (
     UNSET_FLAG,
     ExperimentConfig,
@@ -29,7 +29,7 @@ from megatron_muon.megatron.flags.config_file import (
     pairs,
     refuse_unknown_flags,
 )
-from megatron_muon.megatron.flags.names import did_you_mean, plain
+from megatron_muon.megatron.flags.flag_names import did_you_mean, plain
 from megatron_muon.megatron.places import (
     CHECKPOINTS,
     PLACES,
@@ -217,7 +217,7 @@ def settle(request: Request) -> Resolved:
         UserError: what the user got wrong.
     """
     from megatron_muon.megatron import prepare
-    from megatron_muon.megatron.flags.arguments import BY_PACKAGES
+    from megatron_muon.megatron.flags.command_line import BY_PACKAGES
 
     with quiet_imports():
         import torch
