@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_muon.megatron.enable import enable
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.muon_config import MuonOptimizerConfig
-    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp, patch_megatron_fsdp
     from megatron_muon.qk_clip import QKClip
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "enable",
     "get_megatron_muon_optimizer",
     "mend_megatron_fsdp",
+    "patch_megatron_fsdp",
 ]
 
 _PLACES = {
@@ -45,7 +46,8 @@ _PLACES = {
     "QKClip": "megatron_muon.qk_clip",
     "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
-    "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
+    "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",  # the former name
+    "patch_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
 }
 
 

@@ -144,7 +144,7 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = 
         is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
         if is_quickstart and writes:
             corpus.prepare(
-                [], QUICKSTART_DATA, corpus.Settings(stdlib=corpus.STDLIB), overwrite=True
+                [], QUICKSTART_DATA, corpus.CorpusSettings(stdlib=corpus.STDLIB), overwrite=True
             )
         arguments.check_settings(
             args,

@@ -173,7 +173,7 @@ def test_a_file_may_rest_on_others_alone_and_on_one_twice(tree):
         ("nothing", r"nothing\.yaml: has no MODEL_ARGS"),
         (
             "ring",
-            r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring",
+            r"back\.yaml: BASE is circular: .*ring\.yaml -> .*back\.yaml -> .*ring",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_flags_that_the_parser_does_not_have_are_named(load, parser, lines, said
         ),
         (
             model_args("--save: '${OUT:-runs}/x'"),
-            r"--save: \$\{OUT:-runs\} is no placeholder; write \$\{NAME\}",
+            r"--save: \$\{OUT:-runs\}/x has an invalid placeholder; write \$\{NAME\}",
         ),
         ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"run\.yaml: A must be a value"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),

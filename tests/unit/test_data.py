@@ -18,7 +18,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.data import corpus, tokenizers
 from megatron_muon.megatron.data.corpus import (
     STDLIB,
-    Settings,
+    CorpusSettings,
     check_vocabulary,
     cut,
     find_sources,
@@ -157,7 +157,7 @@ def test_jsonl_documents_are_lines_and_a_broken_one_is_named(tmp_path):
     lines = [{"content": "one", "id": 1}, {"content": ""}, {"content": "two\nlines"}]
     file = tmp_path / "part.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    assert prepare([file], tmp_path / "out", Settings(json_key="content")).documents == 2
+    assert prepare([file], tmp_path / "out", CorpusSettings(json_key="content")).documents == 2
     assert texts(tmp_path / "out") == ["one", "two\nlines"]
     for line in ("{", "[1]", '{"body": "x", "id": 1}', '{"content": 5}'):
         file.write_text('{"content": "fine"}\n' + line + "\n")
@@ -165,7 +165,7 @@ def test_jsonl_documents_are_lines_and_a_broken_one_is_named(tmp_path):
             UserError,
             match=r"part\.jsonl:2: must be a JSON object .* field 'content' \(--json-key\)",
         ):
-            prepare([file], tmp_path / "broken", Settings(json_key="content"))
+            prepare([file], tmp_path / "broken", CorpusSettings(json_key="content"))
     assert leftovers(tmp_path, "broken") == []
 
 
@@ -282,7 +282,7 @@ def test_an_interrupted_run_leaves_nothing_and_an_interrupted_overwrite_the_old_
 
 
 def tokenizer(*spec, **settings):
-    return Settings(tokenizer=TokenizerSpec(*spec, **settings))
+    return CorpusSettings(tokenizer=TokenizerSpec(*spec, **settings))
 
 
 @pytest.mark.parametrize(
@@ -297,15 +297,15 @@ def tokenizer(*spec, **settings):
         ),
         ("", "out", tokenizer("TikTokenizer"), "needs --tokenizer-model"),
         ("", "out", tokenizer("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
-        ("", "out", Settings(suffixes=(".rs",)), r"found no file \.rs"),
-        ("nowhere", "out", Settings(), "cannot read or write .*nowhere"),
+        ("", "out", CorpusSettings(suffixes=(".rs",)), r"found no file \.rs"),
+        ("nowhere", "out", CorpusSettings(), "cannot read or write .*nowhere"),
         (
             "binary.py",
             "out",
-            Settings(),
+            CorpusSettings(),
             r"found no document in 1 files .*1 files that are not UTF-8",
         ),
-        ("", "notes.txt/out", Settings(), "cannot read or write .*notes.txt"),
+        ("", "notes.txt/out", CorpusSettings(), "cannot read or write .*notes.txt"),
     ],
 )
 def test_wrong_inputs_outputs_and_tokenizers_are_refused(tree, inputs, output, settings, message):
@@ -320,13 +320,13 @@ def test_the_standard_library_is_python_only_and_written_once(tree, tmp_path, mo
     monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tree))
     write = corpus._write
     for _ in range(2):
-        prepare([], tmp_path / "stdlib", Settings(stdlib=STDLIB), overwrite=True)
+        prepare([], tmp_path / "stdlib", CorpusSettings(stdlib=STDLIB), overwrite=True)
         monkeypatch.setattr(corpus, "_write", None)  # where the second would end
     monkeypatch.setattr(corpus, "_write", write)
     assert texts(tmp_path / "stdlib") == ["first = 1\r\n", "second = 'ü'\n"]
     whole = (tmp_path / "stdlib.bin").read_bytes()
     (tmp_path / "stdlib.bin").write_bytes(whole[:-1])  # as a full disk leaves it
-    prepare([], tmp_path / "stdlib", Settings(stdlib=STDLIB), overwrite=True)
+    prepare([], tmp_path / "stdlib", CorpusSettings(stdlib=STDLIB), overwrite=True)
     assert (tmp_path / "stdlib.bin").read_bytes() == whole
 
 
@@ -420,7 +420,7 @@ def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_n
 def test_a_tokenizer_in_another_folder_is_the_same(text, monkeypatch):
     """A relative path and an absolute one, or a folder that was moved."""
     made = corpus.OutputPaths(Path(text)).read_manifest()
-    spec = corpus.Settings(tokenizer=TokenizerSpec("SentencePieceTokenizer", "a/t.model"))
+    spec = corpus.CorpusSettings(tokenizer=TokenizerSpec("SentencePieceTokenizer", "a/t.model"))
     manifest = replace(made, settings=spec, vocab_size=32000)
     monkeypatch.setattr(corpus.OutputPaths, "read_manifest", lambda self: manifest)
     check_vocabulary(text, run("SentencePieceTokenizer", rows=32000, model="/b/t.model", size=None))

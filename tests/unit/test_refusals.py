@@ -97,18 +97,6 @@ OF_ANY_RUN = [
     ),
     ("--hybrid-layer-pattern M*", "cpu", "makes a hybrid model"),
     (
-        "--num-attention-heads 4 --group-query-attention --num-query-groups 3",
-        "cpu",
-        "-heads 4 is no multiple of",
-    ),
-    (
-        "--num-experts 2 --moe-router-topk 3 --swiglu",
-        "cpu",
-        "--moe-router-topk 3 is more than --num-experts 2",
-    ),
-    ("--num-experts 2", "cpu", "no fused GELU for the experts"),
-    ("--num-experts 2 --disable-bias-linear", "cpu", None),
-    (
         "--optimizer adam --muon-allow-missing-state",
         "cpu",
         "-state needs --use-megatron-fsdp; add it or leave",

@@ -35,7 +35,7 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.places import read_json
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.run_device import bf16_tflops
-from megatron_muon.megatron.scalar_state import report_state
+from megatron_muon.megatron.state_report import report_state
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
