@@ -220,6 +220,7 @@ def _overrides(
     config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float
 ) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer; give matrices Muon's learning rates."""
+    overrides: dict[ParamKey, Any]
     if given is None:
         overrides = get_standard_config_overrides(config)
     else:
@@ -288,6 +289,7 @@ def _grad_stats_group(
     too. Under no_shard only model-parallel ranks add: for experts these include the ranks with other
     experts.
     """
+    group: dist.ProcessGroup | None
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
     elif (

@@ -413,7 +413,9 @@ def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_n
     # Without a manifest the ids at the beginning count.
     Path(f"{text}.prepared.json").unlink()
     check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
-    with pytest.raises(UserError, match=r"not known, a vocabulary of 257; .* a model of 128 "):
+    with pytest.raises(
+        UserError, match=r"unknown tokenizer, a vocabulary of 257; .* a model of 128 "
+    ):
         check_vocabulary(text, run(rows=128, size=100))
 
 

@@ -264,7 +264,7 @@ def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
 
 def _read(path: Path, of: str) -> dict[str, Any]:
     try:
-        sections = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+        sections: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=_Loader)
     except OSError as error:
         raise UserError(f"cannot read configuration {str(path)!r}{of}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

@@ -135,7 +135,7 @@ class CheckedRun:
     @property
     def largest_tp(self) -> int:
         """The larger tensor parallel size, of dense layers or of experts."""
-        return max(self.tensor_model_parallel_size, self.expert_tensor_parallel_size or 1)
+        return int(max(self.tensor_model_parallel_size, self.expert_tensor_parallel_size or 1))
 
 
 def check(run: CheckedRun, *, is_training: bool = False) -> None:
@@ -243,9 +243,9 @@ def _without_muon(run: CheckedRun) -> Rules:
         "--muon-allow-missing-state needs --use-megatron-fsdp; add it or leave the flag out",
     )
     # With Adam megatron-core's clip ends in an AttributeError.
-    flag = logits_flag(run)
-    needs = f"{flag} with --use-megatron-fsdp needs --optimizer muon; leave {flag} out"
-    yield run.use_megatron_fsdp and flag, needs
+    logits = logits_flag(run)
+    needs = f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
+    yield run.use_megatron_fsdp and logits, needs
 
 
 def _conflicts(run: CheckedRun) -> Rules:
