@@ -121,7 +121,6 @@ def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
 WRONG: dict[str, tuple[Case, str, Case]] = {
     "a shard for its matrix": (Case(layers=1), "shard", Case(layers=1)),
     "a matrix left out": (Case(layers=1), "skip", Case(layers=1)),
-    "a matrix left out of normuon": (VARIANTS["normuon"], "skip", VARIANTS["normuon"]),
     "norms of shards": (
         Case(layers=1, optimizer=HYPERBALL),
         "norms",
@@ -154,11 +153,6 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
         "",
         BLOCKS["more excluded"].but(excluded=("linear_proj",)),
     ),
-    "routers not excluded": (
-        BLOCKS["routers excluded"],
-        "",
-        BLOCKS["routers excluded"].but(excluded=()),
-    ),
     "whole experts split": (
         BLOCKS["stacked experts, whole"],
         "",
@@ -181,14 +175,11 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
             BLOCKS[label].but(optimizer={"muon_split_qkv": False}),
         )
         for label in (
-            *(
-                "gated mlp",
-                "heads",
-                "heads, one query group",
-                "gated attention, heads",
-                "latent attention",
-            ),
-            *("latent attention, query latent, heads", "experts", "stacked experts"),
+            "gated mlp",
+            "heads",
+            "gated attention, heads",
+            "latent attention",
+            "experts",
         )
     },
 }

@@ -107,17 +107,12 @@ def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
 
 ROWS: dict[int, dict[str, tuple[Case, int]]] = {
     2: {
-        **{
-            f"{strategy}, {n}": (Case(strategy=strategy), n)
-            for strategy in STRATEGIES
-            for n in (1, 3)
-        },
+        **{strategy: (Case(strategy=strategy), 3) for strategy in STRATEGIES},
         **{
             f"{label} on {n}": (case, 0)
             for n in (0, 1)
             for label, case in spread(BLOCKS | VARIANTS, n).items()
         },
-        "shared": (REPLICATED, 1),
     },
     3: {
         "shared": (REPLICATED, 1),

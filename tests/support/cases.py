@@ -413,12 +413,11 @@ TABLE: dict[str, Group] = {
         2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid}, often=True
     ),
     "blocks, hyperball": Group(3, of_all(BLOCKS, **HYPERBALL), steps=5),
-    "blocks over layouts, hyperball": Group(4, of_all(BLOCKS_OVER_LAYOUTS, **HYPERBALL), steps=5),
     **{
         f"teams of {size} on {n}": _teams(n, size)
         for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))
     },
-    **{f"variants travel on {n}": _variants_travel(n) for n in (3, 4)},
+    "variants travel on 3": _variants_travel(3),
     **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3, 4)},
     # Adam has the weights; Megatron-FSDP does not note where a part begins
     "clip, replicated parts": Group(

@@ -61,7 +61,10 @@ def model_args(*lines):
         ("--moe-layer-freq: '[0,1,1]'", ["--moe-layer-freq", "[0,1,1]"]),
         ("--offset: -1", ["--offset=-1"]),
         ("--data-path: ${DATA}/text-$KIND", ["--data-path", "/data/text-code"]),
-        ("--data-path: [$BLEND, '$BLEND']", ["--data-path", "0.5", "a", "0.5", "b", "0.5 a 0.5 b"]),
+        (
+            "--data-path: [$BLEND, '$BLEND']",
+            [*["--data-path", "0.5", "a", "0.5", "b"], "0.5 a 0.5 b"],
+        ),
         ("--note: a$$b$${C}", ["--note", "a$b${C}"]),
     ],
 )
