@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -33,7 +32,6 @@ from megatron_muon.megatron.prepare import DEFAULTS, Launch, explained, prepare,
 from megatron_muon.megatron.provenance import check_versions
 
 _SECONDS_FOR_FIRST_RANK = 30.0
-_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run() -> NoReturn:
@@ -58,8 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     node.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status, error, trace = 1, "", ""
     failed_at = time.time()
     try:
@@ -122,20 +118,6 @@ def _install(launch: Launch) -> None:
     sys.argv = [sys.argv[0], *launch.argv, *config]
 
 
-def _end_with(parent: int) -> None:
-    """End this rank if torchrun is killed before the ranks have met.
-
-    torchrun holds the store where they meet, so the rank would wait for many minutes, and with
-    --exit-signal-handler no signal ends it then.
-    """
-    while not _has_group():
-        if os.getppid() != parent:
-            message = "pretrain_gpt.py: error: torchrun has ended; so does this rank"
-            print(message, file=sys.stderr, flush=True)
-            os._exit(ExitStatus.FAILURE)
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
     """Set torchrun's variables for one process, unless this is a launched rank; return a note.
 
@@ -159,7 +141,7 @@ def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
 
 
 def _has_group() -> bool:
-    """Whether a process group exists; torch may be half imported by another thread."""
+    """Whether a process group exists; torch may not be imported yet."""
     return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 

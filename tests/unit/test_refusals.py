@@ -28,7 +28,6 @@ NVME = "--muon-offload nvme --muon-offload-dir ."
 ALL = "--muon-offload cpu --muon-offload-state all"
 SPHERE = "--muon-hyperball --weight-decay 0"
 GRAPH = "--cuda-graph-impl full_iteration does not work with Muon"
-PROFILE = "--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 20"
 
 
 def refused(words: str | None) -> contextlib.AbstractContextManager[object]:
@@ -84,17 +83,6 @@ OF_ANY_RUN = [
     ("--async-save --use-persistent-ckpt-worker", "cuda", None),
     ("--async-save", "cuda", "needs --use-persistent-ckpt-worker"),
     ("--async-save", "cpu", "does not work on the CPU"),
-    (PROFILE, "cpu", None),
-    ("--profile", "cuda", None),  # for nsys
-    ("--profile", "cpu", "no profile would be written"),
-    ("--use-pytorch-profiler", "cpu", "no profile would be written"),
-    ("--profile --use-pytorch-profiler", "cpu", "no profile would be written"),
-    (f"{PROFILE} --train-iters 5", "cpu", "no profile would be written"),
-    (
-        f"{PROFILE} --profile-step-start 5 --profile-step-end 5",
-        "cpu",
-        "no profile would be written",
-    ),
     ("--hybrid-layer-pattern M*", "cpu", "makes a hybrid model"),
     (
         "--optimizer adam --muon-allow-missing-state",

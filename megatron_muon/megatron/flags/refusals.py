@@ -180,16 +180,6 @@ def _of_megatron(run: CheckedRun) -> Rules:
         "--hybrid-layer-pattern {0.pattern} makes a hybrid model, which a run does not train; leave"
         " it out",
     )
-    end = run.profile_step_end
-    has_place = run.tensorboard_dir if run.use_pytorch_profiler else not run.on_cpu
-    has_steps = run.profile_step_start < end <= (run.train_iters or end)
-    is_written = run.profile and has_place and has_steps
-    yield (
-        (run.profile or run.use_pytorch_profiler) and not is_written,
-        "no profile would be written: give --profile, --use-pytorch-profiler with --tensorboard-dir"
-        " (or nsys, on a GPU), and --profile-step-start, now {0.profile_step_start}, below"
-        " --profile-step-end, now {0.profile_step_end}, of at most --train-iters",
-    )
     needs_te = run.transformer_impl == "transformer_engine" and not run.elsewhere
     yield (
         needs_te and (run.on_cpu or not has_transformer_engine()),
