@@ -76,7 +76,8 @@ class MainWeights:
                         main, group.model_weight_buffer, main.param_idx[original], views
                     )
                     self._items[parameter] = item
-        self._buffers = list({id(item.main): item.main for item in self._items.values()}.values())
+        buffers = {id(item.main): item.main for item in self._items.values()}
+        self._buffers = list(buffers.values())
         self._kept: list[tuple[RecordStore, Sequence[ShardSlice]]] = []
         self._parameters: set[torch.Tensor] = set()  # kept ones
         self._at_hand = True

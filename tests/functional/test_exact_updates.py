@@ -86,9 +86,11 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, world_size: int) -> Non
     alone, seen = (ranks(size, run, cases=ON_ANY_NUMBER)[0] for size in (1, world_size))
     for label in ON_ANY_NUMBER:
         assert_same_bits(alone[label], seen[label], label)
-    gathered = ranks(2, run, cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)})[0][""].after[1][
-        "weight"
-    ]
+    gathered = ranks(
+        2,
+        run,
+        cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)},
+    )[0][""].after[1]["weight"]
     for name, found in seen["bf16"].after[1]["weight"].items():
         # A weight moves by 0.01 in a step; bf16 keeps 2 to 3 digits of that.
         assert (found - gathered[name]).abs().max() <= 1e-3, name
@@ -189,9 +191,8 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
 def test_the_comparison_can_fail(ranks: Pool) -> None:
     """Negative controls: none passes for the other, even with a large tolerance."""
     cases = {label: case for label, (case, _, _) in WRONG.items()}
-    seen = ranks(
-        2, run, cases=cases, sabotage={label: bug for label, (_, bug, _) in WRONG.items()}, steps=1
-    )[0]
+    bugs = {label: bug for label, (_, bug, _) in WRONG.items()}
+    seen = ranks(2, run, cases=cases, sabotage=bugs, steps=1)[0]
     for label, (_, bug, other) in WRONG.items():
         with pytest.raises(
             AssertionError, match=r"(weight|momentum|second moment)( after 1 steps|$)"

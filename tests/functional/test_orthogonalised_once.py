@@ -39,7 +39,8 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
 
     def recording(iterate: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(x: Any, *args: Any, **kwargs: Any) -> Any:
-            shapes.extend([wide(x.shape[-2:])] * (x.shape[0] if x.ndim == 3 else 1))
+            count = x.shape[0] if x.ndim == 3 else 1
+            shapes.extend([wide(x.shape[-2:])] * count)
             return iterate(x, *args, **kwargs)
 
         return recorded
@@ -75,7 +76,10 @@ def count(
     return found
 
 
-def blocks_of(case: Case, shapes: dict[str, tuple[int, ...]]) -> Counter[tuple[int, int]]:
+def blocks_of(
+    case: Case,
+    shapes: dict[str, tuple[int, ...]],
+) -> Counter[tuple[int, int]]:
     """The blocks of the reference's matrices."""
     blocks = Counter[tuple[int, int]]()
     for name, shape in shapes.items():

@@ -194,7 +194,8 @@ def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -
             optimizer.state_dict()
             optimizer.close()
             store.set(f"{case} {rank}", "")
-        store.wait([f"{case} {rank}" for rank in (2 * stage, 2 * stage + 1)], timedelta(seconds=40))
+        peers = [f"{case} {rank}" for rank in (2 * stage, 2 * stage + 1)]
+        store.wait(peers, timedelta(seconds=40))
     return True
 
 

@@ -190,7 +190,10 @@ MOE = Case(ffn=46, layers=1, experts=4)
 LAYOUTS = {
     "tp2": (2, TP),
     "tp2 dp2": (4, TP),
-    "tp4, fewer query groups": (4, TP.but(tensor=4, heads=4, hidden=32, ffn=44, query_groups=2)),
+    "tp4, fewer query groups": (
+        4,
+        TP.but(tensor=4, heads=4, hidden=32, ffn=44, query_groups=2),
+    ),
     "tp2, one query group": (4, TP.but(query_groups=1)),
     "tp2, swiglu": (4, TP.but(swiglu=True)),
     "hsdp": (4, HSDP),
@@ -310,7 +313,11 @@ def _waves() -> Group:
 
 def _teams(ranks: int, size: str) -> Group:
     """All matrices cut, each over `size` ranks; twice the same bits. NorMuon has no teams."""
-    cases = {"plain": Case(layers=1, ffn=47), "again": Case(layers=1, ffn=47), **BLOCKS}
+    cases = {
+        "plain": Case(layers=1, ffn=47),
+        "again": Case(layers=1, ffn=47),
+        **BLOCKS,
+    }
     if ranks == 4 and size == "2":  # "ep2": groups of experts have one rank on some layouts
         cases |= {
             f"{name} layout": case for name, case in BLOCKS_OVER_LAYOUTS.items() if name != "ep2"

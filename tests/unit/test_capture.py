@@ -236,7 +236,12 @@ class Captured:
 
 @pytest.mark.parametrize(
     ("lr", "weight_decay", "of_one_element"),
-    [(0.1, 0.1, False), (0.1, 0.0, False), (0.0, 0.1, False), (0.1, 0.1, True)],
+    [
+        (0.1, 0.1, False),
+        (0.1, 0.0, False),
+        (0.0, 0.1, False),
+        (0.1, 0.1, True),
+    ],
 )
 def test_replayed_steps_are_those_that_run(
     monkeypatch: pytest.MonkeyPatch, lr: float, weight_decay: float, of_one_element: bool

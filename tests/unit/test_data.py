@@ -57,7 +57,11 @@ def texts(prefix):
 
 def digest(prefix):
     return [
-        hashlib.sha256(Path(f"{prefix}{end}").read_bytes()).hexdigest() for end in (".bin", ".idx")
+        hashlib.sha256(Path(f"{prefix}{end}").read_bytes()).hexdigest()
+        for end in (
+            ".bin",
+            ".idx",
+        )
     ]
 
 

@@ -83,13 +83,23 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...
         GPT,
         QKV,
         32,
-        [(2, (8, 4, 4)), (2, (8, 4, 4)), (1, (4,) * 8), (1, (32,))],
+        [
+            (2, (8, 4, 4)),
+            (2, (8, 4, 4)),
+            (1, (4,) * 8),
+            (1, (32,)),
+        ],
     ),
     "gate between query and key": (
         GPT | {"attention_output_gate": True},
         QKV,
         48,
-        [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), (1, (4,) * 12), (1, (48,))],
+        [
+            (2, (8, 8, 4, 4)),
+            (2, (8, 8, 4, 4)),
+            (1, (4,) * 12),
+            (1, (48,)),
+        ],
     ),
     "heads that are columns": (
         GPT | GATED,
@@ -102,7 +112,11 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...
             GPT | GATED,
             f"{LAYER}mlp.{name}",
             20,
-            [(1, (20,)), (1, (10, 10)), *[(1, (20,))] * 2],
+            [
+                (1, (20,)),
+                (1, (10, 10)),
+                *[(1, (20,))] * 2,
+            ],
         )
         for name in (
             *("linear_fc1.weight", "shared_experts.linear_fc1.weight"),
@@ -150,7 +164,15 @@ PARTS = {
         (3, (4, 4)),
         (1, (4, 4)),
     ),
-    "half a query group is one block": (GPT, QKV, (32, 8), {}, PLAIN, (2, (8, 4, 4)), (1, (8,))),
+    "half a query group is one block": (
+        GPT,
+        QKV,
+        (32, 8),
+        {},
+        PLAIN,
+        (2, (8, 4, 4)),
+        (1, (8,)),
+    ),
     # Mamba's z, x, B, C and dt went to Muon as one matrix.
     "sizes that a layer states": (
         GPT,
@@ -288,7 +310,10 @@ def test_every_projection_of_the_installed_megatron_core_is_known() -> None:
     assert not {name for name in found if f"`{name}`" not in page}
 
 
-@pytest.mark.parametrize(("settings", "parts"), [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)])
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)],
+)
 def test_a_stack_has_a_block_for_each_expert(
     settings: MuonOptimizerConfig, parts: tuple[int, ...]
 ) -> None:

@@ -124,7 +124,8 @@ def build_megatron(args: argparse.Namespace) -> Any:
 def encode(tokenizer: Any, place: str, text: str) -> npt.NDArray[np.int32]:
     """The ids of the document at `place`, and the id that ends it."""
     try:
-        ids = np.append(np.array(tokenizer.tokenize(text), np.int32), np.int32(tokenizer.eod))
+        tokens = np.array(tokenizer.tokenize(text), np.int32)
+        ids = np.append(tokens, np.int32(tokenizer.eod))
     except (ValueError, TypeError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
     if ids.max() >= tokenizer.vocab_size:

@@ -238,8 +238,10 @@ class _Loader(yaml.BaseLoader):
     def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
         items: list[Any] = []
         for item in node.value:
-            is_unquoted = isinstance(item, yaml.ScalarNode) and item.style is None
-            items.append(_Unquoted(item.value) if is_unquoted else self.construct_object(item))
+            if isinstance(item, yaml.ScalarNode) and item.style is None:
+                items.append(_Unquoted(item.value))
+            else:
+                items.append(self.construct_object(item))
         return items
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

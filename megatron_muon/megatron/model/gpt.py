@@ -165,7 +165,8 @@ def loss_func(
             fatal=True,
         )
     tokens = mask.sum().to(torch.int)
-    return loss, tokens, {LOSS: torch.cat([loss.detach().view(1), tokens.view(1)])}
+    logged = torch.cat([loss.detach().view(1), tokens.view(1)])
+    return loss, tokens, {LOSS: logged}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
