@@ -9,8 +9,12 @@ import pytest
 from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 
-ADAPTIVE = tuple(
-    ["--optimizer", "adaptive_muon", "--use-megatron-fsdp", "--muon-extra-scale-factor", "0.02"]
+ADAPTIVE = (
+    "--optimizer",
+    "adaptive_muon",
+    "--use-megatron-fsdp",
+    "--muon-extra-scale-factor",
+    "0.02",
 )
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
@@ -32,14 +36,12 @@ def listed(run: cli.Run) -> dict[str, str]:
 
 
 def test_every_flag_that_says_what_a_block_is(tmp_path, corpus):
-    flags = tuple(
-        [
-            "--muon-split-gated-mlp",
-            "--muon-split-heads",
-            "--muon-exclude",
-            "router",
-            "layers.1.*linear_proj",
-        ]
+    flags = (
+        "--muon-split-gated-mlp",
+        "--muon-split-heads",
+        "--muon-exclude",
+        "router",
+        "layers.1.*linear_proj",
     )
     experts = ("--num-experts", "2", "--moe-router-topk", "2")
     run = cli.torchrun(
@@ -84,9 +86,9 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
         *args,
         *["--global-batch-size", "4", "--train-iters", "6", "--tensorboard-log-interval", "1"],
     )
-    there = tuple(["--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole"])
+    there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
     assert_trains(cli.torchrun(tmp_path, *args, *there).checked(), 6)
-    again = tuple(["--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "continued"])
+    again = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "continued")
     cli.torchrun(tmp_path, *args, *again).checked()
     expected, found = (
         {point.step: point.value for point in read_events(tmp_path / folder).points("lm loss")}
@@ -94,7 +96,7 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
     )
     assert found == {step: expected[step] for step in (4, 5, 6)}
 
-    other = tuple(["--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "other"])
+    other = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "other")
     cli.torchrun(tmp_path, *args, *other, ranks=1).checked()
     found = {point.step: point.value for point in read_events(tmp_path / "other").points("lm loss")}
     assert found == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=2e-3)

@@ -21,7 +21,7 @@ def defaults(parser, line: str = "", device: str = "cpu") -> list[str]:
 
 
 @pytest.mark.parametrize(
-    tuple(["line", "device", "has_te", "filled", "absent"]),
+    ("line", "device", "has_te", "filled", "absent"),
     [
         ("", "cpu", False, "--distributed-backend gloo --num-workers 0", "fsdp_dtensor"),
         ("", "cpu", True, "--transformer-impl local", "fsdp_dtensor"),

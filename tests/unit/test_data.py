@@ -362,15 +362,13 @@ def test_a_tokenizer_without_its_package_says_what_to_install(monkeypatch):
 
 
 def run(kind="NullTokenizer", *, rows=384, model=None, size=257, data=None):
-    others = tuple(
-        [
-            "mock_data",
-            "skip_train",
-            "train_data_path",
-            "valid_data_path",
-            "test_data_path",
-            "data_args_path",
-        ]
+    others = (
+        "mock_data",
+        "skip_train",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "data_args_path",
     )
     of_tokenizer = {
         "tokenizer_type": kind,

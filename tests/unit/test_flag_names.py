@@ -21,16 +21,16 @@ MISTAKES = [
         "cannot read configuration 'nope.yaml': No such file or directory",
     ),
     (
-        tuple(["train", "--config", "a.yaml", "--num-layres", "2"]),
+        ("train", "--config", "a.yaml", "--num-layres", "2"),
         "unknown flag --num-layres; did you mean --num-layers?",
     ),
     (
-        tuple(["train", "--config", "a.yaml", "--set", "num_layres=2"]),
+        ("train", "--config", "a.yaml", "--set", "num_layres=2"),
         "there is no flag --num-layres; did you mean num-layers?",
     ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
     (
-        tuple(["train", "--config", "a.yaml", "--out", "taken"]),
+        ("train", "--config", "a.yaml", "--out", "taken"),
         "taken holds a run that stopped after 7 of 20 iterations",
     ),
 ]
