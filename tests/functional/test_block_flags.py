@@ -84,7 +84,12 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
     )
     args = (
         *args,
-        *["--global-batch-size", "4", "--train-iters", "6", "--tensorboard-log-interval", "1"],
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "6",
+        "--tensorboard-log-interval",
+        "1",
     )
     there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
     assert_trains(cli.torchrun(tmp_path, *args, *there).checked(), 6)

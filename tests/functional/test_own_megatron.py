@@ -34,7 +34,11 @@ def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
     """Run the script on two ranks."""
     torchrun = [
         sys.executable,
-        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
         str(SCRIPT),
     ]
     flags = (*cli.TINY, *STEPS, *ON_CPU, *flags)
@@ -60,7 +64,12 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
     flags = (
         *corpus,
         *MUON,
-        *["--muon-exchange-buffer-mb", "1", "--save", "checkpoints", "--save-interval", "3"],
+        "--muon-exchange-buffer-mb",
+        "1",
+        "--save",
+        "checkpoints",
+        "--save-interval",
+        "3",
     )
     ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)

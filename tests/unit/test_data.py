@@ -343,7 +343,7 @@ def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "there").mkdir()
     for output in ("data/", "there"):
-        assert cli.main([*["data", "prepare", "--input", "text.txt", "--output"], output]) == 2
+        assert cli.main(["data", "prepare", "--input", "text.txt", "--output", output]) == 2
         assert f"--output {output}" in capsys.readouterr().err.replace("'", "")
     assert not list(tmp_path.glob("*.bin"))
 

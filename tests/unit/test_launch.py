@@ -33,7 +33,7 @@ TORCHRUN = {
 PREPARED = launch.Launch((), SimpleNamespace(save=None), None, (), ())
 
 
-@pytest.mark.parametrize("version", [*["0.19.0", "0.19.7", "0.19.0rc1", "0.19a1", "0.19"], None])
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.7", "0.19.0rc1", "0.19a1", "0.19", None])
 def test_versions_in_range_pass(version):
     check_versions(version)
 
