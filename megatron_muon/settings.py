@@ -1,7 +1,7 @@
 """Muon's settings as fields; megatron-core's `ArgumentGroupFactory` makes flags of them.
 
-Name, choices, default and help (the docstring) are defined here alone. The factory reads types at run
-time, so annotations are no strings; neither torch nor megatron-core is imported.
+Name, choices, default and help (the docstring) are defined here alone. The factory reads types at
+run time, so annotations are not strings; neither torch nor megatron-core is imported.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
 
 TP_MODE = "duplicated"
-"""Default of --muon-tp-mode: updates independent of the tensor parallel size; 0.19 has blockwise."""
+"""Default of --muon-tp-mode: updates independent of tensor parallelism; 0.19 has blockwise."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; in custom scripts it is 0."""

@@ -50,7 +50,7 @@ FIRST_STEP = "taking the first step"
 
 
 def tells() -> bool:
-    """Whether a launcher reads this rank's events: the machine's last, as the last has the loss."""
+    """True if a launcher reads this rank's events: the machine's last, as the last has the loss."""
     rank = os.environ.get("LOCAL_RANK", "")
     size = os.environ.get("LOCAL_WORLD_SIZE", "")
     is_last = rank.isdigit() and size.isdigit() and int(rank) == int(size) - 1

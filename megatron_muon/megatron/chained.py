@@ -212,7 +212,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `sharded_state_dict`; an OffloadError if momentum cannot be written."""
+        """Load the result of `sharded_state_dict`; an OffloadError if a write fails."""
         for member in self._members:
             self._load_member(member, state_dict["state"], state_dict["param_to_group_meta"])
         self._look_for_failures()

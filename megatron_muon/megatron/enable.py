@@ -52,7 +52,7 @@ def enable(**settings: Any) -> None:
 
 
 def _has_megatrons_muon() -> bool:
-    """Whether megatron-core's own Muon has shards of Megatron-FSDP, which it trains wrong."""
+    """True if megatron-core's own Muon has shards of Megatron-FSDP, which it trains wrong."""
     from megatron.core.optimizer import emerging_optimizers
 
     muon = getattr(emerging_optimizers, "TensorParallelMuon", ())  # absent without its package

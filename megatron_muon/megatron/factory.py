@@ -241,7 +241,7 @@ def wrap(
     model_chunks: Sequence[Any],
     pg_collection: ProcessGroupCollection,
 ) -> MegatronOptimizer:
-    """megatron-core's DistributedOptimizer around a Muon: norms, clipping, loss scale and checkpoints."""
+    """megatron-core's DistributedOptimizer of a Muon: norms, clipping, loss scale, checkpoints."""
     wrapped = DistributedOptimizer(
         inner,
         config,
@@ -286,7 +286,7 @@ def _grad_stats_group(
     """The group over which gradient norms and zero counts add up.
 
     Shards add up over all ranks of the optimizer instance, or of all instances if these share them
-    too. Under no_shard only model-parallel ranks add: for experts these include the ranks with other
+    too. Under no_shard only model-parallel ranks add; for experts these include ranks with other
     experts.
     """
     group: dist.ProcessGroup | None

@@ -141,7 +141,7 @@ def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
 
 
 def _has_group() -> bool:
-    """Whether a process group exists; torch may not be imported yet."""
+    """True if a process group exists; torch may not be imported yet."""
     return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
@@ -160,7 +160,7 @@ def _help() -> None:
 
 
 def _has_trained() -> bool:
-    """Whether a run took its first step, or had none left; Megatron ends with status 0 anyway."""
+    """True if a run took its first step, or had none left; Megatron ends with status 0 anyway."""
     from megatron.training import get_args
 
     args = get_args()
@@ -172,7 +172,7 @@ def _has_trained() -> bool:
 
 
 def _ended_by_signal() -> bool:
-    """Whether a signal reached a rank of a run with --exit-signal-handler."""
+    """True if a signal reached a rank of a run with --exit-signal-handler."""
     from megatron.training import get_args
     from megatron.training.global_vars import get_signal_handler
 

@@ -3,10 +3,11 @@
 Saving an fsdp_dtensor checkpoint runs collectives key by key, so ranks whose keys differ wait for
 each other for ever.
 
-With `--muon-offload-state all` each shard is cut into slices, of which a slot of staging memory holds at least one. A
-slice is one record with a row for its main weights and one for each slot: exp_avg, exp_avg_sq. A
-step borrows as many slices as a slot holds, has megatron-core's optimizer itself step them as
-parameters, and returns them. The arithmetic is elementwise, so it is the same to the last bit.
+With `--muon-offload-state all` each shard is cut into slices, of which a slot of staging memory
+holds at least one. A slice is one record with a row for its main weights and one for each slot:
+exp_avg, exp_avg_sq. A step borrows as many slices as a slot holds, has megatron-core's optimizer
+itself step them as parameters, and returns them. The arithmetic is elementwise, so it is the same
+to the last bit.
 """
 
 from __future__ import annotations

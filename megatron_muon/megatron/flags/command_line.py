@@ -130,7 +130,7 @@ def missing_defaults(
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware; else they take 800 times as long."""
+    """True if this CPU multiplies bf16 matrices in hardware; else they take 800 times as long."""
     import torch
 
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

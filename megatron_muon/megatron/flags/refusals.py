@@ -370,7 +370,7 @@ def _offload(run: CheckedRun) -> Rules:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
+    """True if Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -381,10 +381,10 @@ def logits_flag(model: Any) -> str | None:
     return "--log-max-attention-logit" if model.log_max_attention_logit else None
 
 
-asked = logits_flag
+asked = logits_flag  # the former name
 
 
 def needs_whole_updates(settings: Any) -> bool:
-    """Whether parsed flags or a config select NorMuon, for which no teams are formed."""
+    """True if parsed flags or a config select NorMuon, for which no teams are formed."""
     is_adaptive = settings.optimizer == "adaptive_muon"
     return bool(is_adaptive and settings.adaptive_muon_moment2_method == "normuon")

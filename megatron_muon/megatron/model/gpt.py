@@ -121,7 +121,7 @@ class _Linear(torch.nn.Linear):
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
-    """The next micro-batch: read by the first tensor-parallel rank, cut over context parallelism."""
+    """The next micro-batch, read by the first tensor-parallel rank, cut by context parallelism."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
@@ -153,7 +153,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and both for the log; loss and mask are `(batch, sequence)`."""
+    """Summed loss, number of tokens, and both to log; loss and mask are `(batch, sequence)`."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     if get_args().check_for_nan_in_loss_and_grad:

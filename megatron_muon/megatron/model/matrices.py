@@ -129,7 +129,7 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
 
 
 def _outside(name: str, parameter: Any, module: Any) -> str:
-    """Why a 2D weight is not a matrix inside the network, by its module, mark and name; or empty."""
+    """Why a 2D weight is not a matrix inside the network, by module, mark and name; or empty."""
     role = role_of(module)
     if role != EMBEDDING and getattr(parameter, "is_embedding_or_output_parameter", False):
         role = OUTPUT
@@ -155,7 +155,7 @@ def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon takes this tagged parameter, a 2D weight or a stack of experts."""
+    """True if Muon takes this tagged parameter, a 2D weight or a stack of experts."""
     # megatron-core's mark
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
@@ -227,11 +227,11 @@ class Fused:
         return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
 
     def fits(self, rows: int) -> bool:
-        """Whether rows are a whole number of repetitions."""
+        """True if rows are a whole number of repetitions."""
         return rows % self.unit == 0
 
     def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
-        """The blocks of a whole matrix of `rows` rows, one tensor-parallel rank's after another's."""
+        """The blocks of a matrix of `rows` rows, one tensor-parallel rank's after another's."""
         if self.gated and settings.muon_split_gated_mlp:
             half = self.interleave or rows // (2 * tensor_parallel)
             return RowSplit(groups=rows // (2 * half), parts=(half, half))
@@ -355,5 +355,5 @@ def matrix_group(
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory. Collective over all ranks of the run."""
+    """A group of the same ranks for tensors in host memory. Collective over all ranks."""
     return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")

@@ -153,7 +153,7 @@ def install(
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:
-    """Use the compiled dataset helper of megatron-core's wheel; 0.19 runs `make` without Makefile."""
+    """Use the wheel's compiled dataset helper; 0.19 runs `make`, without a Makefile."""
 
     @patches.around(dataset_utils, "compile_helpers")
     def compile_helpers(build: Callable[[], None]) -> None:
