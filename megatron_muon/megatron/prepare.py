@@ -23,11 +23,12 @@ from pathlib import Path
 from megatron_muon.errors import UserError, quiet_imports, unforeseen
 from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import corpus
-from megatron_muon.megatron.flags import arguments, config_file
-from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.gpu import settle_device
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.flags.command_line import MODEL_FLAGS, Parser
 from megatron_muon.megatron.places import EVENTS, SAVE, settle_places
 from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")
@@ -137,7 +138,7 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
     args = arguments.parse(opened.parser, full)
     is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
     if is_quickstart and writes:
-        stdlib = corpus.Settings(stdlib=corpus.STDLIB)
+        stdlib = corpus.CorpusSettings(stdlib=corpus.STDLIB)
         corpus.prepare([], QUICKSTART_DATA, stdlib, overwrite=True)
     arguments.check_settings(
         args,

@@ -27,9 +27,9 @@ from megatron_muon.checkpoint import folders
 from megatron_muon.core.ranks import is_first_rank, say
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.gpu import bf16_tflops
 from megatron_muon.megatron.provenance import origin
-from megatron_muon.megatron.state import report_state
+from megatron_muon.megatron.run_device import bf16_tflops
+from megatron_muon.megatron.state_report import report_state
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra, quiet_imports, settling
-from megatron_muon.megatron.flags import config_file, names
+from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.flags import flag_names as names
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
 from megatron_muon.megatron.places import (
     CHECKPOINTS,
@@ -190,7 +191,7 @@ def answer() -> None:
 def settle(request: Request) -> Resolved:
     """Resolves a run in this process: sets the environment, installs the CPU backend."""
     from megatron_muon.megatron import prepare
-    from megatron_muon.megatron.flags.arguments import BY_PACKAGES
+    from megatron_muon.megatron.flags.command_line import BY_PACKAGES
 
     with quiet_imports():
         import torch
