@@ -281,7 +281,7 @@ def test_no_command_is_overlooked_and_no_entry_left_over() -> None:
     "text",
     [
         "megatron-muon plan --config configs/quickstart.yaml --world-sise 2",
-        "megatron-muon train --config configs/quickstart.yaml --set no_such_flag=1 --dry-run",
+        "megatron-muon train --config configs/quickstart.yaml --no-such-flag 1 --dry-run",
         (
             "torchrun --nproc-per-node 2 pretrain_gpt.py --config configs/quickstart.yaml"
             " --muon-exchnage owner"

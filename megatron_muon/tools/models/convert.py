@@ -128,7 +128,7 @@ def import_model(args: argparse.Namespace) -> None:
             tokenizer.save_pretrained(out / _TOKENIZER)
         head = (
             f"# {folder.name}, imported. Add data, learning rates and batch sizes, here or by"
-            " --set.\n"
+            " flags.\n"
         )
         (out / _EXPERIMENT).write_text(
             head + yaml.safe_dump({"MODEL_ARGS": flags}, sort_keys=False), "utf-8"
