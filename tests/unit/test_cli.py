@@ -77,7 +77,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
             ["train", "--config", "a.yaml", "--nporc", "2"],
             "unknown flag --nporc; did you mean --nproc\\?",
         ),
-        (["compare", "a", "--pgn", "b.png"], "unknown flag --pgn; did you mean --png\\?"),
+        (["compare", "a", "--basline", "b"], "unknown flag --basline; did you mean --baseline\\?"),
     ],
 )
 def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
