@@ -26,7 +26,8 @@ def test_a_sweep_trains_what_is_missing_and_ends_with_a_table(tmp_path: Path) ->
     env = {"PATH": path, "CONFIG": "tiny.yaml", "OUT": "s", "RATES": "muon:0.01 muon:1e20"}
     line = ["bash", str(cli.ROOT / "examples/lr_sweep.sh"), "--no-save"]
 
-    first = cli.run(line, tmp_path, seconds=2 * cli.SECONDS, env={**env, "SEEDS": "1"}).checked()
+    env["SEEDS"] = "1"
+    first = cli.run(line, tmp_path, seconds=2 * cli.SECONDS, env=env).checked()
     assert "validation loss  steps" not in first.output, "one run is nothing to compare"
     summary = tmp_path / "s/muon-0.01-1/summary.json"
     before = summary.read_bytes()
