@@ -98,7 +98,7 @@ def settling(what: str) -> Iterator[None]:
 
 
 class ExitStatus(enum.IntEnum):
-    """Exit statuses of the commands and of a training, as docs/experiments.md lists them."""
+    """Exit statuses of the commands and of a training, as docs/troubleshooting.md lists them."""
 
     OK = 0
     FAILURE = 1

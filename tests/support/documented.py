@@ -36,7 +36,6 @@ ELSEWHERE = {
     ),
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
-    r"python -m benchmarks\.mixture": "functional/test_examples.py",
     r"megatron-muon doctor --gpu": "unit/test_gpu_checks.py",
     r"torchrun --nproc-per-node 8 -m megatron_muon\.tools\.doctor\.gpu": (
         "functional/test_doctor_gpu.py"
