@@ -35,7 +35,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source")
     names = "setup.py pyproject.toml MANIFEST.in README.md LICENSE configs scripts megatron_muon"
-    subprocess.run(["cp", "-r", *(cli.ROOT / name for name in names.split()), source], check=True)
+    paths = [cli.ROOT / name for name in names.split()]
+    subprocess.run(["cp", "-r", *paths, source], check=True)
     venv.create(folder, with_pip=False, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = folder / "lib" / version / "site-packages"

@@ -49,7 +49,8 @@ def measure(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         rate = max(group["lr"] for group in trainer.optimizer.param_groups)
         trainer.step()
         after, momentum = trainer.whole(), trainer.whole_state("momentum_buffer")
-        assert all(torch.equal(value, after[name]) for name, value in plain.whole().items()), label
+        for name, value in plain.whole().items():
+            assert torch.equal(value, after[name]), label
         updates = torch.cat(
             [((before[name] - after[name]) / rate).reshape(-1) for name in momentum]
         )
@@ -93,14 +94,15 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
     everyone = init_device_mesh("cpu", (world_size,))
     alone = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("ep", "dp"))["dp"]
     cut: Any = Replicate() if how == "replicas" else Shard(0)
-    placed = (
-        {"weight": (everyone, [cut]), "experts.w": (alone, [Shard(0)])} if world_size > 1 else {}
-    )
+    placed = {}
+    if world_size > 1:
+        placed = {"weight": (everyone, [cut]), "experts.w": (alone, [Shard(0)])}
     if how == "shared":
         placed.pop("weight", None)
     generator = torch.Generator().manual_seed(0)
     parameters, gradients = {}, {}
-    for name, shape in {"weight": (8, 2), "apart": (10, 6), "experts.w": (12, 5, 3)}.items():
+    shapes = {"weight": (8, 2), "apart": (10, 6), "experts.w": (12, 5, 3)}
+    for name, shape in shapes.items():
         weight, gradient = torch.randn(2, *shape, generator=generator).unbind()
         if name == "experts.w":
             weight, gradient = (tensor.chunk(world_size)[rank] for tensor in (weight, gradient))

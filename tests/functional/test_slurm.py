@@ -97,7 +97,7 @@ class Job:
         deadline = time.monotonic() + seconds
         while not condition(self):
             late = time.monotonic() > deadline
-            assert not late, f"{self.shown}\n{self.log()}\n{self.log(0)[-5000:]}"
+            assert not late, "\n".join((str(self.shown), self.log(), self.log(0)[-5000:]))
             time.sleep(0.2)
 
     def ended(self) -> str:
@@ -150,7 +150,8 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     tasks = ("--array=0-1", "--partition=urgent", "--time=4", SCRIPTS / "sweep.sbatch")
     for_ever = ("--train-iters", "100000", "--lr-decay-iters", "100000")
     array = cluster.submit(here / "array", *tasks, "--config", config, *for_ever)
-    limited, failing = (Job(cluster, f"{array.number}_{task}", array.folder) for task in (0, 1))
+    limited = Job(cluster, f"{array.number}_0", array.folder)
+    failing = Job(cluster, f"{array.number}_1", array.folder)
 
     # from there on SIGTERM leads to a checkpoint
     preempted.until(lambda job: "setting random seeds" in job.log(0))

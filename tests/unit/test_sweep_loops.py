@@ -29,9 +29,10 @@ def sweep(tmp_path):
     (tmp_path / "megatron-muon").write_text(STAND_IN)
     (tmp_path / "megatron-muon").chmod(0o755)
     (tmp_path / "text.bin").touch()
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OUT": str(tmp_path)}
 
-    def run(script: str, *arguments: str, **given: str) -> tuple[int, list[str], list[str]]:
+    def run(script, *arguments, **given):
         (tmp_path / "calls").write_text("")
         line = ["bash", ROOT / "examples" / script, *arguments]
         places = {**env, "CORPUS": str(tmp_path / "text"), **given}
