@@ -1,7 +1,7 @@
-"""Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them.
+"""Provenance of figures and runs: machine, package versions, commit. Imports none of the packages.
 
-Here too: what of it is private, and the guard of the supported megatron-core, which answers before
-anything heavy is imported.
+It also removes private names from reports, and checks the version of megatron-core before anything
+heavy is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PACKAGES = (
 
 
 def check_versions(megatron_core: str | None = None) -> None:
-    """Check that the installed megatron-core, or the one given, is supported; a UserError says what to install."""
+    """Raise a UserError for an unsupported megatron-core, the installed one by default."""
     try:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def check_versions(megatron_core: str | None = None) -> None:
 
 
 def provenance(program: str) -> dict[str, Any]:
-    """Where figures come from: `origin`, `command` (`program` with this process's arguments), `time`."""
+    """`origin`, `command` (`program` with the arguments of this process) and `time`."""
     command = f"{program} {shlex.join(sys.argv[1:])}"
     return {**origin(), "command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
@@ -72,32 +72,23 @@ def origin() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    folder = _ROOT if (_ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
-    describe = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=10",
-        "--exclude",
-        "*",
-    ]
-    commit = None
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        commit = (
-            subprocess.run(
-                describe, capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
-            or None
-        )
+    commit = _commit()
     return {
         "machine": machine,
         "versions": versions(),
         "commit": commit and commit.removesuffix("-dirty"),
         "dirty": commit and commit.endswith("-dirty"),
     }
+
+
+def _commit() -> str | None:
+    folder = _ROOT if (_ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    command += ["--abbrev=10", "--exclude", "*"]  # no tags
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return found.stdout.strip() or None
+    return None
 
 
 def private_names() -> set[str]:
@@ -110,7 +101,7 @@ def private_names() -> set[str]:
 
 
 def public(value: Any, names: Collection[str]) -> Any:
-    """A value with its texts, keys of dicts excepted, without `names` of hosts and users, addresses and folders.
+    """A value without `names` of hosts and users, addresses and folders; keys of dicts stay.
 
     Modules are named from their package on.
     """
@@ -121,7 +112,8 @@ def public(value: Any, names: Collection[str]) -> Any:
     if not isinstance(value, str | Path):
         return value
     text = str(value)
-    for folder in sorted((*sysconfig.get_paths().values(), str(_ROOT)), key=len, reverse=True):
+    folders = [*sysconfig.get_paths().values(), str(_ROOT)]
+    for folder in sorted(folders, key=len, reverse=True):
         text = text.replace(f"{folder}/", "")
     text = re.sub(r"(?<![\w.)/])/(?:[^\s'\"/:]+/)+(?=[^\s'\"/:])", ".../", text)
     text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
@@ -141,16 +133,15 @@ def versions() -> dict[str, str]:
 
 def cores() -> int:
     """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(
-            r"^model name\s*:\s*(.+)$",
-            Path("/proc/cpuinfo").read_text("utf-8", "replace"),
-            re.MULTILINE,
-        )
+        text = Path("/proc/cpuinfo").read_text("utf-8", "replace")
+        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()

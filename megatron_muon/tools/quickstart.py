@@ -1,4 +1,4 @@
-"""`megatron-muon quickstart`: from an empty folder to a trained GPT, by commands to type as well."""
+"""`megatron-muon quickstart`: from an empty folder to a trained GPT, by documented commands."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
-Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks: in the
-current folder, without a GPU, and without a download. Two free CPU cores take about three minutes; the first line
-after the tenth step says how long this machine needs:
+Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on
+two ranks, in the current folder, without a GPU or a download. Two free CPU cores take about three
+minutes; the lines of the steps say how long this machine needs:
 
   1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
   2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
   3. megatron-muon summary runs/quickstart
-  4. megatron-muon generate --checkpoint runs/quickstart --untrained: its text, before and after training
+  4. megatron-muon generate --checkpoint runs/quickstart --untrained: text before and after
 
-If runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is overwritten.
---train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both save, and show the text.
+If runs/quickstart holds a run, the next one goes to runs/quickstart-2: none is overwritten.
+--train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both
+save, and show the text.
 """
 
 EXAMPLES = """\

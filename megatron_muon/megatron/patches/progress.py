@@ -1,4 +1,4 @@
-"""Reports of a run: metrics for TensorBoard and Weights & Biases, and the events of `megatron.TOLD`.
+"""Reports of a run: metrics for TensorBoard and Weights & Biases, and events (`megatron.TOLD`).
 
 The last rank writes all metrics, under the same names for both. Facts of the run that tools need go
 to `facts.json`, next to TensorBoard's files.
@@ -47,7 +47,7 @@ _STAGES = {
 
 
 class Clock(NamedTuple):
-    """Seconds at an iteration: wall time, and by Megatron's timers in steps and in the optimizer."""
+    """Seconds at an iteration: wall time, and Megatron's timers of steps and optimizer."""
 
     iteration: int
     wall: float
@@ -121,7 +121,7 @@ class Progress:
         return self._optimizer
 
     def step(self, call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
-        """Wraps `train_step`: reports a loss or gradient that is not finite before all ranks end."""
+        """Wraps `train_step`: reports a step that is not finite before all ranks end."""
         result = call(*args, iteration=iteration, **kwargs)
         if result[3]:
             tell("diverged", step=iteration + 1)
@@ -277,7 +277,7 @@ class Progress:
 
 
 def save(call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-    """Wraps `save_checkpoint_and_time`, which a loss that is not finite calls without --save, too."""
+    """Wraps `save_checkpoint_and_time`, which Megatron may call without --save (bad loss)."""
     folder = get_args().save
     if folder is None and not kwargs.get("non_persistent_ckpt"):
         say(f"megatron-muon: iteration {iteration} is not saved: there is no --save")

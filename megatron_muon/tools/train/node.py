@@ -1,4 +1,4 @@
-"""Runs the ranks of one machine: torchrun, but with the workers' exit status, and SIGTERM forwarded.
+"""Runs the ranks of one machine: torchrun with the workers' exit status and SIGTERM forwarded.
 
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
@@ -208,7 +208,7 @@ def _say(text: str) -> None:
 
 
 def _say_ended_by_sigterm() -> None:
-    """Prints the line for which pretrain.sbatch searches the logs: another node's status may win."""
+    """Prints the line that pretrain.sbatch looks for: another node's status may win."""
     start = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
     _say(f"start {start} ended by SIGTERM")
 

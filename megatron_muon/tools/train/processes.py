@@ -55,7 +55,7 @@ def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 def environment(
     ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None
 ) -> dict[str, str]:
-    """The environment of `ranks` processes on this machine: cores shared evenly, gloo on loopback.
+    """The environment of `ranks` local processes: cores shared evenly, gloo on loopback.
 
     `settings` are ENV_VARS of an experiment file; the environment wins over them. `port` is the
     rendezvous of processes that are not started by torchrun.
@@ -120,7 +120,7 @@ def watch(
     keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
 ) -> Ended:
-    """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and no process outlives the call.
+    """Runs a command to its end; signals end it, and no process outlives the call.
 
     Args:
         log: receives stdout and stderr; `append` keeps its contents.

@@ -60,7 +60,7 @@ def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
 
 
 def name_of(config: Path) -> str:
-    """A run's name: that of its file, or of the folder of one of Megatron-LM's model_config.yaml."""
+    """A run's name: that of its file, or the folder of a model_config.yaml."""
     if config.stem in ("model_config", "config"):
         return config.resolve().parent.name
     return config.stem

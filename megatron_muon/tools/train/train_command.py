@@ -20,21 +20,23 @@ if TYPE_CHECKING:
     from megatron_muon.tools.train.resolve import Request
 
 DESCRIPTION = """\
-Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load unchanged):
-launches torchrun with pretrain_gpt.py, shows a line for each log interval, and writes config.yaml, run.json,
-train.log (all output of the ranks), tensorboard/ and summary.json to the run's folder.
+Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load
+unchanged): launches torchrun with pretrain_gpt.py, shows a line for each log interval, and writes
+config.yaml, run.json, train.log (all output of the ranks), tensorboard/ and summary.json to the
+run's folder.
 """
 
 EXAMPLES = """\
 examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
-  megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
+  megatron-muon train --config configs/quickstart.yaml --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --resume --out runs/first
 
 exit status:
   that of the run: 0 finished, 1 failed, 2 a user's mistake, 16 the loss is not a number (Megatron),
-  75 stopped by SIGTERM after a checkpoint (continue with --resume), 130 Ctrl-C, 143 SIGTERM without a checkpoint
+  75 stopped by SIGTERM after a checkpoint (continue with --resume), 130 Ctrl-C,
+  143 SIGTERM without a checkpoint
 """
 
 
