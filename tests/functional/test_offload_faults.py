@@ -22,6 +22,7 @@ import torch
 from megatron_muon.checkpoint import folders
 from tests.functional.test_checkpoints import differences, saved
 from tests.support import cli
+from tests.support.case import Case
 from tests.support.killable import Killable, wait_for_iteration
 from tests.support.pool import Pool
 from tests.support.training import Trainings, train
