@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.flags.names import did_you_mean, nearest
+from megatron_muon.megatron.flags.flag_names import did_you_mean, nearest
 
 
 def positive(text: str) -> int:
@@ -41,8 +41,7 @@ def write_json(file: Path | None, content: Any) -> None:
 class CommandParser(argparse.ArgumentParser):
     """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
-    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of
-    `--seeds`.
+    Nothing may be abbreviated: `train --no 5` is a mistake, not the first letters of `--no-save`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,12 +85,12 @@ class CommandParser(argparse.ArgumentParser):
 
 def _megatrons() -> frozenset[str]:
     """All flags of pretrain_gpt.py."""
-    from megatron_muon.megatron.flags import names
+    from megatron_muon.megatron.flags import flag_names as names
     from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
     if not (known := names.kept()):
         with quiet_imports():
-            from megatron_muon.megatron.flags.arguments import build_parser
+            from megatron_muon.megatron.flags.command_line import build_parser
 
             known = frozenset(build_parser()._option_string_actions)
     return known | {UNSET_FLAG}

@@ -306,7 +306,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     momentum_flag = ("--muon-momentum", "0.8")
     again = cli.words("--load muon --save allowed --muon-allow-missing-state")
     run = training(*muon, *flags, *momentum_flag, *again).checked()
-    assert "the checkpoint's momentum 0.9 goes on, not --muon-momentum 0.8" in warnings(run)[1]
+    assert "using the checkpoint's momentum 0.9; ignoring --muon-momentum 0.8" in warnings(run)[1]
     assert "1 entries of optimizer state start at zero, because it lacks them" in warnings(run)[0]
     assert differences(saved(training, "allowed"), found) == []  # it was zero before, too
 

@@ -25,7 +25,8 @@ Clock = dict[str, int]
 
 
 def later(one: Clock, other: Clock) -> Clock:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one.keys() | other.keys()}
+    names = one.keys() | other.keys()
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in names}
 
 
 @dataclass

@@ -32,7 +32,7 @@ from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.dcp import load_entry
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.patching import Patches
 from megatron_muon.tools.doctor import command as doctor
 

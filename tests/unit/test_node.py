@@ -165,8 +165,8 @@ def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(monkeypatch, of_ra
 def test_sigterm_ends_a_node_that_is_still_importing(tmp_path):
     """An import passed over the exception that was to end it, and the run went on training."""
     (tmp_path / "made").mkdir()
-    code = "from megatron_muon.tools.train import node\nnode._made = 'made'\n"
-    code += "try: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
+    code = "from megatron_muon.tools.train import node\nnode._own_status_folder = 'made'\n"
+    code += "try: node._forward(15, None)\nexcept SystemExit: print('lost')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

@@ -70,7 +70,12 @@ class Trial:
         layout = Layout(
             2,
             tuple(
-                row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)
+                row_sharded(
+                    f"w{i}",
+                    s,
+                    [s[0] - s[0] // 2, s[0] // 2],
+                )
+                for i, s in enumerate(SHAPES)
             ),
         )
         plan = make_plan(

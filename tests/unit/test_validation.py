@@ -16,7 +16,7 @@ from megatron_muon import cpu
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import prepare
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),

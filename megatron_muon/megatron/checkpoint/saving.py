@@ -39,7 +39,7 @@ from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.state import initialize_scalar_state
+from megatron_muon.megatron.scalar_state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
 
 

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.gpu import no_transformer_engine, unusable_gpu
+from megatron_muon.megatron.run_device import no_transformer_engine, unusable_gpu
 from megatron_muon.tools.doctor import gpu
 from megatron_muon.tools.parser import positive, write_json
 
@@ -161,7 +161,7 @@ def _device(gpus: int) -> Finding:
             WRONG,
             f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu",
         )
-    from megatron_muon.megatron.flags.arguments import cpu_has_bf16
+    from megatron_muon.megatron.flags.command_line import cpu_has_bf16
 
     bf16 = "" if cpu_has_bf16() else "; it has no bf16 arithmetic, so Newton-Schulz runs in fp32"
     return Finding("device", NOTE, f"no GPU: training runs on the CPU, over gloo{bf16}")
