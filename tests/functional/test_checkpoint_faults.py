@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.support import cli
@@ -91,7 +92,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
         if until(lambda: lock.exists() and lock.stat().st_size):  # signed
             with pytest.raises(UserError, match="a training saves its checkpoints to "):
-                folders.lock_of(here / "ck").refuse_if_held()
+                locked(here / "ck").__enter__()
             refused.append(True)
         if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
@@ -119,7 +120,7 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     second start.
     """
     here = training.folder
-    with folders.lock_of(here / "ck").held():
+    with locked(here / "ck"):
         refused = training(ranks=1)
     assert refused.returncode == 2, refused.tail
     taken = (
