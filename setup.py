@@ -66,6 +66,7 @@ setup(
     install_requires=[
         "torch>=2.11",
         "emerging-optimizers>=0.3",
+        "filelock>=3.30",  # which has fallback_to_soft
         "msgspec>=0.19",
         "numpy>=1.26",
         "packaging>=24.2",

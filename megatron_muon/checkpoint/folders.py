@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -37,15 +36,6 @@ _INDEX = ".metadata"
 _REPLACED = ".replaced"
 _ITERATION = re.compile(r"iter_(\d{7,})$")
 _READ_BYTES = 1 << 22
-
-SECONDS_FOR_A_DEAD_MACHINE = 120.0
-"""How long a file server may keep the lock of a dead machine; SLURM restarts its run elsewhere."""
-
-
-def lock_of(save_dir: Path) -> Lock:
-    """The lock of a --save directory. The first rank holds it: ranks may outlive their launcher."""
-    taken = f"a training saves its checkpoints to {save_dir}"
-    return Lock(save_dir / ".training.lock", taken, "give another --save DIR")
 
 
 def iteration_folder(save_dir: Path, iteration: int | str) -> Path:
@@ -226,15 +216,6 @@ def share(sums: Mapping[str, int], rank: int, ranks: int) -> list[str]:
 def _in_order(names: Iterable[str]) -> list[str]:
     """Sorted, with `__2_0.distcp` before `__10_0.distcp`."""
     return sorted(names, key=lambda name: (len(name), name))
-
-
-def delete_all(save_dir: Path) -> None:
-    """Delete the checkpoints in `save_dir` and nothing else; then the folder if it is empty."""
-    (save_dir / TRACKER).unlink(missing_ok=True)
-    for folder in (*save_dir.glob("iter_*"), save_dir / "release"):
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # it does not exist, or holds something else
-        save_dir.rmdir()
 
 
 def begin(folder: Path) -> Path:

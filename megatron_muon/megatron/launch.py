@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import shipped
-from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint.locks import locked
 from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.errors import (
     ExitStatus,
@@ -103,8 +103,7 @@ def _start(argv: Sequence[str]) -> None:
             for note in filter(None, notes):
                 print(f"megatron-muon: {note}", flush=True)
             if launch.args.save is not None:  # keeps a second training away, on behalf of all ranks
-                lock = folders.lock_of(Path(launch.args.save))
-                held.enter_context(lock.held(wait_s=folders.SECONDS_FOR_A_DEAD_MACHINE))
+                held.enter_context(locked(Path(launch.args.save)))
         _train()
 
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from megatron_muon.checkpoint import folders
+from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.support import cli
@@ -31,12 +32,11 @@ from tests.support.wide import wide_but
 FLAGS = (
     *(
         *cli.MUON,
-        "--data-parallel-sharding-strategy",
-        "optim_grads_params",
-        "--muon-fp32-matmul-prec",
-        "highest",
+        *cli.words(
+            "--data-parallel-sharding-strategy optim_grads_params --muon-fp32-matmul-prec highest"
+        ),
     ),
-    *("--global-batch-size", "4", "--train-iters", "6", "--save", "ck", "--save-interval", "2"),
+    *cli.words("--global-batch-size 4 --train-iters 6 --save ck --save-interval 2"),
 )
 LARGE = ("--ffn-hidden-size", "8192")
 """Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is smaller."""
@@ -92,7 +92,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
         if until(lambda: lock.exists() and lock.stat().st_size):  # signed
             with pytest.raises(UserError, match="a training saves its checkpoints to "):
-                folders.lock_of(here / "ck").refuse_if_held()
+                locked(here / "ck").__enter__()
             refused.append(True)
         if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
@@ -120,7 +120,7 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     second start.
     """
     here = training.folder
-    with folders.lock_of(here / "ck").held():
+    with locked(here / "ck"):
         refused = training(ranks=1)
     assert refused.returncode == 2, refused.tail
     taken = (
@@ -179,14 +179,10 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
         "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4"
         in run.output
     )
-    assert (
-        training("--load", "ck", "--no-verify-checkpoint", "--save", "ck2").checked().iterations
-        == []
-    )
-    assert (
-        training("--load", "ck", "--ckpt-step", "4", "--save", "ck3").checked().iterations[0].number
-        == 5
-    )
+    unverified = training(*cli.words("--load ck --no-verify-checkpoint --save ck2"))
+    assert unverified.checked().iterations == []
+    earlier = training(*cli.words("--load ck --ckpt-step 4 --save ck3"))
+    assert earlier.checked().iterations[0].number == 5
     shard.write_bytes(damaged[:-1])
     (here / "ck" / folders.TRACKER).write_text("")
     run = training("--load", "ck")
@@ -205,7 +201,7 @@ def test_a_disk_that_vanishes(training: Trainings) -> None:
             (here / "disk").rename(here / "unmounted")
 
     with watching(unmount):
-        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000")
+        run = cli.torchrun(here, *training.flags, *cli.words("--save away --train-iters 100000"))
     assert run.returncode == 1
     (error,) = [
         line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")

@@ -33,14 +33,9 @@ ETP1 = ("--expert-tensor-parallel-size", "1")
 EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
 EXPERTS = (
     *SWIGLU,
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--moe-router-load-balancing-type",
-    "none",
+    *cli.words("--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"),
 )
-ALL_STATE = ("--muon-offload", "cpu", "--muon-offload-state", "all")
+ALL_STATE = cli.words("--muon-offload cpu --muon-offload-state all")
 MODELS = {
     "dense": SWIGLU,
     "experts": EXPERTS,
@@ -50,7 +45,7 @@ MODELS = {
     "experts, cautious": (*EXPERTS, *cli.CAUTIOUS),
     "all state": (*SWIGLU, *ALL_STATE),
     "experts, all state": (*EXPERTS, *ALL_STATE),
-    "clipped": (*SWIGLU, "--add-qkv-bias", "--qk-clip", "--qk-clip-threshold", "0.05"),
+    "clipped": (*SWIGLU, *cli.words("--add-qkv-bias --qk-clip --qk-clip-threshold 0.05")),
 }
 LAYOUTS = [
     ("dense", "TP 2 x DP 2", "optim", TP),

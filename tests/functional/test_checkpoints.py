@@ -20,25 +20,20 @@ from tests.support.pool import Pool
 from tests.support.training import Trainings, train
 from tests.support.wide import wide_but
 
-SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
+SWIGLU = cli.words("--swiglu --normalization RMSNorm --disable-bias-linear")
 EXPERTS = (
     *SWIGLU,
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--expert-model-parallel-size",
-    "2",
+    *cli.words("--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
 )
 ADAM = ("--optimizer", "adam", "--use-megatron-fsdp")
-DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+DROPOUT = cli.words("--attention-dropout 0.1 --hidden-dropout 0.1")
 EXACT = ("--muon-fp32-matmul-prec", "highest")
-OF_THE_RUN = ("args",)
-"""Entries that tell how the checkpoint was written; which groups are expert-parallel is left out too."""
+OF_THE_RUN = ("args", ".is_expert_parallel")
+"""Ends of entries that tell how the checkpoint was written."""
 
-DIVISIBLE = ("--hidden-size", "44", "--ffn-hidden-size", "104", "--num-attention-heads", "4")
+DIVISIBLE = cli.words("--hidden-size 44 --ffn-hidden-size 104 --num-attention-heads 4")
 TENSOR_PARALLEL = (
-    *("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise"),
+    *cli.words("--tensor-model-parallel-size 2 --muon-tp-mode blockwise"),
     *("--make-vocab-size-divisible-by", "2"),  # 260 ids, as four on one rank
 )
 
@@ -53,7 +48,7 @@ FULL = (*cli.MUON, *EXACT, *strategy("optim_grads_params"))
 @pytest.fixture
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     """Six steps of twelve sequences, which 1, 2, 3 and 4 ranks can share, saved every two."""
-    steps = ("--train-iters", "6", "--save-interval", "2")
+    steps = cli.words("--train-iters 6 --save-interval 2")
     return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *steps), batch=12)
 
 
@@ -62,21 +57,14 @@ def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
     folder = folders.iteration_folder(training.folder / name, iteration)
     assert folders.problems(folder) == []
     entries = content.read_entries(folder)
-    names = [
-        entry
-        for entry in entries
-        if entry not in OF_THE_RUN and not entry.endswith(".is_expert_parallel")
-    ]
-    return {
-        **content.read(folder, names),
-        "consumed": arguments(training, name, iteration).consumed_train_samples,
-    }
+    names = [entry for entry in entries if not entry.endswith(OF_THE_RUN)]
+    consumed = arguments(training, name, iteration).consumed_train_samples
+    return {**content.read(folder, names), "consumed": consumed}
 
 
 def arguments(training: Trainings, name: str, iteration: int = 6) -> Any:
-    return content.read(folders.iteration_folder(training.folder / name, iteration), ["args"])[
-        "args"
-    ]
+    folder = folders.iteration_folder(training.folder / name, iteration)
+    return content.read(folder, ["args"])["args"]
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -143,7 +131,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
     training(*flags, "--save", "whole").checked()
     assert folders.iterations(training.folder / "whole") == [2, 4, 6]
     assert folders.latest(training.folder / "whole") == 6
-    run = training(*flags, "--load", "whole", "--ckpt-step", "2", "--save", "resumed").checked()
+    run = training(*flags, *cli.words("--load whole --ckpt-step 2 --save resumed")).checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4, 5, 6]
     assert warnings(run) == []
     expected = saved(training, "whole")
@@ -165,8 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
         name for name in expected if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))
     ]
     assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in state)
-    steps = {float(value) for name, value in expected.items() if name.endswith(".step")}
-    assert steps == ({6.0} if "step" in scalar else set())
+    assert steps_of(expected) == ({6.0} if "step" in scalar else set())
     assert expected["consumed"] == 6 * 12
     # the comparison can fail
     assert set(state) <= set(differences(saved(training, "whole", 4), expected))
@@ -221,17 +208,11 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings, chain: str) 
         assert warnings(run) == [], number
         assert run.iterations == []
         found = saved(training, str(number))
-        second = {
-            entry: found.pop(entry) for entry in list(found) if entry.startswith("rng_state.(0, 1)")
-        }
-        # whose ranks share their random numbers
+        second = [entry for entry in found if entry.startswith("rng_state.(0, 1)")]
         assert bool(second) == ("--tensor-model-parallel-size" in of_layout)
-        assert (
-            differences(
-                {entry.replace("(0, 1)", "(0, 0)"): v for entry, v in second.items()} | found, found
-            )
-            == []
-        )
+        for entry in second:  # tensor-parallel ranks share their random numbers
+            of_first = entry.replace("(0, 1)", "(0, 0)")
+            assert differences({"": found.pop(entry)}, {"": found[of_first]}) == []
         assert differences(found, expected) == [], number
         assert arguments(training, str(number)).world_size == ranks
         before = str(number)
@@ -254,6 +235,15 @@ def remove_entries(folder: Path, *parts: str) -> int:
     return len(gone)
 
 
+def rates_of(entries: dict[str, Any]) -> set[float]:
+    names = [name for name in entries if "linear_proj" in name and name.endswith(".max_lr")]
+    return {entries[name] for name in names}
+
+
+def steps_of(entries: dict[str, Any]) -> set[float]:
+    return {float(value) for name, value in entries.items() if name.endswith(".step")}
+
+
 @pytest.mark.wide
 def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training: Trainings) -> None:
     """Adam's checkpoint into Muon and Muon's into Adam: weights and what both keep are loaded, the
@@ -266,7 +256,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     training(*adam, *flags, "--save", "adam", ranks=3).checked()
     expected = saved(training, "adam")
 
-    run = training(*muon, *flags, "--load", "adam", "--save", "muon").checked()
+    run = training(*muon, *flags, *cli.words("--load adam --save muon")).checked()
     (warning,) = warnings(run)
     assert (
         "15 entries of optimizer state start at zero, because another optimizer or layout wrote"
@@ -277,55 +267,35 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     momentum = {name for name in found if name.endswith("momentum_buffer")}
     assert len(momentum) == 15
     assert not any(found[name].any() for name in momentum)
-    both = [
-        name
-        for name in found.keys() & expected.keys()
-        if not name.startswith("optimizer.param_to_group_meta.")
-    ]
+    settings = "optimizer.param_to_group_meta."
+    both = [name for name in found if name in expected and not name.startswith(settings)]
     assert sum(name.startswith("model.") for name in both) == len(content.weight_names(found))
     assert any(name.endswith("exp_avg") for name in both)
     assert [name for name in differences(found, expected) if name in both] == []
-    rates = {
-        value for name, value in found.items() if "linear_proj" in name and name.endswith(".max_lr")
-    }
-    assert rates == {0.003}  # Muon's own, not what Adam had for these matrices
+    assert rates_of(found) == {0.003}  # Muon's own, not Adam's for these matrices
 
-    run = training(*adam, *flags, "--load", "muon", "--save", "back", ranks=3).checked()
+    run = training(*adam, *flags, *cli.words("--load muon --save back"), ranks=3).checked()
     (warning,) = warnings(run)
     assert "45 entries of optimizer state start at zero" in warning
     again = saved(training, "back")
-    fresh = {
-        name.removesuffix("momentum_buffer") + slot
-        for name in momentum
-        for slot in ("exp_avg", "exp_avg_sq")
-    }
-    assert not any(again[name].any() for name in fresh)
-    assert {float(again[name.removesuffix("momentum_buffer") + "step"]) for name in momentum} == {
-        0.0
-    }
+    for parameter in (name.removesuffix("momentum_buffer") for name in momentum):
+        fresh = [again[parameter + slot] for slot in ("exp_avg", "exp_avg_sq", "step")]
+        assert not any(value.any() for value in fresh)
     assert [name for name in differences(again, expected) if name.startswith("model.")] == []
 
-    run = training(*muon, *flags, "--load", "muon", "--muon-lr", "0.004")
+    run = training(*muon, *flags, *cli.words("--load muon --muon-lr 0.004"))
     assert run.returncode == 2
     assert "max_lr 0.003 for decoder." in run.output
     assert (
         "this run 0.004 (--lr, --min-lr, --muon-lr, --muon-min-lr); use"
         " --override-opt-param-scheduler" in run.output
     )
-    override = (
-        "--load",
-        "muon",
-        "--muon-lr",
-        "0.004",
-        "--override-opt-param-scheduler",
-        "--save",
-        "overridden",
+    override = cli.words(
+        "--load muon --muon-lr 0.004 --override-opt-param-scheduler --save overridden"
     )
     training(*muon, *flags, *override).checked()
     overridden = saved(training, "overridden")
-    assert {
-        v for name, v in overridden.items() if "linear_proj" in name and name.endswith(".max_lr")
-    } == {0.004}
+    assert rates_of(overridden) == {0.004}
 
     broken = folders.iteration_folder(training.folder / "muon", 6)
     assert remove_entries(broken, "momentum_buffer", "layers.1.", "fc2") == 1
@@ -334,7 +304,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     assert "lacks 1 entries of optimizer state: " in run.output
     assert "--muon-allow-missing-state" in run.output
     momentum_flag = ("--muon-momentum", "0.8")
-    again = ("--load", "muon", "--save", "allowed", "--muon-allow-missing-state")
+    again = cli.words("--load muon --save allowed --muon-allow-missing-state")
     run = training(*muon, *flags, *momentum_flag, *again).checked()
     assert "using the checkpoint's momentum 0.9; ignoring --muon-momentum 0.8" in warnings(run)[1]
     assert "1 entries of optimizer state start at zero, because it lacks them" in warnings(run)[0]
@@ -366,13 +336,8 @@ def test_weights_are_loaded_in_another_precision_and_without_state(training: Tra
         ).checked()
         assert warnings(run) == []
         assert run.losses[0] == pytest.approx(whole[one].losses[2], rel=5e-3)  # bf16 rounds to 4e-3
-        steps = {
-            float(v)
-            for name, v in saved(training, f"{one}-{other}").items()
-            if name.endswith(".step")
-        }
-        assert steps == {6.0}
-    run = training(*runs["bf16"], "--load", "bf16", "--ckpt-step", "2", "--no-load-optim").checked()
+        assert steps_of(saved(training, f"{one}-{other}")) == {6.0}
+    run = training(*runs["bf16"], *cli.words("--load bf16 --ckpt-step 2 --no-load-optim")).checked()
     assert run.losses[0] == pytest.approx(whole["bf16"].losses[2], abs=1e-5)
 
 
@@ -400,15 +365,12 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
 
     flags = (*ADAM, *strategy("optim_grads_params"), *SWIGLU)
     whole = training(*flags, "--save", "torch").checked()
-    run = fused(*flags, "--load", "torch", "--ckpt-step", "2", "--save", "fused")
+    run = fused(*flags, *cli.words("--load torch --ckpt-step 2 --save fused"))
     assert warnings(run) == []
     assert run.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-4)
-    counts = {v for name, v in saved(training, "fused").items() if name.endswith(".step")}
-    assert counts == {6}
-    run = training(*flags, "--load", "fused", "--ckpt-step", "4", "--save", "back").checked()
+    assert steps_of(saved(training, "fused")) == {6.0}
+    run = training(*flags, *cli.words("--load fused --ckpt-step 4 --save back")).checked()
     assert warnings(run) == []
     # The second line of a start averages over its first step too.
     assert run.losses[-1] == pytest.approx(sum(whole.losses[4:]) / 2, rel=1e-4)
-    assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {
-        6.0
-    }
+    assert steps_of(saved(training, "back")) == {6.0}

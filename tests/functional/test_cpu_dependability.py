@@ -22,11 +22,9 @@ STEPS = 10
 ARGS = (
     *(*cli.MUON, *cli.TINY, "--data-parallel-sharding-strategy", "optim_grads_params"),
     *(
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--global-batch-size",
-        "8",
-        "--train-iters",
+        *cli.words(
+            "--overlap-grad-reduce --overlap-param-gather --global-batch-size 8 --train-iters"
+        ),
         str(STEPS),
     ),
 )

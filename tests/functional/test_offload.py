@@ -95,11 +95,10 @@ def bits_of(trainer: Any) -> dict[str, torch.Tensor]:
     """
     bits = {}
     for group in trainer._buffer.parameter_groups:
-        for item, original in (
-            enumerate(group.params) if group.model_weight_buffer is not None else ()
-        ):
-            shard = group.model_weight_buffer.get_item(item, only_shard=True)
-            bits[f"{trainer._buffer.param_to_name[original]}:model"] = shard.clone()
+        weights = group.model_weight_buffer
+        for item, original in enumerate(group.params if weights is not None else ()):
+            name = trainer._buffer.param_to_name[original]
+            bits[f"{name}:model"] = weights.get_item(item, only_shard=True).clone()
     with trainer.optimizer.main_weights_at_hand():
         bits |= {name: p._local_tensor.detach().clone() for name, p in trainer.parameters.items()}
     names = {parameter: name for name, parameter in trainer.parameters.items()}
@@ -124,9 +123,8 @@ def offloads(folder: Path, state: str = "momentum", **more: Any) -> list[dict[st
     folder.mkdir(exist_ok=True)
     cpu = {"muon_offload": "cpu", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_state": state}
     nvme = {**cpu, "muon_offload": "nvme", "muon_offload_dir": str(folder)}
-    return [
-        {**setting, **more} for setting in ({}, cpu, nvme, {**nvme, "muon_offload_fraction": 0.5})
-    ]
+    half = {**nvme, "muon_offload_fraction": 0.5}
+    return [{**setting, **more} for setting in ({}, cpu, nvme, half)]
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
@@ -197,27 +195,14 @@ def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(
 def training(ranks: Pool, tmp_path: Path) -> Trainings:
     """Four steps of twelve sequences, saved every two, with an evaluation in between."""
     corpus = cli.make_corpus(tmp_path)
-    steps = (
-        "--train-iters",
-        "4",
-        "--save-interval",
-        "2",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "1",
-    )
+    steps = cli.words("--train-iters 4 --save-interval 2 --eval-interval 3 --eval-iters 1")
     (tmp_path / "state").mkdir()
     return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps), batch=12)
 
 
 HOST = ("--muon-offload", "cpu")
 DISK = (
-    "--muon-offload",
-    "nvme",
-    "--muon-offload-dir",
-    "state",
-    "--muon-offload-buffer-mb",
+    *cli.words("--muon-offload nvme --muon-offload-dir state --muon-offload-buffer-mb"),
     str(BUFFER_MB),
 )
 FLAGS = {
@@ -251,7 +236,7 @@ def test_checkpoints_are_the_same_wherever_state_lives(
     if before == "momentum on nvme":  # which is staged through the memory of a GPU
         assert ("device 0.00 MB, host 0." in run.output) is not (every_way == "two_memories")
     resumed = training(
-        *bf16, *FLAGS[after], "--load", "before", "--ckpt-step", "2", "--save", "after"
+        *bf16, *FLAGS[after], *cli.words("--load before --ckpt-step 2 --save after")
     ).checked()
     assert [iteration.number for iteration in resumed.iterations] == [3, 4]
     assert resumed.validation_losses == run.validation_losses
@@ -267,7 +252,7 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings) -> No
     """bf16 keeps what it reads; the steps that rounding depends on go on from the checkpoint."""
     rounded = ("--muon-momentum-dtype", "bf16")
     training(*rounded, *DISK, "--save", "nvme").checked()
-    training(*rounded, "--load", "nvme", "--ckpt-step", "2", "--save", "none").checked()
+    training(*rounded, *cli.words("--load nvme --ckpt-step 2 --save none")).checked()
     expected = saved(training, "nvme", 4)
     assert differences(saved(training, "none", 4), expected) == []
     momentum = [value for name, value in expected.items() if name.endswith("momentum_buffer")]
@@ -288,11 +273,7 @@ def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after:
         flags = (
             "--bf16",
             *FLAGS[where],
-            "--load",
-            "two",
-            "--ckpt-step",
-            "2",
-            "--save",
+            *cli.words("--load two --ckpt-step 2 --save"),
             f"other {where}",
         )
         assert warnings(training(*flags, ranks=ranks_after).checked()) == []
@@ -307,18 +288,14 @@ def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> No
     """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint,
     none at all.
     """
-    training("--bf16", "--optimizer", "adam", "--save", "adam").checked()
+    training(*cli.words("--bf16 --optimizer adam --save adam")).checked()
     for flags in (("--no-load-optim",), ("--finetune",), ("--override-opt-param-scheduler",)):
         found = []
         for where in ("none", "all on nvme"):
             load = (
                 "--bf16",
                 *FLAGS[where],
-                "--load",
-                "adam",
-                "--ckpt-step",
-                "2",
-                "--save",
+                *cli.words("--load adam --ckpt-step 2 --save"),
                 f"{flags[0]} {where}",
             )
             training(*load, *flags).checked()

@@ -30,26 +30,18 @@ from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.timeout(300)
 
-NVME = (
-    "--muon-offload",
-    "nvme",
-    "--muon-offload-dir",
-    "momentum",
-    "--muon-offload-buffer-mb",
-    "0.04",
-)
+NVME = cli.words("--muon-offload nvme --muon-offload-dir momentum --muon-offload-buffer-mb 0.04")
 FLAGS = (
     *(
         *cli.MUON,
-        "--data-parallel-sharding-strategy",
-        "optim_grads_params",
-        "--muon-fp32-matmul-prec",
-        "highest",
+        *cli.words(
+            "--data-parallel-sharding-strategy optim_grads_params --muon-fp32-matmul-prec highest"
+        ),
     ),
-    *("--global-batch-size", "4", "--train-iters", "6", "--save-interval", "2", *NVME),
+    *(*cli.words("--global-batch-size 4 --train-iters 6 --save-interval 2"), *NVME),
     *("--num-workers", "0"),
 )
-LONG = ("--train-iters", "100000", "--num-workers", "1")
+LONG = cli.words("--train-iters 100000 --num-workers 1")
 """Until it is killed; with a forked process beside each rank, which lives on for some seconds."""
 FAULTY_STEP = 4
 KINDS = {
@@ -191,7 +183,7 @@ def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> 
     assert folders.latest(training.folder / "ck") == FAULTY_STEP
     assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
 
-    run = training(*KINDS[what], "--load", "ck", "--save", "resumed").checked()
+    run = training(*KINDS[what], *cli.words("--load ck --save resumed")).checked()
     assert [iteration.number for iteration in run.iterations] == [5, 6]
     assert differences(saved(training, "resumed"), saved(training, "whole")) == []
 
@@ -207,7 +199,7 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
     assert f"Bad file descriptor; {what} of " in error
     assert error.endswith(" is lost on this rank; start again from a checkpoint")
     assert folders.latest(training.folder / "ck") == 2
-    again = ("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler")
+    again = cli.words("--load ck --train-iters 4 --override-opt-param-scheduler")
     run = training(*KINDS[what], *again).checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4]
 

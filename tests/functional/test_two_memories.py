@@ -66,41 +66,20 @@ def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(
     metrics are measured.
     """
     size, of_layout = LAYOUTS[layout]
-    steps = (
-        "--train-iters",
-        "4",
-        "--save-interval",
-        "2",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "1",
-        "--bf16",
-    )
-    more = ("--muon-metrics-interval", "1", "--tensorboard-dir", "events")
+    steps = cli.words("--train-iters 4 --save-interval 2 --eval-interval 3 --eval-iters 1 --bf16")
+    more = cli.words("--muon-metrics-interval 1 --tensorboard-dir events")
     flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *steps, *more, *of_layout)
     training = Trainings(ranks, tmp_path, flags, batch=4)
     (tmp_path / "state").mkdir()
     disk = (
-        "--muon-offload",
-        "nvme",
-        "--muon-offload-dir",
-        "state",
-        "--muon-offload-buffer-mb",
+        *cli.words("--muon-offload nvme --muon-offload-dir state --muon-offload-buffer-mb"),
         str(BUFFER_MB),
     )
     with ranks.two_memories():
-        training(*disk, "--muon-offload-fraction", "0.5", "--save", "before", ranks=size).checked()
-        resumed = (
-            "--muon-offload",
-            "cpu",
-            "--load",
-            "before",
-            "--ckpt-step",
-            "2",
-            "--save",
-            "after",
-        )
+        training(
+            *disk, *cli.words("--muon-offload-fraction 0.5 --save before"), ranks=size
+        ).checked()
+        resumed = cli.words("--muon-offload cpu --load before --ckpt-step 2 --save after")
         assert warnings(training(*resumed, ranks=size).checked()) == []
     assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
     assert differences(saved(training, "before", 2), saved(training, "before", 4)), (

@@ -70,6 +70,11 @@ _FIELD = re.compile(r"(?<=[ |])([a-z][a-z ()-]*): *([-+.\w]+)(?= *\|)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: (\S+)")
 
 
+def words(text: str) -> tuple[str, ...]:
+    """The flags of a command line without spaces in them."""
+    return tuple(text.split())
+
+
 @dataclass(frozen=True)
 class Iteration:
     """One line of Megatron's training log."""
