@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.offload.files import MomentumFile, transfer_memory
+from megatron_muon.offload.disk import MomentumFile, transfer_memory
 from megatron_muon.offload.store import RecordStore
 
 _BLOCK = 8 * 2**20

@@ -206,7 +206,7 @@ def start() -> torch.device:
         cpu.keep_freed_memory()  # as a training does
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     parallel_state.initialize_model_parallel()
-    megatron_muon.mend_megatron_fsdp()
+    megatron_muon.patch_megatron_fsdp()
     return device
 
 

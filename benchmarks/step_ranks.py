@@ -31,7 +31,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError, end_alone
-from megatron_muon.megatron.gpu import refuse_unusable_gpu
+from megatron_muon.megatron.run_device import refuse_unusable_gpu
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.patching import Patches

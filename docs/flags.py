@@ -9,7 +9,7 @@ import argparse
 import re
 from pathlib import Path
 
-from megatron_muon.megatron.flags.arguments import add_muon_arguments, add_run_arguments
+from megatron_muon.megatron.flags.command_line import add_muon_arguments, add_run_arguments
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = "| flag | meaning | default |\n| --- | --- | --- |\n"

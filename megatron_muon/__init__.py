@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron_muon.fsdp.muon import Muon
     from megatron_muon.megatron.enable import enable
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
-    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
-    from megatron_muon.megatron.settings import MuonOptimizerConfig
+    from megatron_muon.megatron.muon_config import MuonOptimizerConfig
+    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp, patch_megatron_fsdp
     from megatron_muon.qk_clip import QKClip
 
 __all__ = [
@@ -37,15 +37,17 @@ __all__ = [
     "enable",
     "get_megatron_muon_optimizer",
     "mend_megatron_fsdp",
+    "patch_megatron_fsdp",
 ]
 
 _PLACES = {
     "Muon": "megatron_muon.fsdp.muon",
-    "MuonOptimizerConfig": "megatron_muon.megatron.settings",
+    "MuonOptimizerConfig": "megatron_muon.megatron.muon_config",
     "QKClip": "megatron_muon.qk_clip",
     "enable": "megatron_muon.megatron.enable",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
-    "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
+    "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",  # the former name
+    "patch_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",
 }
 
 

@@ -40,9 +40,9 @@ GROUPS = {
         "quickstart": Command(
             "quickstart", "train a small GPT in this folder, and show what it writes"
         ),
-        "train": Command("train.command", "train what an experiment file says"),
+        "train": Command("train.train_command", "train an experiment file"),
         "compare": Command("compare", "compare runs: a table, and a picture of their losses"),
-        "summary": Command("train.run_summary", "sum up a finished run"),
+        "summary": Command("train.run_summary", "show the figures of a run"),
     },
     "use what was trained": {
         "generate": Command("models.command", "write text with a checkpoint"),
@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(
                 checkpoint
             ).is_dir():
-                from megatron_muon.checkpoint import files
+                from megatron_muon.checkpoint import folders
 
-                files.find(Path(checkpoint))
+                folders.find(Path(checkpoint))
         for file in (getattr(args, "config", None), getattr(args, "hf", None)):
             if file is not None and (note := shipped.note(Path(file))):
                 _say(note)

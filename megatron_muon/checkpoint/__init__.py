@@ -1,1 +1,1 @@
-"""Checkpoints in Megatron's fsdp_dtensor format, without Megatron: which are complete, and what they hold."""
+"""Checkpoints in Megatron's fsdp_dtensor format, without Megatron: their folders and content."""

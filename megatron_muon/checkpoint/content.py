@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights, each parameter's optimizer state, and what of a run's state is missing in it.
+"""The content of a checkpoint: weights, optimizer state by parameter, and what a run would miss.
 
 Works on the index that torch's distributed checkpointing writes (`.metadata`). Names are those of
 the checkpoint: `optimizer.state.<parameter>.<slot>`, with the two halves of a SwiGLU projection as
@@ -38,19 +38,20 @@ def read_entries(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Those of the entries `names` that a checkpoint holds, all by default: whole tensors, and objects such as `args`.
+    """Read whole tensors, and objects such as `args`, in one process, whatever layout wrote them.
 
-    In one process, whatever layout wrote them.
+    Entries that are not in the checkpoint are left out; `names` are all by default.
     """
     entries = read_entries(folder)
-    state: dict[str, Any] = dict.fromkeys(
-        entries if names is None else filter(entries.__contains__, names)
-    )
-    for name in state:
-        if isinstance(entry := entries[name], TensorStorageMetadata):
+    state: dict[str, Any] = {}
+    for name in entries if names is None else names:
+        entry = entries.get(name)
+        if entry is not None:
+            state[name] = None
+        if isinstance(entry, TensorStorageMetadata):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
         except CheckpointException as failure:
@@ -74,27 +75,28 @@ def plain(name: str) -> str:
 
 
 def wrappers(parameters: Iterable[str]) -> str:
-    """The prefix that a model's wrappers put in front of names: there is one more in bf16 than in fp32."""
+    """The prefix of a model's wrappers in names: bf16 has one wrapper more than fp32."""
     first = next(iter(parameters), "")
     return first.removesuffix(plain(first))
 
 
 def whole_name(parameter: str, known: Container[str]) -> str:
     """The known parameter that `parameter` is, or is a half of."""
-    return parameter[:-2] if parameter.endswith(_HALVES) and parameter[:-2] in known else parameter
+    whole = parameter[:-2]
+    return whole if parameter.endswith(_HALVES) and whole in known else parameter
 
 
 def step_counts(folder: Path) -> dict[str, int]:
-    """Adam's count of steps of each parameter by its plain name, in whichever form a checkpoint holds it."""
+    """Adam's count of steps by a parameter's plain name, kept by parameter or by group."""
     entries = read_entries(folder)
     known = optimized(entries)
-    matches = [
-        re.fullmatch(rf"{section}(.*)\.{STEP}", name)
-        for section in (_META, _STATE)
-        for name in entries
-    ]
-    found = {match[0]: whole_name(match[1], known) for match in matches if match}
-    return {plain(found[name]): int(count) for name, count in read(folder, found).items()}
+    counts = {}
+    for section in (_META, _STATE):
+        names = [name for name in entries if re.fullmatch(rf"{section}.*\.{STEP}", name)]
+        for name, count in read(folder, names).items():
+            parameter = name.removeprefix(section).removesuffix(f".{STEP}")
+            counts[plain(whole_name(parameter, known))] = int(count)
+    return counts
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -120,10 +122,9 @@ def weight_names(entries: Iterable[str]) -> list[str]:
 
 
 def optimized(entries: Iterable[str]) -> set[str]:
-    """The parameters whose optimizer's settings a checkpoint holds; a SwiGLU projection is one of them."""
-    return {
-        name.removeprefix(_META).rsplit(".", 1)[0] for name in entries if name.startswith(_META)
-    }
+    """Parameters with optimizer settings in a checkpoint; a SwiGLU projection is one of them."""
+    settings = [name.removeprefix(_META) for name in entries if name.startswith(_META)]
+    return {name.rsplit(".", 1)[0] for name in settings}
 
 
 def optimizer_of(slots: frozenset[str]) -> str:
@@ -138,10 +139,11 @@ def optimizer_of(slots: frozenset[str]) -> str:
 def compare(
     wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]
 ) -> tuple[set[str], set[str]]:
-    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks, or has in another size.
+    """Optimizer state of `wanted`, slots by parameter, that a checkpoint cannot fill.
 
-    Names `<parameter>.<slot>`: what another optimizer kept when the checkpoint was written, and
-    what should be there. All slots of a parameter are named, because half a state is none.
+    Returns names `<parameter>.<slot>`: state that another optimizer kept when the checkpoint was
+    written, and state that should be there. Includes all slots of a parameter, because half a state
+    is useless.
     """
     replaced, absent = set[str](), set[str]()
     slots, known = optimizer_slots(entries), optimized(entries)
@@ -150,16 +152,17 @@ def compare(
         whole = whole_name(parameter, known)
         if STEP in state and setting(whole, STEP) in entries:
             held |= {STEP}
-        kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
-        # Lion's groups have none
-        damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries
-        if state.keys() <= held and kinds != ("adam", "lion"):
-            if not other_shapes(f"{_STATE}{parameter}.", state, entries):
-                continue
-            lost = replaced  # as by another kind of second moment
+        before, now = optimizer_of(held), optimizer_of(frozenset(state))
+        # Lion's groups have no eps
+        is_damaged_adam = before == "lion" and setting(whole, "eps") in entries and now == "adam"
+        names = {f"{parameter}.{slot}" for slot in state}
+        if state.keys() <= held and (before, now) != ("adam", "lion"):
+            if other_shapes(f"{_STATE}{parameter}.", state, entries):  # another second moment
+                replaced |= names
+        elif held and before != now and not is_damaged_adam:
+            replaced |= names
         else:
-            lost = replaced if held and kinds[0] != kinds[1] and not damaged else absent
-        lost.update(f"{parameter}.{slot}" for slot in state)
+            absent |= names
     return replaced, absent
 
 
@@ -172,29 +175,22 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
     found = set()
     for parameter, state in wanted.items():
         moment = state.get(MOMENT2)
-        if (
-            parameter.endswith("_w")
-            and moment is not None
-            and moment.shape != state[MOMENTUM].shape
-        ):
-            found |= {parameter, parameter[:-2] + "_v"} & wanted.keys()
-    return found
+        if not parameter.endswith("_w") or moment is None:
+            continue
+        if moment.shape != state[MOMENTUM].shape:
+            found |= {parameter, parameter[:-2] + "_v"}
+    return found & wanted.keys()
 
 
 def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
-    """Tensors of a run whose whole shape differs in a checkpoint, where `prefix` precedes names; a line each."""
+    """Tensors with another shape in a checkpoint, where `prefix` precedes names; a line each."""
     found = set()
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)
-        if (
-            isinstance(tensor, torch.Tensor)
-            and stored is not None
-            and tuple(stored) != tuple(tensor.shape)
-        ):
-            found.add(
-                f"{plain(name)} is {tuple(stored)} in the checkpoint and {tuple(tensor.shape)} in"
-                " this model"
-            )
+        if stored is None or not isinstance(tensor, torch.Tensor) or stored == tensor.shape:
+            continue
+        theirs = f"{plain(name)} is {tuple(stored)} in the checkpoint"
+        found.add(f"{theirs} and {tuple(tensor.shape)} in this model")
     return found
 
 
@@ -205,27 +201,20 @@ def without_fresh(
     *,
     keep: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """The part of an optimizer's state dict to ask a checkpoint for: without parameters that start afresh.
+    """The part of an optimizer's state dict to request from a checkpoint.
 
-    Settings of a parameter's group that the checkpoint does not hold, or that belong to another
-    optimizer, stay as the run has them; so does what is the layout's and not the training's, and
-    the settings named in `keep`.
+    Leaves out the parameters `fresh`, the settings `keep`, and settings that the checkpoint lacks
+    or that belong to the layout: they stay as the run has them.
     """
-    afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
+    afresh = {whole_name(name, optimizer["param_to_group_meta"]) for name in fresh}
     left_out = {"is_expert_parallel", *keep}
-
-    def held(name: str, value: Any) -> bool:  # lists and dicts are stored item by item
-        return name in entries or (
-            isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries)
-        )
-
-    metas = {
-        parameter: {
-            k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)
-        }
-        for parameter, meta in optimizer["param_to_group_meta"].items()
-        if parameter not in afresh
-    }
+    # lists and dicts are stored item by item
+    stored = set(entries) | {name.rpartition(".")[0] for name in entries}
+    metas = {}
+    for parameter, meta in optimizer["param_to_group_meta"].items():
+        if parameter not in afresh:
+            kept = [name for name in meta if setting(parameter, name) in stored]
+            metas[parameter] = {name: meta[name] for name in kept if name not in left_out}
     state = {name: slots for name, slots in optimizer["state"].items() if name not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
 
@@ -234,7 +223,6 @@ def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, 
     """An optimizer's state dict with its parameters under other wrappers."""
     changed = dict(optimizer)
     for part in ("state", "param_to_group_meta"):
-        changed[part] = {
-            after + name.removeprefix(before): value for name, value in optimizer[part].items()
-        }
+        parameters = optimizer[part].items()
+        changed[part] = {after + name.removeprefix(before): value for name, value in parameters}
     return changed

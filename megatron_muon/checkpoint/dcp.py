@@ -1,11 +1,11 @@
-"""What torch's distributed checkpointing reads and writes with here: no pickle runs what it names, each file is summed.
+"""Safe reading and checksummed writing through torch's distributed checkpointing.
 
 A pickle may call any function that Python can import. torch's distributed checkpointing reads
 tensors with weights-only semantics, but its index (`.metadata`) and the entries that are not
 tensors with the plain unpickler. Here an index may name the classes that torch's writer puts there,
 and an entry whatever `torch.load(weights_only=True)` accepts: plain values, tensors, and the
 classes that megatron-core registers for its checkpoints when it is imported. Anything else is
-refused, by name. Checksums are made on the way to the disk, so no file is read again.
+refused, by name. Checksums are computed on the way to the disk, so no file is read again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from megatron_muon.errors import UserError
 
 _DCP = "torch.distributed.checkpoint"
-_OF_AN_INDEX = {
+_INDEX_CLASSES = {
     "collections": "OrderedDict",
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",  # as Python 3.13 names it
@@ -44,7 +44,7 @@ _OF_AN_INDEX = {
     # megatron-core's torch_dist keeps its plans of a save there:
     f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
-"""What an index may name, by module."""
+"""Names that an index may use, by module."""
 
 _LOAD_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 
@@ -55,10 +55,9 @@ def _untrusted(where: str, names: list[str]) -> UserError:
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """The unpickler in Python: three times slower than the one in C, whose setting of state cannot be overridden.
+    """Unpickles an index; only its dataclasses get state, as classes belong to the whole process.
 
-    State is for the dataclasses that an index is made of. A class or a member of an enum is the
-    whole process's.
+    In Python, three times slower than in C, where setting state cannot be overridden.
     """
 
     stack: list[Any]
@@ -75,16 +74,16 @@ class _IndexUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if name in _OF_AN_INDEX.get(module, "").split() or is_dtype:
+        if name in _INDEX_CLASSES.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
         raise _untrusted(".metadata", [f"{module}.{name}"])
 
 
 def load_entry(name: str, stream: IO[bytes]) -> Any:
-    """The entry `name`, which is not a tensor, from what `torch.save` wrote.
+    """Load the entry `name`, which is not a tensor, as written by `torch.save`.
 
-    Raises UserError where it is damaged, or names functions or classes that are not allowed: none
-    of them is run.
+    Raises UserError if it is damaged or names functions or classes that are not allowed; none of
+    them is run.
     """
     try:
         return torch.load(stream, weights_only=True)
@@ -102,11 +101,11 @@ def load_entry(name: str, stream: IO[bytes]) -> Any:
 
 
 class _UnreadableError(BaseException):
-    """Not an Exception: torch 2.11's load would forget it, and say only that there is no index."""
+    """Not an Exception: torch 2.11's load would drop it and report only a missing index."""
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint's folder, which takes from an index what torch's writer puts there and no more."""
+    """torch's reader of a checkpoint's folder, with an index that names known classes only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the checkpoint, or of one rank's part of it; raises as `load_entry` does."""
@@ -118,7 +117,7 @@ class Reader(FileSystemReader):
             if not isinstance(metadata, Metadata):
                 raise UserError(f".metadata holds a {type(metadata).__name__} in place of an index")
         except FileNotFoundError:
-            raise  # a rank's own part may be there
+            raise  # a rank's own part may exist
         except Exception as error:
             self._unread = error
             raise
@@ -128,10 +127,10 @@ class Reader(FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's planner of a load, which runs nothing that an entry names."""
+    """torch's planner of a load, which runs no code of an entry."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Put an entry that is not a tensor in its place in the state dict."""
+        """Store an entry that is not a tensor in the state dict."""
         name = read_item.dest_index.fqn
         loaded = load_entry(name, value)
         if self.flatten_state_dict:
@@ -141,7 +140,7 @@ class Planner(DefaultLoadPlanner):
 
 
 class SummedFiles(FileSystem):
-    """The file system, with the CRC-32 in `sums` of each file that was written through it, by its name."""
+    """The file system; `sums` has the CRC-32 of each file written through it, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,20 +161,16 @@ class SummedFiles(FileSystem):
 
 
 class _SummedStream:
-    """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
+    """A stream for torch's writer, without seeking: a sum would miss bytes that are rewritten."""
 
     def __init__(self, stream: Any, beside: Executor) -> None:
         self.crc = 0
         self._write, self._beside = stream.write, beside
-        self.tell, self.flush, self.fileno, self.close = (
-            stream.tell,
-            stream.flush,
-            stream.fileno,
-            stream.close,
-        )
+        for name in ("tell", "flush", "fileno", "close"):
+            setattr(self, name, getattr(stream, name))
 
     def write(self, data: Any) -> int:
-        # neither holds the interpreter's lock
+        # beside the write: neither holds the interpreter's lock
         summing = self._beside.submit(zlib.crc32, data, self.crc)
         try:
             return int(self._write(data))

@@ -28,8 +28,8 @@ _active: Patches | None = None
 def install(*, force: bool = False) -> None:
     """Make the CPU stand in for a CUDA device. Installing twice is installing once.
 
-    A RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch
-    or megatron-core has changed in a way that this package does not know.
+    A RuntimeError, with nothing patched, if CUDA is available and `force` is not set, or if torch
+    or megatron-core has changed in an unknown way.
     """
     global _active
     if _active is not None:
@@ -68,16 +68,16 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether the CPU stands in for a CUDA device at the moment."""
+    """True while the CPU stands in for a CUDA device."""
     return _active is not None
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to serve blocks below 128 MiB from the heap, and to keep up to 256 MiB of it when it falls free.
+    """Let glibc serve blocks below 128 MiB from the heap, and keep up to 256 MiB of it when free.
 
     By default it gives such memory back, and every page is cleared anew: with four ranks on two
-    cores a tenth of a Muon step. False where that was left alone: no glibc, or the user has set it
-    in the environment.
+    cores a tenth of a Muon step. False, with nothing changed, without glibc or if the user has set
+    it in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or os.environ.keys() & _TUNABLES:

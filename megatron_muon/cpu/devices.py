@@ -1,4 +1,4 @@
-"""Answers for the CUDA device: `torch.cuda`, as far as megatron-core's training uses it, and tensors that ask for it.
+"""A stand-in for CUDA: `torch.cuda`, as far as megatron-core's training uses it, and devices.
 
 There is one device, index 0, and one stream, on which everything has already happened. The CUDA
 random generator *is* the CPU's default generator. Memory figures are those of this process:
@@ -31,26 +31,23 @@ from torch.utils import _device as device_context
 
 from megatron_muon.patching import Patches
 
-_LIKE = (
-    "normal",
-    *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
-)
-"""Functions of torch that create a tensor on the device named in `device=`, beside those that torch itself lists."""
+_KINDS = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")
+_LIKE = ("normal", *(f"{kind}_like" for kind in _KINDS))
+"""Functions with `device=` that create a tensor, besides those that torch itself lists."""
 
-_NEW = tuple(
-    f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
-)
-"""Methods of tensors that do."""
+_NEW_KINDS = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")
+_NEW = tuple(f"new_{kind}" for kind in _NEW_KINDS)
+"""Methods of tensors with `device=`."""
 
 
 def install(patches: Patches) -> None:
-    """Replace `torch.cuda`, and map CUDA devices to the CPU wherever a tensor, a module or a mesh is made or moved."""
+    """Replace `torch.cuda`, and map CUDA devices to the CPU for tensors, modules and meshes."""
     _answer_for_cuda(patches)
     _map_devices(patches)
 
 
 class _Event(torch.cpu.Event):
-    """A point in time. Work on the CPU is done when the call returns, so waiting for it is nothing."""
+    """A point in time. Work on the CPU is done when the call returns, so waiting is a no-op."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -102,16 +99,17 @@ def _peak_resident(device: Any = None) -> int:
 
 
 def _reset_peak(device: Any = None) -> None:
-    """Starts the peak anew; where the kernel does not allow it, the peak since the process began stays."""
+    """Reset the peak; if the kernel does not allow it, the peak since the start stays."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    """The entries of `torch.cuda.memory_stats` that Megatron logs, in bytes; the CPU's allocator counts no calls."""
+    """The entries of `torch.cuda.memory_stats` that Megatron logs, in bytes; no count of calls."""
     stats = {"allocation.all.current": 0, "allocation.all.peak": 0}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
-        stats |= {f"{kind}.all.current": _resident(), f"{kind}.all.peak": _peak_resident()}
+        stats[f"{kind}.all.current"] = _resident()
+        stats[f"{kind}.all.peak"] = _peak_resident()
     return stats
 
 
@@ -193,7 +191,7 @@ def _answer_for_cuda(patches: Patches) -> None:
 
 
 def _on_cpu(device: Any) -> Any:
-    """Map whatever names a CUDA device to the CPU; `meta` stays, where models are built before they have storage."""
+    """Map a CUDA device to the CPU; `meta` stays, as models are built there without storage."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
     is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
@@ -246,7 +244,7 @@ def _mapped(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if has_self:
-            args = (args[0], *map(_on_cpu, args[1:2]), *args[2:])
+            args = (*args[:1], *map(_on_cpu, args[1:2]), *args[2:])
         if keyword in kwargs:
             kwargs[keyword] = _on_cpu(kwargs[keyword])
         if kwargs.get("pin_memory"):
@@ -257,7 +255,7 @@ def _mapped(
 
 
 def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` without arguments speaks of CUDA; with an argument it converts, on the CPU.
+    """`Tensor.type()` reports CUDA; with an argument it converts, on the CPU.
 
     megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and
     the optimizers sort parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and

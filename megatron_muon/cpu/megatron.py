@@ -1,4 +1,4 @@
-"""What megatron-core itself needs in order to run on the CPU, beside devices: collectives that are safe on gloo first.
+"""Patches for megatron-core on the CPU, besides devices: above all, safe collectives on gloo.
 
 Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. With gloo a
 coalesced, asynchronous collective runs in a worker thread, which may still be writing when the
@@ -41,7 +41,7 @@ class PremulSum:
 
 
 class _View(types.ModuleType):
-    """A module with some of its attributes replaced; what is not given is the real thing."""
+    """A module with some of its attributes replaced."""
 
     def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
         super().__init__(f"{module.__name__} (blocking collectives)")
@@ -84,7 +84,7 @@ def _reduce_scatter_tensor(
 
 @contextlib.contextmanager
 def _plain_sum(op: Any, source: torch.Tensor, result: torch.Tensor, group: Any) -> Iterator[Any]:
-    """Yields a reduction that gloo knows, and does before and after it what that reduction leaves out."""
+    """Yields a reduction that gloo has, with scaling before or after it."""
     if isinstance(op, PremulSum):
         source.mul_(op.factor)  # in place: megatron-core's own unfused branch does the same
         yield dist.ReduceOp.SUM
@@ -97,19 +97,19 @@ def _plain_sum(op: Any, source: torch.Tensor, result: torch.Tensor, group: Any) 
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Done]:
-    """Stands in for `torch.distributed._coalescing_manager`: each collective runs where it is written."""
+    """Replaces `torch.distributed._coalescing_manager`: each collective runs at its call."""
     yield _Done()
 
 
 MEGATRON_FSDP = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
-"""The two places of one library: megatron-core's wheel, and a package of its own."""
+"""The two modules of one library: in megatron-core's wheel, and in a package of its own."""
 
 
 def install(patches: Patches) -> None:
-    """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker.
+    """Patch collectives, token counts of experts, norms, data loaders and the checkpoint worker.
 
-    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here
-    anyway (`devices`), so it is not decorated at all: torch's compiler takes more than a second to
+    Functions that megatron-core decorates with `torch.compile` while it is imported run uncompiled
+    here anyway (`devices`), so they are not decorated: torch's compiler takes more than a second to
     load.
     """
     patches.replace(torch, "compile", _leave_uncompiled)
@@ -141,7 +141,7 @@ def install(patches: Patches) -> None:
     patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
     generators = logging.getLogger(tensor_parallel_random.__name__)
-    patches.replace(generators, "filters", [*generators.filters, _is_of_two_generators])
+    patches.replace(generators, "filters", [*generators.filters, _is_worth_a_warning])
 
 
 def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
@@ -152,16 +152,16 @@ def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
 def _move_as_numpy(
     move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """The all-to-all dispatcher wants token counts as numbers, but converts only tensors that are on a GPU."""
+    """Convert token counts to numbers, as megatron-core does for tensors on a GPU alone."""
     result = move(tensor, as_numpy, record_stream)
     return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
 
 
 def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch's norms, the only ones without Apex and Transformer Engine, are refused with sequence parallelism.
+    """Allow torch's norms, which megatron-core refuses with sequence parallelism.
 
-    All they lack is the mark by which Megatron sums the gradients of their weights over
-    tensor-parallel ranks.
+    Without Apex and Transformer Engine there are no others. They lack only the mark by which
+    Megatron sums the gradients of their weights over tensor-parallel ranks.
     """
     alone = copy.copy(config)
     alone.sequence_parallel = False
@@ -171,17 +171,17 @@ def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> 
     return norm
 
 
-def _is_of_two_generators(record: logging.LogRecord) -> bool:
-    """Every matrix that is drawn would warn: the CPU's generator is what stands in for the GPU's."""
+def _is_worth_a_warning(record: logging.LogRecord) -> bool:
+    """False for a warning on every matrix drawn: the CPU's generator stands in for the GPU's."""
     return record.getMessage() != "CPU RNG state changed within GPU RNG context"
 
 
 def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
-    """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
+    """Keep the generator's state: an iterator draws a seed for its workers from it.
 
-    A resumed run makes its iterators after the generator's state was restored, so every dropout
-    after it would differ from the uninterrupted run's. Megatron asks for pinned memory, and torch
-    would warn that there is none.
+    Here dropout uses the same generator. A resumed run makes its iterators after restoring the
+    state, so every dropout after that would differ from the uninterrupted run's. Megatron requests
+    pinned memory, and torch would warn that there is none.
     """
     loader.pin_memory = False
     state = torch.get_rng_state()

@@ -1,6 +1,6 @@
-"""Muon in Megatron: flags, patches, the model, checkpoints, and the optimizer chain that the training loop drives.
+"""Muon in Megatron: flags, patches, the model, checkpoints, and the optimizer that the loop drives.
 
-Names that whoever starts trainings shares with them stand here, and how ranks report to it.
+This module has the names that launchers and ranks share, and how ranks report to a launcher.
 """
 
 from __future__ import annotations
@@ -12,57 +12,52 @@ from pathlib import Path
 from typing import Any
 
 STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
-"""Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
-(torchrun's own is 1 for any failure), `error`, a line that says why, or null, the `time` of that, and the traceback of
-what nobody expected (`trace`). For a rank that a signal ended, its parent writes `error` and `time`."""
+"""Environment variable: folder where each rank writes N.json as it ends, N being its local rank:
+its exit `status` (torchrun's own is 1 for any failure), `error`, one line or null, its `time`, and
+the `trace` of an unexpected error. For a rank ended by a signal its parent writes the file."""
 
 OWNS_PLACES = "MEGATRON_MUON_OWNS_PLACES"
-"""Environment variable: whoever starts the ranks has seen to it that they may write to their --save and
+"""Environment variable: the launcher has checked that the ranks may write to --save and
 --tensorboard-dir."""
 
 LOSS = "lm loss"
 """The training loss, as the model names it and Megatron logs it."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `machine`, `versions`, `commit` and `dirty` as in
-run.json; `parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`,
-its digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
-iteration at which Megatron ended the run for a number that is not finite."""
-
-WANDB_RUN = "wandb.json"
-"""In a run's folder: the `id` by which Weights & Biases knows it."""
+"""A training's facts for tools, in --tensorboard-dir: `machine`, `versions`, `commit` and `dirty`
+as in run.json; `parameters` of a model-parallel rank; with Muon `muon_parameters`,
+`scalar_parameters`, `plan`, its digest, `plans`, figures by kind of group, and `state_bytes` of all
+ranks, by kind; `diverged_at`, the iteration that Megatron ended for a non-finite number."""
 
 TOLD = "told.jsonl"
-"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, in a file that the launcher makes if
-it reads them, written by the last rank of each machine. Each has an `event` and facts of it, null or absent where they
-are not known:
+"""A training's events for its launcher: JSON lines in `STATUS_FOLDER`, in a file that the launcher
+creates if it reads them, written by the last rank of each machine. Each has an `event` and its
+facts, null or absent if unknown:
 
-- stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
-- step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
-  `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a rank and
-  `seconds_left`;
-- estimate: after a start's tenth step: `step`, `seconds_left`;
-- diverged: `step`, at which Megatron ends the run for a number that is not finite;
-- validation: `step`, `loss`, and `what` it is of, as "validation loss";
+- stage: `stage`, null during steps; `FIRST_STEP` when everything is built and data is ready;
+- step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of
+  the interval, `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `tokens_per_s`, `mfu`,
+  `optimizer_share`, `peak_bytes` of a rank and `seconds_left`;
+- diverged: `step`, at which Megatron ends the run for a non-finite number;
+- validation: `step`, `loss`, and its name in `what`, as "validation loss";
 - saved: `step`, `folder`, `seconds`; with --async-save files are still being written."""
 
 FIRST_STEP = "taking the first step"
 
 
 def tells() -> bool:
-    """Whether this rank reports, and a launcher reads it: the last of its machine, as the last of all has the loss."""
-    place, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    is_last = place.isdigit() and size.isdigit() and int(place) == int(size) - 1
-    return (
-        is_last and STATUS_FOLDER in os.environ and Path(os.environ[STATUS_FOLDER], TOLD).exists()
-    )
+    """True if a launcher reads this rank's events: the machine's last, as the last has the loss."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    is_last = rank.isdigit() and size.isdigit() and int(rank) == int(size) - 1
+    folder = os.environ.get(STATUS_FOLDER)
+    return is_last and folder is not None and Path(folder, TOLD).exists()
 
 
 def tell(event: str, **facts: Any) -> None:
-    """Report an event, on the rank that reports. A file that cannot be written is ignored: the training goes on."""
-    if tells():
-        with (
-            contextlib.suppress(OSError),
-            Path(os.environ[STATUS_FOLDER], TOLD).open("a", encoding="utf-8") as file,
-        ):
-            file.write(json.dumps({"event": event, **facts}) + "\n")
+    """Report an event, on the rank that reports; a file that cannot be written is ignored."""
+    if not tells():
+        return
+    path = Path(os.environ[STATUS_FOLDER], TOLD)
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"event": event, **facts}) + "\n")

@@ -1,4 +1,4 @@
-"""Builds the Muon of some parameter groups: which class, on which ranks, with which exchange and store.
+"""Builds the Muon of some parameter groups: its class, ranks, exchange and store.
 
 `factory` selects the groups and reports; this module constructs. Where every rank holds whole
 matrices (`no_shard`) the work is repeated, or shared with `--muon-share-replicated`; otherwise
@@ -28,7 +28,7 @@ from megatron_muon.fsdp.build import make_parts
 from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import iteration_of
 
@@ -45,7 +45,7 @@ def build_muon(
     weights: MainWeights | None,
     scratch: torch.Tensor | None,
 ) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, Matrix]]:
-    """The Muon of `groups`, dense parameters or, over their own ranks, experts; and their matrices. Collective.
+    """The Muon of `groups`, all dense or all experts, and their matrices. Collective.
 
     `offload`, `weights` and `scratch` are as for `make_muon`.
 
@@ -54,22 +54,19 @@ def build_muon(
     behind the second moment. So is MuonHyperball, which megatron-core does not have.
     """
     parameters = [parameter for member in groups for parameter in member["params"]]
-    # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks
-    # too.
+    # Matrices are whole on every rank, or whole over data-parallel, or also tensor-parallel ranks.
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
     matrices = {p: mp.matrix_of(names[p], p, config, over_tp=over_tp) for p in parameters}
-    own = (
-        config.muon_share_replicated or config.optimizer == "adaptive_muon" or config.muon_hyperball
-    )
-    if is_replicated and not own:
+    is_ours = config.optimizer == "adaptive_muon" or config.muon_hyperball
+    if is_replicated and not (config.muon_share_replicated or is_ours):
         return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     mine = None
     if is_replicated:
         ranks = group.size()
-        cut = (replace(each, shards=everywhere(each.shape, ranks)) for each in matrices.values())
-        layout = Layout(ranks, tuple(cut))
+        whole = [replace(m, shards=everywhere(m.shape, ranks)) for m in matrices.values()]
+        layout = Layout(ranks, tuple(whole))
     else:
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
@@ -113,8 +110,8 @@ def make_muon(
     """The Muon of parameters whose layout is known. Collective.
 
     `groups` are in the order of the layout. `weights` has the main weights, which `offload` keeps
-    too. `device` and `group`, of the same ranks, say where momentum and iteration compute, if
-    elsewhere than the weights; all else is as for `make_parts`.
+    too. `device` and `group`, of the same ranks, are for momentum and iteration, if they compute
+    elsewhere than the weights; the rest is as for `make_parts`.
     """
     adaptive = config.optimizer == "adaptive_muon"
     orthogonalizer = Orthogonalizer(
@@ -140,20 +137,25 @@ def make_muon(
     if weights is not None and offload is not None and store is not None:
         parameters = [parameter for member in groups for parameter in member["params"]]
         outside = weights.keep_beside(store, offload, parameters)
-    defaults = {
-        "lr": config.lr,
-        "momentum": config.muon_momentum,
-        "weight_decay": config.weight_decay,
-    }
     return ShardedMuon(
-        groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside
+        groups,
+        exchange,
+        rules,
+        defaults={
+            "lr": config.lr,
+            "momentum": config.muon_momentum,
+            "weight_decay": config.weight_decay,
+        },
+        names=names,
+        store=store,
+        weights=outside,
     )
 
 
 class ReplicatedMuon(TensorParallelMuon):
-    """megatron-core's TensorParallelMuon on the replicated DTensors of Megatron-FSDP's `no_shard`, to the last bit.
+    """megatron-core's TensorParallelMuon on `no_shard`'s replicated DTensors, to the last bit.
 
-    Every rank orthogonalises all matrices. One whose update is not finite keeps its weights.
+    Every rank orthogonalizes all matrices. One whose update is not finite keeps its weights.
     """
 
     def __init__(
@@ -165,8 +167,7 @@ class ReplicatedMuon(TensorParallelMuon):
         matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
         for parameter, matrix in matrices.items():
-            # TensorParallelMuon splits rows into repetitions of these, as many as there are; that
-            # is a RowSplit.
+            # TensorParallelMuon splits rows into repetitions of these parts, as a RowSplit does.
             parameter.qkv_split_shapes = list(matrix.split.parts)  # type: ignore[attr-defined]
         super().__init__(
             groups,
@@ -185,7 +186,8 @@ class ReplicatedMuon(TensorParallelMuon):
             pg_collection=pg_collection,
             tp_mode=config.muon_tp_mode,
         )
-        self._names, self._cautious = names, config.muon_cautious_weight_decay
+        self._names = names
+        self._cautious = config.muon_cautious_weight_decay
         self.probe: Probe = SILENT
         self._finite = torch.tensor(True)
         self._decay = 0.0
@@ -211,9 +213,9 @@ class ReplicatedMuon(TensorParallelMuon):
         """Decay the weights where the update is finite, and count where it is not."""
         rows = local_rows(p)
         if self._decay:
-            decays = (
-                self._finite & aligned(rows, local_rows(update)) if self._cautious else self._finite
-            )
+            decays = self._finite
+            if self._cautious:
+                decays = decays & aligned(rows, local_rows(update))
             rows.add_(torch.where(decays, rows, 0.0), alpha=self._decay)
         skipped = (~self._finite).int()
         self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
@@ -224,7 +226,7 @@ class ReplicatedMuon(TensorParallelMuon):
             self._init_group(group, skip_non_grad_params=False)
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is."""
+        """The scaled update of `grad`, `(rows, cols)` or a stack of experts, sharded like it."""
         with self.probe.phase("orthogonalize"):
             update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
         self.probe.updates([0], [update], self.replicas)
@@ -237,23 +239,17 @@ class ReplicatedMuon(TensorParallelMuon):
         """The scaled update, zero where it is not finite."""
         largest = largest_magnitude(rows)
         if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
-            tp_group = (
-                self.pg_collection.expt_tp
-                if getattr(p, "expert_tp", False)
-                else self.pg_collection.tp
-            )
-            if tp_group.size() > 1:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
+            is_expert = getattr(p, "expert_tp", False)
+            group = self.pg_collection.expt_tp if is_expert else self.pg_collection.tp
+            if group.size() > 1:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         update = super().orthogonalize(p, rows * unit_factor(largest), **kwargs)
         self._finite = update.sum().isfinite()
         return torch.where(self._finite, update, 0.0)
 
     def replicas(self, index: int) -> int:
-        """How many ranks hold these matrices alike."""
-        experts = any(
-            getattr(p, "expert_tp", False) for group in self.param_groups for p in group["params"]
-        )
-        group: dist.ProcessGroup = (
-            self.pg_collection.expt_dp if experts else self.pg_collection.dp_cp
-        )
-        return group.size()
+        """The number of ranks that hold these matrices."""
+        parameter = next(p for group in self.param_groups for p in group["params"])
+        is_expert = getattr(parameter, "expert_tp", False)
+        group = self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
+        return int(group.size())

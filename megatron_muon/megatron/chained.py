@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,22 @@ from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.builder import ReplicatedMuon
-from megatron_muon.megatron.main_weights import MainWeights, ScalarState
+from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.qk_clip import QKClip
+from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
 from megatron_muon.offload.store import RecordStore, worst_failure
 
 
 class MuonChainedOptimizer(ChainedOptimizer):
-    """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
+    """Muon and scalar optimizers of one model under Megatron-FSDP, as one optimizer for the loop.
 
     A step finishes the gradient reduction unless that is done, computes the norm over all
-    parameters, clips, skips where a gradient is not finite, steps every optimizer, clips queries
+    parameters, clips, skips a step with non-finite gradients, steps every optimizer, clips queries
     and keys, and installs the weights once.
 
-    Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; 0 as
-    `metrics_interval` measures no step. `weights` and `scalar_state` have main weights and scalar
-    state that are out of Megatron-FSDP's buffers.
+    Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; a
+    `metrics_interval` of 0 measures no step. `weights` and `scalar_state` have main weights and
+    scalar state outside Megatron-FSDP's buffers.
     """
 
     def __init__(
@@ -46,43 +47,47 @@ class MuonChainedOptimizer(ChainedOptimizer):
     ) -> None:
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
-        inner = {member: member.optimizer for member in self._members}
-        self._muons = {
-            m: one for m, one in inner.items() if isinstance(one, (ShardedMuon, ReplicatedMuon))
-        }
-        self._sharded = {m: one for m, one in inner.items() if isinstance(one, ShardedMuon)}
-        self._stored = {m: one for m, one in self._sharded.items() if one.store is not None}
+        self._muons: dict[MegatronOptimizer, ShardedMuon | ReplicatedMuon] = {}
+        self._stored: dict[MegatronOptimizer, ShardedMuon] = {}  # momentum outside their state
+        for member in self._members:
+            inner = member.optimizer
+            if isinstance(inner, (ShardedMuon, ReplicatedMuon)):
+                self._muons[member] = inner
+            if isinstance(inner, ShardedMuon) and inner.store is not None:
+                self._stored[member] = inner
         self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
-        self._weights, self._scalar_state = weights, scalar_state or {}
+        self._weights = weights
+        self._scalar_state = scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
         self._has_stepped = False
-        # noted once the step in which it happened is finished
+        # set once the step in which it happened is finished
         self.offload_failure: OffloadError | None = None
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
-        `updated` is False where a gradient was not finite: weights and momentum are as before.
-        Raises an OffloadError on every rank where one cannot read its state, before the model gets
-        new weights. What could not be written is raised in the next step: this one is finished on
-        every rank, so that a checkpoint can be saved.
+        `updated` is False where a gradient was not finite: weights and momentum are unchanged.
+        Raises an OffloadError on every rank if one cannot read its state, before the model gets new
+        weights. A failed write is raised in the next step: this one is finished on every rank, so
+        that a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
         for store in self.stores:
             store.verify()
         self._look_for_failures()
-        # by now a checkpoint is loaded
-        for muon in self._sharded.values() if not self._has_stepped else ():
-            muon.check_weights()
+        if not self._has_stepped:  # by now a checkpoint is loaded
+            for muon in self._muons.values():
+                if isinstance(muon, ShardedMuon):
+                    muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
-            # Megatron's training loop has finished the reduction (finalize_model_grads); a script
-            # of one's own may not have. Under `optim` without overlap Megatron-FSDP reduces in
-            # place, so a second time would be wrong.
+            # Megatron's training loop has finished the reduction (finalize_model_grads); a custom
+            # loop may not have. Under `optim` without overlap Megatron-FSDP reduces in place, so a
+            # second reduction would be wrong.
             if not chunk.module.is_param_fsdp_distributed:
                 with span("finish_grad_sync"):
                     chunk.finish_grad_sync()
@@ -105,7 +110,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step every optimizer, clip queries and keys, then install the weights once for all of them."""
+        """Step every optimizer, clip queries and keys, then install all weights once."""
         if self.qk_clip is not None:
             self.qk_clip.measure()
         norms = [self._grad_norm, *self.grad_norms_by_group.values()]
@@ -121,9 +126,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
                 with span("qk-clip"):
                     self.qk_clip.clip()
         with span("optimizer-copy-main-to-model-params"):
-            # else they are copied as they go back
-            for chunk in self.model_chunks if self._weights is None else ():
-                chunk.module.install_optimized_model_weights()
+            if self._weights is None:  # else each record is copied when it goes back
+                for chunk in self.model_chunks:
+                    chunk.module.install_optimized_model_weights()
         with span("params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
@@ -131,8 +136,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @contextlib.contextmanager
     def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
-        """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`."""
-        if self._weights is None:  # they are there anyway
+        """Access to main weights between steps; see `MainWeights.at_hand`."""
+        if self._weights is None:
             yield
             return
         with self._weights.at_hand(values=values, write=write):
@@ -141,31 +146,29 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @property
     def stores(self) -> list[RecordStore]:
-        """Whatever keeps state out of the optimizers."""
-        of_muons = [
-            store for muon in self._stored.values() if isinstance(store := muon.store, RecordStore)
-        ]
-        return [*of_muons, *(self._weights.stores if self._weights is not None else ())]
+        """The stores of momentum, main weights and scalar state."""
+        momentum = [muon.store for muon in self._stored.values()]
+        weights = [] if self._weights is None else self._weights.stores
+        return [store for store in (*momentum, *weights) if isinstance(store, RecordStore)]
 
     def skipped_updates(self) -> dict[str, int]:
-        """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
-        mine = {
-            name: count
-            for muon in self._muons.values()
-            for name, count in muon.skipped_updates().items()
-        }
-        everyone = of_all_ranks_if_any(mine)
-        return {
-            name: max(counts.get(name, 0) for counts in everyone)
-            for name in sorted(set().union(*everyone))
-        }
+        """Non-finite updates since the last call, by matrix. Collective; waits for the device."""
+        mine: dict[str, int] = {}
+        for muon in self._muons.values():
+            mine.update(muon.skipped_updates())
+        skipped: dict[str, int] = {}
+        for counts in of_all_ranks_if_any(mine):
+            for name, count in counts.items():
+                skipped[name] = max(count, skipped.get(name, 0))
+        return dict(sorted(skipped.items()))
 
     def _look_for_failures(self) -> None:
-        """Raise an OffloadError on every rank where one has lost state; note one that lost nothing, to end the run.
+        """Raise an OffloadError on every rank if one has lost state; keep one that lost nothing.
 
         Collective with files alone.
         """
-        if (failure := worst_failure(self.stores)) is not None:
+        failure = worst_failure(self.stores)
+        if failure is not None:
             nothing_is_lost, text = failure
             self.offload_failure = OffloadError(text)
             if not nothing_is_lost:
@@ -188,64 +191,64 @@ class MuonChainedOptimizer(ChainedOptimizer):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One state dict for all optimizers, keyed by parameter name, for megatron-core's fsdp_dtensor format."""
+        """One state dict of all optimizers, by parameter name, for the fsdp_dtensor format."""
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
         for member in self._members:
             part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
-            # Copies of the dicts: those of the optimizers would keep what is added to them below.
+            # Copies: the optimizers' own dicts would keep the additions below.
             merged["state"].update((name, dict(slots)) for name, slots in part["state"].items())
             merged["param_to_group_meta"].update(part["param_to_group_meta"])
-        for member, muon in self._stored.items():
-            for parameter, momentum in muon.momentum_state(empty=is_loading).items():
-                merged["state"].setdefault(member._param_name(parameter), {})[MOMENTUM] = momentum
-        for member, scalars in self._scalar_state.items():
-            for parameter, slots in scalars.state(empty=is_loading).items():
+            for parameter, slots in self._offloaded_state(member, empty=is_loading).items():
                 merged["state"].setdefault(member._param_name(parameter), {}).update(slots)
         self._look_for_failures()
         return merged
 
+    def _offloaded_state(self, member: MegatronOptimizer, *, empty: bool) -> SlotsOf:
+        if member in self._stored:
+            momentum = self._stored[member].momentum_state(empty=empty)
+            return {parameter: {MOMENTUM: value} for parameter, value in momentum.items()}
+        if member in self._scalar_state:
+            return self._scalar_state[member].state(empty=empty)
+        return {}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_state_dict` returned; an OffloadError where a rank could not write momentum."""
+        """Load the result of `sharded_state_dict`; an OffloadError if a write fails."""
         for member in self._members:
-            parameters = {
-                member._param_name(parameter): parameter for parameter in member.get_parameters()
-            }
-            settings = {
-                n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters
-            }
-            self._tell_of_other_momentum(member, settings)
-            state = {
-                name: dict(slots)
-                for name, slots in state_dict["state"].items()
-                if name in parameters
-            }
-            muon, scalars = self._stored.get(member), self._scalar_state.get(member)
-            apart = (
-                (MOMENTUM,) if muon is not None else scalars.slots if scalars is not None else ()
-            )
-            kept = {
-                parameters[name]: {slot: slots.pop(slot) for slot in apart}
-                for name, slots in state.items()
-            }
-            member.load_state_dict({"state": state, "param_to_group_meta": settings})
-            if muon is not None:
-                muon.load_momentum(
-                    {parameter: slots[MOMENTUM] for parameter, slots in kept.items()}
-                )
-            if scalars is not None:
-                scalars.load(kept)
+            self._load_member(member, state_dict["state"], state_dict["param_to_group_meta"])
         self._look_for_failures()
         if self.offload_failure is not None:
             raise self.offload_failure
 
+    def _load_member(
+        self, member: MegatronOptimizer, state: dict[str, Any], settings: dict[str, Any]
+    ) -> None:
+        parameters = {member._param_name(p): p for p in member.get_parameters()}
+        settings = {name: value for name, value in settings.items() if name in parameters}
+        self._warn_of_other_momentum(member, settings)
+        state = {name: dict(slots) for name, slots in state.items() if name in parameters}
+        muon, scalars = self._stored.get(member), self._scalar_state.get(member)
+        offloaded: Sequence[str] = ()
+        if muon is not None:
+            offloaded = (MOMENTUM,)
+        elif scalars is not None:
+            offloaded = scalars.slots
+        kept = {
+            parameters[name]: {slot: slots.pop(slot) for slot in offloaded}
+            for name, slots in state.items()
+        }
+        member.load_state_dict({"state": state, "param_to_group_meta": settings})
+        if muon is not None:
+            muon.load_momentum({parameter: slots[MOMENTUM] for parameter, slots in kept.items()})
+        if scalars is not None:
+            scalars.load(kept)
+
     @staticmethod
-    def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
-        """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
+    def _warn_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
+        """Warn if the checkpoint's momentum replaces the command line's, as Adam's betas do."""
         group = next(group for group in optimizer.optimizer.param_groups if group["params"])
         stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
         if stored is not None and stored != group["momentum"]:
-            going_on = (
-                f"the checkpoint's momentum {stored:g} goes on, not --muon-momentum"
-                f" {group['momentum']:g}"
+            say(
+                f"megatron-muon: warning: using the checkpoint's momentum {stored:g}; ignoring"
+                f" --muon-momentum {group['momentum']:g}; --no-load-optim starts afresh with it"
             )
-            say(f"megatron-muon: warning: {going_on}; --no-load-optim starts afresh with it")

@@ -1,4 +1,4 @@
-"""Picks the optimizers for a Megatron model under Megatron-FSDP: Muon for 2D weights, the scalar one for the rest.
+"""The optimizers of a model under Megatron-FSDP: Muon for matrices, a scalar one for the rest.
 
 `builder` makes the Muons.
 """
@@ -38,13 +38,14 @@ from megatron_muon.fsdp.build import offload_run
 from megatron_muon.fsdp.checks import compare_settings
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.flags.refusals import asked
-from megatron_muon.megatron.main_weights import MainWeights, ScalarState
+from megatron_muon.megatron.flags.refusals import logits_flag
+from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
-from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.qk_clip import QKClip
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
-from megatron_muon.megatron.state import initialize_scalar_state, report_state
+from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
+from megatron_muon.megatron.state_report import report_state
 from megatron_muon.settings import steps_for
 
 
@@ -54,7 +55,7 @@ def get_megatron_muon_optimizer(
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MuonChainedOptimizer:
-    """The optimizer for model chunks wrapped in Megatron-FSDP, which is mended (`mend_megatron_fsdp`).
+    """The optimizer for model chunks in Megatron-FSDP, which is patched (`patch_megatron_fsdp`).
 
     Args:
         config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this
@@ -80,13 +81,11 @@ def get_megatron_muon_optimizer(
     ddp_config = model_chunks[0].ddp_config
     scratch: torch.Tensor | None = None
     for is_expert in (False, True):
-        ours = [
-            group
-            for group in groups
-            if group["is_expert_parallel"] is is_expert and group["params"]
-        ]
+        ours = [g for g in groups if g["is_expert_parallel"] is is_expert and g["params"]]
+        muon_groups = [group for group in ours if "optimizer" not in group]
+        scalar_groups = [group for group in ours if "optimizer" in group]
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
-        if muon_groups := [group for group in ours if "optimizer" not in group]:
+        if muon_groups:
             muon, matrices = build_muon(
                 muon_groups,
                 settings,
@@ -104,14 +103,13 @@ def get_megatron_muon_optimizer(
             splits |= {p: matrix.split for p, matrix in matrices.items()}
             optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-        if scalar_groups := [group for group in ours if "optimizer" in group]:
-            optimizers.append(
-                _scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group)
-            )
+        if scalar_groups:
+            scalar = _scalar(settings, model_chunks, scalar_groups, pg_collection, stats_group)
+            optimizers.append(scalar)
             if weights is None or offload is None:
-                initialize_scalar_state(optimizers[-1])
+                initialize_scalar_state(scalar)
             else:
-                scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
+                scalar_state[scalar] = ScalarState(scalar, weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     facts = _report(muons, groups, names, splits, settings)
@@ -123,20 +121,22 @@ def get_megatron_muon_optimizer(
         weights=weights,
         scalar_state=scalar_state,
     )
-    if asked(model_chunks[0].config):
+    if logits_flag(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
     chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
     return chain
 
 
 def _checked(config: OptimizerConfig, model_chunks: Sequence[Any]) -> MuonOptimizerConfig:
-    """The config with this package's settings, all of which are supported and the same on all ranks. Collective."""
+    """The config with this package's settings, supported and alike on all ranks. Collective."""
     settings = with_settings(config)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
-        remedy = "wrap it first, or use megatron-core's own optimizer"
-        raise UserError(f"the model is not wrapped in Megatron-FSDP; {remedy}")
-    mend_megatron_fsdp()
+        raise UserError(
+            "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own"
+            " optimizer"
+        )
+    patch_megatron_fsdp()
     compare_settings(vars(settings), [], range(dist.get_world_size()))
     check_supported(settings, model_chunks)
     return settings
@@ -147,7 +147,7 @@ def _groups(
     model_chunks: Sequence[Any],
     config_overrides: dict[ParamKey, Any] | None,
 ) -> tuple[list[dict[str, Any]], dict[Any, str]]:
-    """megatron-core's parameter groups, those of Muon without `optimizer`, and a name for each parameter."""
+    """megatron-core's parameter groups, those of Muon without `optimizer`, and parameter names."""
     mp.restore_attributes(model_chunks)
     mp.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
@@ -162,17 +162,21 @@ def _report(
     splits: Mapping[torch.Tensor, RowSplit],
     config: MuonOptimizerConfig,
 ) -> dict[str, Any]:
-    """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
-    exchanges = {kind: muon.exchange for kind, muon in muons.items()}
-    plans = {
-        kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None
-    }
-    digest = "-".join(plan.digest() for plan in plans.values())
-    unmet = {
-        kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER
-    }
+    """Print the plan and the table of parameters; the same for facts.json.
+
+    Raises:
+        UserError: settings that no group of ranks can satisfy.
+    """
+    plans = {}
+    unmet = {}
+    for kind, muon in muons.items():
+        if muon.exchange.plan is not None:
+            plans[kind] = muon.exchange.plan
+        if muon.exchange.scheme == OWNER:
+            unmet[kind.rstrip("s")] = muon.exchange.unmet
     for note in refuse_unmet(unmet):
         say(f"megatron-muon: note: {note}")
+    digest = "-".join(plan.digest() for plan in plans.values())
     if digest:
         say(f"megatron-muon: plan {digest}")
     say(mp.parameter_table(groups, names, splits, full=config.muon_log_params))
@@ -187,48 +191,47 @@ def _report(
 def _by_width(
     config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float
 ) -> dict[ParamKey, Any]:
-    """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
+    """Apply MuP's overrides, of --use-mup, to the scalar optimizer's parameters alone.
 
-    megatron-core 0.19 goes by dimensions: it takes a stack of experts for Adam's and a matrix of
-    --muon-exclude for Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
+    megatron-core 0.19 decides by dimensions: it counts a stack of experts as Adam's and a matrix of
+    --muon-exclude as Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
-
-    def by_mup(key: ParamKey) -> bool:
-        return getattr(key.with_name_predicate, "name", "").startswith("mup_")
-
-    others = {key: value for key, value in given.items() if not by_mup(key)}
-    mup = (
-        get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
-        if len(others) < len(given)
-        else {}
-    )
+    others = {}
+    for key, value in given.items():
+        if not getattr(key.with_name_predicate, "name", "").startswith("mup_"):
+            others[key] = value
+    if len(others) == len(given):
+        return others
+    mup = get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
     for key, value in mup.items():
-        predicate = key.with_name_predicate
-        name, fn = (
-            predicate.name,
-            lambda p, name, fn=predicate.fn: not mp.is_muon_matrix(p) and fn(p, name),
-        )
-        others[ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=fn))] = value
+        of_scalar = _unless_muon(key.with_name_predicate)
+        others[ParamKey(with_name_predicate=of_scalar)] = value
     return others
+
+
+def _unless_muon(predicate: ParamWithNamePredicate) -> ParamWithNamePredicate:
+    def fn(parameter: torch.nn.Parameter, name: str) -> bool:
+        return not mp.is_muon_matrix(parameter) and predicate.fn(parameter, name)
+
+    return ParamWithNamePredicate(name=predicate.name, fn=fn)
 
 
 def _overrides(
     config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float
 ) -> dict[ParamKey, Any]:
-    """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
-    overrides = (
-        get_standard_config_overrides(config) if given is None else _by_width(config, given, width)
-    )
+    """Route non-matrices to the scalar optimizer; give matrices Muon's learning rates."""
+    overrides: dict[ParamKey, Any]
+    if given is None:
+        overrides = get_standard_config_overrides(config)
+    else:
+        overrides = _by_width(config, given, width)
     scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not mp.is_muon_matrix(p))
-    overrides = {
-        **overrides,
-        ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer},
-    }
+    overrides[ParamKey(predicate=scalar)] = {"optimizer": config.muon_scalar_optimizer}
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
-    if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
-        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = (
-            chosen
-        )
+    chosen = {name: rate for name, rate in rates.items() if rate is not None}
+    if chosen:
+        matrix = ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix)
+        overrides[ParamKey(predicate=matrix)] = chosen
     return overrides
 
 
@@ -238,7 +241,7 @@ def wrap(
     model_chunks: Sequence[Any],
     pg_collection: ProcessGroupCollection,
 ) -> MegatronOptimizer:
-    """megatron-core's DistributedOptimizer around a Muon: norms, clipping, loss scale and checkpoints."""
+    """megatron-core's DistributedOptimizer of a Muon: norms, clipping, loss scale, checkpoints."""
     wrapped = DistributedOptimizer(
         inner,
         config,
@@ -263,7 +266,7 @@ def _scalar(
     pg_collection: ProcessGroupCollection,
     stats_group: dist.ProcessGroup,
 ) -> MegatronOptimizer:
-    """megatron-core's own optimizer for what Muon does not take, still without state."""
+    """megatron-core's own optimizer for the other parameters, still without state."""
     scalar_config = copy.copy(config)
     scalar_config.optimizer = config.muon_scalar_optimizer
     wrapped = _get_megatron_optimizer_based_on_param_groups(
@@ -282,18 +285,20 @@ def _grad_stats_group(
 ) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
-    Shards add up over all ranks of the optimizer instance, and over all instances where these share
-    them too. Under no_shard only model-parallel ranks add: for experts that includes the ranks with
-    other experts.
+    Shards add up over all ranks of the optimizer instance, or of all instances if these share them
+    too. Under no_shard only model-parallel ranks add; for experts these include ranks with other
+    experts.
     """
-    group: dist.ProcessGroup = pg_collection.intra_dist_opt
+    group: dist.ProcessGroup | None
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
     elif (
         ddp_config.num_distributed_optimizer_instances > 1
         and ddp_config.outer_dp_sharding_strategy != "no_shard"
     ):
-        assert dist.group.WORLD is not None
-        # 0.19's norm stays within the instance; pipeline stages there are none
+        # 0.19's norm stays within the instance; there are no pipeline stages.
         group = dist.group.WORLD
+    else:
+        group = pg_collection.intra_dist_opt
+    assert group is not None
     return group

@@ -1,4 +1,4 @@
-"""A rank of a training run: its command line resolved and checked, patches, megatron.training.pretrain, its end."""
+"""A rank of a training run: check the command line, patch megatron-core, train, and end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import MutableMapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import shipped
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.errors import (
     ExitStatus,
@@ -28,16 +27,15 @@ from megatron_muon.errors import (
     settling,
 )
 from megatron_muon.megatron import STATUS_FOLDER, tell
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.command_line import add_run_arguments, build_parser
 from megatron_muon.megatron.prepare import DEFAULTS, Launch, explained, prepare, refused
 from megatron_muon.megatron.provenance import check_versions
 
 _SECONDS_FOR_FIRST_RANK = 30.0
-_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def run() -> NoReturn:
-    """`main` and the end of the process; of one that failed while other ranks may wait for it at once."""
+    """Run `main` and exit; after a failure exit at once, as other ranks may wait for this one."""
     try:
         status = main()
     except SystemExit:
@@ -52,15 +50,14 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train a GPT as the command line says; the exit status, of `ExitStatus`.
+    """Train a GPT by the command line; the exit status, of `ExitStatus`.
 
     A user's mistake, or a checkpoint that cannot be written, is one line on the first rank of each
     node.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    status, error, failed_at, trace = 1, None, time.time(), ""
+    status, error, trace = 1, "", ""
+    failed_at = time.time()
     try:
         if {"--help", "-h"} & set(argv):
             _help()
@@ -70,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, SaveError, OffloadError, RunFailedError) as failure:
         status = 2 if isinstance(failure, UserError) else 1
         error, failed_at = str(failure), time.time()
-        _tell(error)
+        _print_error(error)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status or not _ended_by_signal():
@@ -81,96 +78,71 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = traceback.format_exc()
         raise
     finally:
-        if folder := os.environ.get(STATUS_FOLDER):
-            found = {
-                "status": status,
-                "error": error and error.splitlines()[0],
-                "time": failed_at,
-                "trace": trace,
-            }
-            Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(
-                json.dumps(found), "utf-8"
-            )
+        folder = os.environ.get(STATUS_FOLDER)
+        if folder:
+            line = error.splitlines()[0] if error else None
+            found = {"status": status, "error": line, "time": failed_at, "trace": trace}
+            file = Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json")
+            file.write_text(json.dumps(found), "utf-8")
     return status
 
 
 def _start(argv: Sequence[str]) -> None:
-    """Check the command line, print what was resolved, patch megatron-core, and train."""
+    """Check the command line, print the resolved settings, patch megatron-core, and train."""
     tell("stage", stage="importing Megatron")
     with settling("checking the settings"):
         launch = prepare(argv)
         _install(launch)
-    alone = None if _has_group() else settle_one_process(os.environ)
+    notes = list(launch.notes)
+    if launch.config:
+        notes.insert(0, shipped.note(launch.config.path))
+    if not _has_group():
+        notes.append(settle_one_process(os.environ) or "")
     with contextlib.ExitStack() as held, own_warnings_in_one_line():
         if is_first_rank():
-            config = shipped.note(launch.config.path) if launch.config else ""
-            for note in filter(None, (config, *launch.notes, alone)):
+            for note in filter(None, notes):
                 print(f"megatron-muon: {note}", flush=True)
             if launch.args.save is not None:  # keeps a second training away, on behalf of all ranks
-                lock = files.lock_of(Path(launch.args.save))
-                held.enter_context(lock.held(wait_s=files.SECONDS_FOR_A_DEAD_MACHINE))
+                lock = folders.lock_of(Path(launch.args.save))
+                held.enter_context(lock.held(wait_s=folders.SECONDS_FOR_A_DEAD_MACHINE))
         _train()
 
 
 def _install(launch: Launch) -> None:
-    """Replace sys.argv, which Megatron parses, and have megatron-core patched when it does."""
+    """Set sys.argv, which Megatron parses, and have megatron-core patched when it does."""
     from megatron_muon.megatron.patches import install
     from megatron_muon.patching import Patches
 
     install.follow(Patches(), every_run=True)
-    sys.argv = [
-        sys.argv[0],
-        *launch.argv,
-        *(["--config", str(launch.config.path)] if launch.config else []),
-    ]
-
-
-def _end_with(parent: int) -> None:
-    """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
-
-    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at
-    that time.
-    """
-    # it may be half imported
-    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
-        if os.getppid() != parent:
-            print(
-                "pretrain_gpt.py: error: torchrun has ended; so does this rank",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(ExitStatus.FAILURE)
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    config = ["--config", str(launch.config.path)] if launch.config else []
+    sys.argv = [sys.argv[0], *launch.argv, *config]
 
 
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
-    """Set in `environ` what torchrun would have set for one process, unless this is a launched rank; a note on it.
+    """Set torchrun's variables for one process, unless this is a launched rank; return a note.
 
     Raises:
-        UserError: another launcher than torchrun has started several processes.
+        UserError: a launcher other than torchrun has started several processes.
     """
     if {"RANK", "WORLD_SIZE"} & environ.keys():
         return None
     # srun's and mpirun's process counts
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if (count := environ.get(name, "1")) != "1":
+        count = environ.get(name, "1")
+        if count != "1":
             raise UserError(
                 f"{name}={count}: each process would train alone; start one torchrun on each"
                 " machine"
             )
-    # The address is this machine, whatever a batch script has exported; the store takes a free port
-    # for 0.
-    environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
+    # This machine's address, whatever a batch script has exported; port 0 takes a free one.
+    environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     return "one process; for more: torchrun --nproc-per-node N"
 
 
 def _has_group() -> bool:
-    """Whether whoever called has made the process group already."""
-    import torch.distributed as dist
-
-    return dist.is_initialized()
+    """True if a process group exists; torch may not be imported yet."""
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
 def _help() -> None:
@@ -179,40 +151,39 @@ def _help() -> None:
     if not is_first_rank():
         return
     with quiet_imports():
-        parser = arguments.build_parser()
+        parser = build_parser()
     try:
         parser.print_help()
         sys.stdout.flush()
-    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
+    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _has_trained() -> bool:
-    """Whether a run got to its first step, or had nothing left to do; Megatron ends with status 0 in any case."""
+    """True if a run took its first step, or had none left; Megatron ends with status 0 anyway."""
     from megatron.training import get_args
 
     args = get_args()
-    is_done = getattr(args, "iteration", 0) >= (args.train_iters or args.train_samples or 0)
-    return (
-        args.skip_train
-        or is_done
-        or bool(getattr(args, "do_train", False) and hasattr(args, "curr_iteration"))
-    )
+    if args.skip_train:
+        return True
+    if getattr(args, "iteration", 0) >= (args.train_iters or args.train_samples or 0):
+        return True
+    return bool(getattr(args, "do_train", False) and hasattr(args, "curr_iteration"))
 
 
 def _ended_by_signal() -> bool:
-    """Whether a signal reached a rank of a run with --exit-signal-handler."""
+    """True if a signal reached a rank of a run with --exit-signal-handler."""
     from megatron.training import get_args
     from megatron.training.global_vars import get_signal_handler
 
     return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
 
 
-def _tell(error: str) -> None:
+def _print_error(error: str) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
-    All ranks find most mistakes, and torchrun ends the others as soon as one has ended; one that is
-    not ended in time found a mistake that the first did not.
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended; a rank that
+    is still there after a while has found a mistake that the first did not.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
@@ -232,7 +203,7 @@ def _train() -> None:
     tell("stage", stage="initializing Megatron")
     with explained():
         args = parse_and_validate_args(
-            extra_args_provider=arguments.add_run_arguments, args_defaults=DEFAULTS
+            extra_args_provider=add_run_arguments, args_defaults=DEFAULTS
         )
         config = pretrain_cfg_container_from_args(args, gpt_config(args))
     together = False
@@ -240,20 +211,21 @@ def _train() -> None:
         pretrain(config, train_valid_test_datasets, ModelType.encoder_or_decoder, forward_step)
         together = True
         tell("stage", stage="ending the ranks")
-    # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
-    except SystemExit as end:
+    except SystemExit as end:  # of all ranks: after a signal, at a time limit, for a fault
         together = True
         if end.code or _ended_by_signal() or _has_trained():
             raise
     except (AssertionError, ValueError) as failure:
-        if hasattr(args, "curr_iteration") or (refusal := refused(failure)) is None:
+        # Before the first step Megatron refuses settings in this way.
+        refusal = None if hasattr(args, "curr_iteration") else refused(failure)
+        if refusal is None:
             raise
-        raise refusal from failure  # before the first step it is the settings that Megatron refuses
+        raise refusal from failure
     finally:
-        # else it would wait for the others: see `end_alone`
+        # A rank that ends alone would wait for the others: see `end_alone`.
         if together and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     if not _has_trained():
         raise RunFailedError(
-            "nothing was trained: Megatron ended before the first step; what it printed says why"
+            "nothing was trained: Megatron ended before the first step; see its output above"
         )

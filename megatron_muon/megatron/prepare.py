@@ -1,13 +1,9 @@
-"""Resolves and checks a command line: config, environment, device, flags; everything before torch.distributed.
+"""Resolves and checks a command line: everything before torch.distributed.
 
-In the order in which later parts need it: the environment before torch, the device before
-megatron-core.
-
-`check` asks our own rules. megatron-core refuses settings by assertions on the way from flags to a
-training: in the validation of all flags, the batch-size calculator, the configurations of model and
-optimizer. `validate` goes that way on a copy of the arguments, for `train`, `sweep` and `submit`,
-and shows a refusal in Megatron's words. The rest is refused by the ranks, whose errors before the
-first step are shown in the same way.
+The order is that in which later parts need it: the environment before torch, the device before
+megatron-core. `check` applies this package's rules. megatron-core refuses settings by assertions on
+the way from flags to a training; `validate` goes that way with a copy of the arguments, for
+`train`, and shows a refusal in Megatron's words. The ranks show the remaining ones alike.
 """
 
 from __future__ import annotations
@@ -20,34 +16,35 @@ import linecache
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_muon.errors import UserError, quiet_imports, unforeseen
 from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.data import corpus
-from megatron_muon.megatron.flags import arguments, config_file
-from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
-from megatron_muon.megatron.gpu import settle_device
-from megatron_muon.megatron.places import settle_places
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.flags.command_line import MODEL_FLAGS, Parser
+from megatron_muon.megatron.places import EVENTS, SAVE, settle_places
 from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")
-"""Where a run that names no model leaves what it writes, unless it says so itself."""
+"""Folder of a run without a model and without a folder."""
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
-"""What validation takes for arguments that nobody gave."""
+"""Values that validation takes for arguments that were not given."""
 
-_OF_PACKAGES = re.compile(
-    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability|\w*ImportError"
-    r"|ModuleNotFoundError|nvidia_resiliency_ext)\b"
+_PACKAGE_REFUSAL = re.compile(
+    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability|"
+    r"\w*ImportError|ModuleNotFoundError|nvidia_resiliency_ext)\b"
 )
-"""What a refusal says, or its condition asks, that depends on packages and device and not on settings."""
+"""Matches a refusal that depends on installed packages or the device, not on settings."""
 
 _CONDITION_LINES = 6
-"""Source lines above a refusal in which its condition is looked for."""
+"""Source lines above a refusal that are searched for its condition."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Opened:
     config: config_file.ExperimentConfig | None
     rest: list[str]  # the command line without --config and --device
     device: str  # "cuda" or "cpu"
-    elsewhere: bool  # this machine has no CUDA, and the settings are checked for one that has
+    elsewhere: bool  # checked for CUDA on a machine without it
     parser: Parser
     notes: list[str]
 
@@ -66,9 +63,8 @@ class Opened:
 class Launch:
     """A command line with every setting resolved."""
 
-    # all flags: `defaults` that were filled in, then the config's, then the user's
-    argv: tuple[str, ...]
-    args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
+    argv: tuple[str, ...]  # all flags: `defaults` filled in, the config's, the user's
+    args: argparse.Namespace  # `argv` parsed, before megatron-core's validation
     config: config_file.ExperimentConfig | None
     notes: tuple[str, ...]  # for the user, one line each
     defaults: tuple[str, ...]
@@ -79,30 +75,28 @@ def prepare(argv: Sequence[str]) -> Launch:
 
     A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
-    places: dict[str, str] = {}
-    unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
-    if unnamed:
-        argv = ["--config", str(QUICKSTART), *argv]
-        places = {
-            "--save": str(UNNAMED / "checkpoints"),
-            "--tensorboard-dir": str(UNNAMED / "tensorboard"),
-        }
-    opened = open_line(argv, writes=True)
-    if unnamed:
-        opened.notes.insert(
-            0, f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
-        )
-    rest, config = opened.rest, opened.config
+    given = {token.split("=")[0] for token in argv}
+    if given & {"--config", *MODEL_FLAGS}:
+        opened = open_line(argv, writes=True)
+        places = {}
+    else:
+        opened = open_line(["--config", str(QUICKSTART), *argv], writes=True)
+        places = {SAVE: str(UNNAMED / "checkpoints"), EVENTS: str(UNNAMED / "tensorboard")}
+        note = f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
+        opened.notes.insert(0, note)
+    flags = opened.rest
     if OWNS_PLACES not in os.environ:
-        rest += _places(opened, places)
-    return check(opened, rest if config is None else config_file.merge(config, rest), writes=True)
+        flags = [*flags, *_places(opened, places)]
+    if opened.config is not None:
+        flags = config_file.merge(opened.config, flags)
+    return check(opened, flags, writes=True)
 
 
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
     """Read a command line's config, set its environment, choose the device and make the parser.
 
-    A run that `writes` is to start on this machine. Values of the config do not matter for flags of
-    the command line, and for those that are `overridden`.
+    A run that `writes` starts on this machine. Flags of the command line, and `overridden` ones,
+    may be unusable in the config.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
@@ -110,14 +104,16 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
-    config, device = None, given.device
+    config = None
+    device = given.device
     if given.config is not None:
-        config = config_file.load_config(
-            given.config, overridden={*config_file.given_flags(rest), *overridden}
-        )
+        overrides = {*config_file.given_flags(rest), *overridden}
+        config = config_file.load_config(given.config, overridden=overrides)
         notes = _apply(config)
-        device = device or (dict(config.flags).get("--device") or (None,))[0]
-    with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
+        in_file = dict(config.flags).get("--device")
+        if device is None and in_file:
+            device = in_file[0]
+    with quiet_imports():  # missing packages show in the defaults that are filled in for them
         device = settle_device(device or "auto", on_paper=not writes)
 
         from megatron_muon import cpu
@@ -126,75 +122,75 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         parser = arguments.build_parser()
     if config is not None:
         config_file.check_flags(config, parser._option_string_actions)
-    return Opened(config, rest, device, device == "cuda" and cpu.installed(), parser, notes)
+    elsewhere = device == "cuda" and cpu.installed()
+    return Opened(config, rest, device, elsewhere, parser, notes)
 
 
-def check(opened: Opened, flags: Sequence[str], *, writes: bool, checks: bool = True) -> Launch:
-    """Fill in what the flags of a command line lack, parse them, and check them by our own rules where `checks`."""
+def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
+    """Fill in the flags that a command line lacks, parse it, and check it by our own rules."""
     defaults = arguments.missing_defaults(opened.parser, flags, device=opened.device)
-    notes = [*opened.notes, *(["defaults filled in: " + " ".join(defaults)] if defaults else [])]
     full = (*defaults, *flags, "--device", opened.device)
+    notes = list(opened.notes)
+    if defaults:
+        notes.append("defaults filled in: " + " ".join(defaults))
     if opened.elsewhere:
-        notes.append(
-            "checked for a machine with CUDA: its data, tokenizers and packages are not looked at"
-        )
+        notes.append("checked for CUDA, without the data, tokenizers and packages of that machine")
     args = arguments.parse(opened.parser, full)
-    if checks:
-        is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
-        if is_quickstart and writes:
-            corpus.prepare(
-                [], QUICKSTART_DATA, corpus.Settings(stdlib=corpus.STDLIB), overwrite=True
-            )
-        arguments.check_settings(
-            args,
-            device=opened.device,
-            writes=writes,
-            check_data=not opened.elsewhere and (writes or not is_quickstart),
-            elsewhere=opened.elsewhere,
-        )
+    is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
+    if is_quickstart and writes:
+        stdlib = corpus.CorpusSettings(stdlib=corpus.STDLIB)
+        corpus.prepare([], QUICKSTART_DATA, stdlib, overwrite=True)
+    arguments.check_settings(
+        args,
+        device=opened.device,
+        writes=writes,
+        check_data=not opened.elsewhere and (writes or not is_quickstart),
+        elsewhere=opened.elsewhere,
+    )
     return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
 
 
-def _places(opened: Opened, defaults: Mapping[str, str]) -> list[str]:
-    """What to add to a command line so that its start writes over no other run; see `settle_places`."""
-    pairs = config_file.pairs(opened.rest, opened.parser._option_string_actions)
-    chosen = {flag: " ".join(values) for flag, values in pairs}
+def _places(opened: Opened, defaults: dict[str, str]) -> list[str]:
+    """Flags that keep a start off other runs; see `settle_places`."""
+    typed = config_file.pairs(opened.rest, opened.parser._option_string_actions)
+    chosen = {flag: " ".join(values) for flag, values in typed}
     unset = config_file.given_flags(opened.rest) - chosen.keys()
-    of_file = opened.config.flags if opened.config else ()
-    in_file = {flag: " ".join(values) for flag, values in of_file if flag not in unset}
+    in_file = {}
+    for flag, values in opened.config.flags if opened.config else ():
+        if flag not in unset:
+            in_file[flag] = " ".join(values)
     found, note = settle_places({**in_file, **defaults}, chosen)
-    opened.notes.extend(filter(None, [note]))
-    flags = {flag: path for flag, path in defaults.items() if flag not in chosen} | found
-    return [token for item in flags.items() for token in item]
+    if note:
+        opened.notes.append(note)
+    flags = {flag: path for flag, path in defaults.items() if flag not in chosen}
+    return [token for item in (flags | found).items() for token in item]
 
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
-    """Set a config's environment; what to tell of it."""
-    notes = (
-        [f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}"]
-        if config.ignored
-        else []
-    )
+    """Set a config's environment; notes on it."""
+    notes = []
+    if config.ignored:
+        notes.append(f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}")
     for name, value in config.env.items():
-        if name not in os.environ:
+        present = os.environ.get(name)
+        if present is None:
             os.environ[name] = value
             notes.append(f"environment from {config.path}: {name}={value}")
-        elif os.environ[name] != value:
-            notes.append(
-                f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}"
-            )
+        elif present != value:
+            notes.append(f"environment wins over {config.path}: {name}={present}, not {value}")
     return notes
 
 
 def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False) -> list[str]:
-    """Take a command line through what megatron-core validates without data; no process group, nothing written.
+    """Apply megatron-core's own validation, without data, a process group or a change of `args`.
 
-    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `args`
-    stay as they are.
+    A run with `--yaml-cfg`, whose settings are not in the flags, is validated by its ranks.
+
+    Returns:
+        For a run that starts `elsewhere`, a note on what the packages of this machine refuse.
 
     Raises:
-        UserError: the first refusal. For a run that starts `elsewhere`, what packages of this
-            machine refuse is a note, which is returned.
+        UserError: the first refusal.
     """
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -204,7 +200,8 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
     if args.yaml_cfg is not None:
         return []
     checked = copy.deepcopy(args)
-    checked.rank, checked.world_size = 0, world_size
+    checked.rank = 0
+    checked.world_size = world_size
     checked._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     try:
         with _as_in_training():
@@ -221,18 +218,17 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
             calculator.unset_num_microbatches_calculator()
             pretrain_cfg_container_from_args(checked, gpt_config(checked))
     except UserError as error:
-        if not (elsewhere and _OF_PACKAGES.search(str(error))):
+        if not (elsewhere and _PACKAGE_REFUSAL.search(str(error))):
             raise
         return [f"not known here, and checked no further: {error}"]
     return []
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Validate in place what a model depends on, and nothing else: for a plan; a UserError where that is refused.
+    """Validate in place, for a plan, what a model depends on; a UserError says what is refused.
 
-    The size of the vocabulary is that of `--vocab-size`, else the tokenizer's where there is one at
-    hand. Where neither is known it is 1, unless buckets that are cut by size depend on it. `args`
-    have `rank` and `world_size`.
+    The vocabulary's size is `--vocab-size`, or else that of the tokenizer. If neither is known it
+    is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
     """
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
 
@@ -248,9 +244,8 @@ def complete(args: argparse.Namespace) -> None:
                     raise
                 args.vocab_size = 1
         if args.pad_vocab_size and args.padded_vocab_size is None:
-            args.padded_vocab_size = vocab_size_with_padding(
-                args.vocab_size, args, logging_enabled=False
-            )
+            padded = vocab_size_with_padding(args.vocab_size, args, logging_enabled=False)
+            args.padded_vocab_size = padded
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -266,21 +261,16 @@ def _validate(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _as_in_training() -> Iterator[None]:
-    """What a training changes of the validation, for a while; prints are kept back.
+    """Validate as a training does, with its patches; prints are suppressed.
 
-    `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a
-    training does.
+    `--use-checkpoint-args` loads a part of the checkpoint, which is not trusted here either.
     """
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
     from megatron_muon.patching import Patches
 
-    with (
-        explained(),
-        Patches() as changes,
-        contextlib.redirect_stdout(io.StringIO()),
-        quiet_imports(),
-    ):
+    no_prints = contextlib.redirect_stdout(io.StringIO())
+    with explained(), Patches() as changes, no_prints, quiet_imports():
         loading.run_no_pickles(changes)
         patches.accept_muon(changes)
         yield
@@ -288,7 +278,7 @@ def _as_in_training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what megatron-core refuses into a UserError in its words, and what no check foresaw into another."""
+    """Turn any error into a UserError: in Megatron's words if Megatron refuses the settings."""
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     try:
@@ -296,23 +286,25 @@ def explained() -> Iterator[None]:
     except UserError:
         raise
     except (Exception, CheckpointException) as error:
-        raise refused(error) or UserError(
-            f"Megatron's validation failed: {unforeseen(error)}"
-        ) from error
+        unknown = UserError(f"Megatron's validation failed: {unforeseen(error)}")
+        raise refused(error) or unknown from error
 
 
 def refused(error: BaseException) -> UserError | None:
-    """A UserError of one line, with the condition that did not hold, where a statement of Megatron has raised this."""
+    """A UserError with the condition that failed, if a statement of Megatron raised `error`."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
-    above = [
-        part.strip() for part in linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]
-    ]
-    is_own = frame.f_globals.get("__name__", "").startswith("megatron.") and above
-    if not is_own or not re.search(r"\b(assert|raise)\b", above[-1]):
+    above = linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]
+    is_megatron = frame.f_globals.get("__name__", "").startswith("megatron.")
+    if not is_megatron or not above or not re.search(r"\b(assert|raise)\b", above[-1]):
         return None
-    starts = [at for at, part in enumerate(above) if part.startswith(("assert ", "if ", "elif "))]
-    source = " ".join(above[starts[-1] if starts else -1 :]).partition(" raise ")[0].rstrip(", \\")
-    condition = f"{source} ({os.path.basename(file)}:{line})"
-    said = ": ".join(filter(None, (" ".join(str(error).split()), condition)))
+    begin = len(above) - 1
+    for number, text in enumerate(above):
+        if text.strip().startswith(("assert ", "if ", "elif ")):
+            begin = number
+    source = " ".join(text.strip() for text in above[begin:])
+    condition = source.partition(" raise ")[0].rstrip(", \\")
+    said = f"{condition} ({os.path.basename(file)}:{line})"
+    if text := " ".join(str(error).split()):
+        said = f"{text}: {said}"
     return UserError(f"megatron-core refuses these settings: {said}")

@@ -1,1 +1,1 @@
-"""Where state lives between steps, and as which bytes. Nothing here knows Megatron or collectives of a step."""
+"""Storage of state between steps, without Megatron and without the collectives of a step."""

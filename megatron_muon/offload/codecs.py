@@ -1,4 +1,4 @@
-"""Storage formats of momentum: a rectangle of an fp32 matrix to a record of bytes and back.
+"""Storage formats of momentum: a rectangle of an fp32 matrix as a record of bytes.
 
 bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum
 0.95 the change of one step can be smaller than half the spacing of the stored values, and rounding
@@ -24,18 +24,16 @@ BLOCK_COLS = 128
 """Columns of a row that share one scale in int8, counted from the rectangle's first column."""
 
 _INT8_MAX = 127
-# A scale below this would make its reciprocal overflow; such a block (all below 1.9e-34) is stored
-# as zeros.
+# the reciprocal of a smaller scale overflows; such a block (all below 1.9e-34) is stored as zeros
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-# Elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache, elsewhere
-# launches stay few.
+# elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache
 _CHUNK_CPU = 1 << 17
-_CHUNK_DEVICE = 1 << 22
+_CHUNK_DEVICE = 1 << 22  # few launches
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rectangle lies: `matrix_key` of its matrix's name, first row and first column in the whole matrix."""
+    """Position of a rectangle: `matrix_key` of the matrix's name, first row and column in it."""
 
     key: int
     row: int
@@ -51,15 +49,19 @@ class Codec(ABC):
 
     name: str
     dtype: torch.dtype
-    """Of the stored elements."""
+    """The dtype of the stored elements."""
 
     def record_bytes(self, rows: int, cols: int) -> int:
-        """Bytes of the record of a (rows, cols) rectangle."""
+        """Size of the record of a (rows, cols) rectangle."""
         return self.dtype.itemsize * rows * cols
 
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        """The stored values, (rows, cols) fp32: a view of the record for fp32, new memory otherwise."""
-        return record[: self.record_bytes(rows, cols)].view(self.dtype).view(rows, cols).float()
+        """The stored values, (rows, cols) fp32; a view of the record for fp32."""
+        return self._elements(record, rows, cols).float()
+
+    def _elements(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        """A view of the record, (rows, cols)."""
+        return record[: self.record_bytes(rows, cols)].view(self.dtype).view(rows, cols)
 
     @abstractmethod
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -67,7 +69,7 @@ class Codec(ABC):
 
 
 class Fp32(Codec):
-    """Every bit, 4 bytes per element. What `decode` gives *is* the record, so encoding it again costs nothing."""
+    """Every bit, 4 bytes per element. A decoded view costs nothing to encode again."""
 
     name = "fp32"
     dtype = torch.float32
@@ -92,28 +94,25 @@ class Bf16(Codec):
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Add 16 random bits below those that are kept, and cut."""
-        stored = record[: self.record_bytes(*values.shape)].view(torch.int16).view(values.shape)
-        inf = float("inf")
+        """Add 16 random bits to those that are cut off, and cut."""
+        stored = self._elements(record, *values.shape).view(torch.int16)
+        inf, nan = float("inf"), float("nan")
         for rows, noise in _noise(values, place, step=step):
-            # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over
-            # into -0.
-            bits = torch.nan_to_num(values[rows], nan=float("nan"), posinf=inf, neginf=-inf).view(
-                torch.int32
-            )
-            noise.bitwise_and_(0xFFFF).add_(bits).bitwise_right_shift_(16)
-            stored[rows].copy_(noise)
+            # a NaN whose bits are all ones would carry over into -0: the canonical one does not
+            canonical = torch.nan_to_num(values[rows], nan=nan, posinf=inf, neginf=-inf)
+            bits = noise.bitwise_and_(0xFFFF).add_(canonical.view(torch.int32))
+            stored[rows].copy_(bits.bitwise_right_shift_(16))
 
 
 class Int8(Codec):
-    """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
+    """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale.
 
     A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and
-    then the codes (rows, cols). A scale is its block's largest magnitude over 127^2. Evenly spaced
-    values would drown small columns beside large ones, whose directions orthogonalisation makes as
-    large as any. The error stays under one spacing, at most 253 scales, and averages to zero. A
-    block that holds a value which is not finite comes back with none that is; one whose values all
-    lie below 1.9e-34 comes back as zeros.
+    then the codes (rows, cols), rounded stochastically. A scale is its block's largest magnitude
+    over 127^2. Evenly spaced values would drown small columns beside large ones, whose directions
+    orthogonalisation makes as large as any. The error stays under one spacing, at most 253 scales,
+    and averages to zero. A block with a value that is not finite decodes to no finite value; one
+    whose values all lie below 1.9e-34 decodes to zeros.
     """
 
     name = "int8"
@@ -121,58 +120,70 @@ class Int8(Codec):
 
     @override
     def record_bytes(self, rows: int, cols: int) -> int:
-        return super().record_bytes(rows, cols) + 4 * rows * _blocks(cols)
+        return super().record_bytes(rows, cols) + self._scale_bytes(rows, cols)
 
     @override
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        scales, codes = self._parts(record, rows, cols)
+        scales, codes = self._scales_and_codes(record, rows, cols)
         values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
-        for chunk in _chunks(rows, cols, record.device):
-            part = values[chunk].copy_(codes[chunk])
-            part.mul_(part.abs()).mul_(_by_column(scales[chunk], cols))
+        for chunk in _chunks(values):
+            roots = values[chunk].copy_(codes[chunk])
+            squares = roots.mul_(roots.abs())
+            squares.mul_(_by_column(scales[chunk], cols))
         return values
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Scale each block to [0, 127^2] and round each magnitude to one of the two squares around it."""
+        """Scale each block to [0, 127^2] and round each magnitude to a neighboring square."""
         rows, cols = values.shape
-        scales, codes = self._parts(record, rows, cols)
+        scales, codes = self._scales_and_codes(record, rows, cols)
         for chunk, noise in _noise(values, place, step=step):
-            scaled = values[chunk].abs()
-            blocks = torch.nn.functional.pad(scaled, (0, -cols % BLOCK_COLS)).unflatten(
-                1, (-1, BLOCK_COLS)
-            )
-            # Of what the largest code will decode to, because that gives the same scale when it is
-            # encoded again, as after loading a checkpoint. Zero where all values are nearly so, not
-            # finite where one is not. Divided by a tensor: CUDA would multiply by the reciprocal of
-            # a constant.
-            largest = scaled.new_full((), _INT8_MAX**2)
-            scale = blocks.amax(dim=-1) / largest * _INT8_MAX**2 / largest
-            scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+            magnitudes = values[chunk].abs()
+            scale = _block_scales(magnitudes)
             scales[chunk] = scale
-            scaled.mul_(_by_column(torch.where(scale > 0, scale.reciprocal(), 0.0), cols))
-            # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of
-            # the way between the two squares, (scaled - c^2) / (2 c + 1).
-            root = scaled.sqrt().floor_()
-            scaled.addcmul_(root, root, value=-1.0)
-            scaled.div_(root.add_(0.5))
-            root.add_(scaled, alpha=0.5)
-            # (k + 1/2) / 2^14 for k in [-2^13, 2^13) has a mean of zero. It is exact in fp32 when
-            # added to c + 1/2, and at most 1/2 - 2^-15, so that a square stays what it is: c + p of
-            # a decoded value is wrong by up to 2.3e-5.
-            root.add_(noise.bitwise_right_shift_(2), alpha=2.0**-14).add_(2.0**-15).floor_().clamp_(
-                max=_INT8_MAX
-            )
-            codes[chunk].copy_(root.copysign_(values[chunk]))
+            inverse = torch.where(scale > 0, scale.reciprocal(), 0.0)
+            roots = _rounded_roots(magnitudes.mul_(_by_column(inverse, cols)), noise)
+            codes[chunk].copy_(roots.copysign_(values[chunk]))
 
-    def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Scales and codes."""
-        scales, codes = record[: self.record_bytes(rows, cols)].split(
-            (4 * rows * _blocks(cols), rows * cols)
-        )
-        return scales.view(torch.float32).view(rows, _blocks(cols)), codes.view(torch.int8).view(
-            rows, cols
-        )
+    def _scale_bytes(self, rows: int, cols: int) -> int:
+        return 4 * rows * -(-cols // BLOCK_COLS)
+
+    def _scales_and_codes(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """Views of the record: (rows, blocks) fp32 and (rows, cols) int8."""
+        scale_bytes = self._scale_bytes(rows, cols)
+        scales = record[:scale_bytes].view(torch.float32)
+        codes = record[scale_bytes : self.record_bytes(rows, cols)].view(torch.int8)
+        return scales.view(rows, -(-cols // BLOCK_COLS)), codes.view(rows, cols)
+
+
+def _block_scales(magnitudes: Tensor) -> Tensor:
+    """The scale of each block, (rows, blocks): 0 if all are nearly 0, not finite if one is not."""
+    padded = torch.nn.functional.pad(magnitudes, (0, -magnitudes.shape[1] % BLOCK_COLS))
+    largest = padded.unflatten(1, (-1, BLOCK_COLS)).amax(dim=-1)
+    # The largest code has to get the same scale when its value is encoded again, as after loading a
+    # checkpoint. Divided by a tensor: CUDA would multiply by the reciprocal of a constant.
+    largest_square = magnitudes.new_full((), _INT8_MAX**2)
+    decoded = largest / largest_square * _INT8_MAX**2
+    scale = decoded / largest_square
+    return torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+
+
+def _rounded_roots(squares: Tensor, noise: Tensor) -> Tensor:
+    """Round to c or c + 1, for c^2 <= square < (c + 1)^2, with expectation square. Overwrites both.
+
+    With p = (square - c^2) / (2 c + 1), the fraction of the way between the two squares, c + 1 has
+    probability p.
+    """
+    roots = squares.sqrt().floor_()  # c
+    remainders = squares.addcmul_(roots, roots, value=-1.0)
+    roots.add_(0.5)
+    roots.add_(remainders.div_(roots), alpha=0.5)  # c + 1/2 + p
+    # (k + 1/2) / 2^14 for k in [-2^13, 2^13) has a mean of zero. It is exact in fp32 when added to
+    # c + 1/2, and at most 1/2 - 2^-15, so that a square stays the same: c + p of a decoded value is
+    # wrong by up to 2.3e-5.
+    roots.add_(noise.bitwise_right_shift_(2), alpha=2.0**-14)
+    roots.add_(2.0**-15)
+    return roots.floor_().clamp_(max=_INT8_MAX)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
@@ -183,23 +194,18 @@ def matrix_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
 
 
-def _blocks(cols: int) -> int:
-    return -(-cols // BLOCK_COLS)
-
-
 def _by_column(scales: Tensor, cols: int) -> Tensor:
-    """A number for each block (rows, blocks) as one for each column (rows, cols)."""
+    """A number for each block (rows, blocks), repeated for each column (rows, cols)."""
     return scales[..., None].expand(-1, -1, BLOCK_COLS).flatten(1)[:, :cols]
 
 
-def _chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
+def _chunks(values: Tensor) -> list[slice]:
     """Ranges of rows that are worked on at once; none for an empty rectangle."""
-    if rows and cols:
-        size = max(
-            1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // max(cols, BLOCK_COLS)
-        )
-        for start in range(0, rows, size):
-            yield slice(start, min(start + size, rows))
+    rows, cols = values.shape
+    elements = _CHUNK_CPU if values.device.type == "cpu" else _CHUNK_DEVICE
+    size = max(1, elements // max(cols, BLOCK_COLS))
+    starts = range(0, rows, size) if cols else ()
+    return [slice(start, min(start + size, rows)) for start in starts]
 
 
 # lowbias32 of Chris Wellons' hash-prospector: https://github.com/skeeto/hash-prospector (public
@@ -208,40 +214,37 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """Ranges of rows, each with its random numbers: int32 in [-2^15, 2^15), uniform, (rows of the range, cols).
+    """Ranges of rows with random numbers (rows, cols), int32, uniform in [-2^15, 2^15).
 
     The caller may overwrite them; they are valid until the next. A hash of the row and a hash of
     the column are joined by xor and mixed again: otherwise the numbers would form a matrix of low
     rank, and orthogonalisation would amplify it.
     """
-    rows, cols = values.shape
-    of_row, of_col = _hashes(place, rows, cols, values.device, step=step)
+    of_rows, of_cols = _hashes(values, place, step=step)
     first, second = _MULTIPLIERS
-    numbers = shifted = torch.empty(0)
-    for chunk in _chunks(rows, cols, values.device):
-        shape = (chunk.stop - chunk.start, cols)
-        if numbers.shape != shape:
-            numbers, shifted = torch.empty(
-                2, *shape, dtype=torch.int32, device=values.device
-            ).unbind()
+    chunks = _chunks(values)
+    largest = chunks[0].stop if chunks else 0
+    buffers = of_rows.new_empty(2, largest, values.shape[1])
+    for chunk in chunks:
+        numbers, shifted = buffers[:, : chunk.stop - chunk.start]
         # The input is a hash already and only the upper bits are used: lowbias32's first and last
         # shifts are left out.
-        torch.bitwise_xor(of_row[chunk, None], of_col, out=numbers)
+        torch.bitwise_xor(of_rows[chunk, None], of_cols, out=numbers)
         numbers.mul_(first)
         _xor_shift(numbers, 15, shifted)
-        yield chunk, numbers.mul_(second).bitwise_right_shift_(16)
+        numbers.mul_(second)
+        yield chunk, numbers.bitwise_right_shift_(16)
 
 
-def _hashes(
-    place: Place, rows: int, cols: int, device: torch.device, *, step: int
-) -> tuple[Tensor, Tensor]:
-    """lowbias32 of each row's and of each column's number xor a seed: (rows,) and (cols,) int32."""
+def _hashes(values: Tensor, place: Place, *, step: int) -> tuple[Tensor, Tensor]:
+    """lowbias32 of each row's and each column's number xor a seed: (rows,) and (cols,) int32."""
     seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
-    of_row = torch.arange(place.row, place.row + rows, dtype=torch.int32, device=device)
-    of_col = torch.arange(place.col, place.col + cols, dtype=torch.int32, device=device)
-    of_row.bitwise_xor_(int.from_bytes(seed[:4], "little", signed=True))
-    of_col.bitwise_xor_(int.from_bytes(seed[4:], "little", signed=True))
-    numbers = torch.cat((of_row, of_col))
+    rows, cols = values.shape
+    of_rows = torch.arange(place.row, place.row + rows, dtype=torch.int32, device=values.device)
+    of_cols = torch.arange(place.col, place.col + cols, dtype=torch.int32, device=values.device)
+    of_rows.bitwise_xor_(int.from_bytes(seed[:4], "little", signed=True))
+    of_cols.bitwise_xor_(int.from_bytes(seed[4:], "little", signed=True))
+    numbers = torch.cat((of_rows, of_cols))
     shifted = torch.empty_like(numbers)
     for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
         _xor_shift(numbers, shift, shifted)
@@ -251,6 +254,6 @@ def _hashes(
 
 
 def _xor_shift(numbers: Tensor, shift: int, shifted: Tensor) -> None:
-    """numbers ^= numbers >> shift with zeros shifted in, which torch's shift of a signed number does not do."""
+    """numbers ^= numbers >> shift, filled with zeros, not with the sign as torch's shift does."""
     torch.bitwise_right_shift(numbers, shift, out=shifted)
     numbers.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))

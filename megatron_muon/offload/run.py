@@ -1,4 +1,4 @@
-"""A run's stores of momentum: which shards are kept where, and in which files. What one rank cannot do, all refuse."""
+"""A run's stores of momentum: the place and file of each shard. If one rank fails, all refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import CODECS
-from megatron_muon.offload.files import MomentumFile, in_pages
+from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
@@ -53,19 +53,18 @@ class OffloadRun:
         *,
         what: str = "momentum",
     ) -> RecordStore:
-        """A store of records, one for each shard, for arithmetic on `device`; what is not momentum is stored in fp32.
+        """A store of records, one for each shard, for arithmetic on `device`.
 
-        Collective where they are on disk: a UserError on every rank where the directory of one has
-        too little room.
+        The storage format is for momentum; other state is stored in fp32. Collective if records are
+        on disk: a UserError on every rank if the directory of one has too little room.
         """
         codec = CODECS[self.dtype if what == "momentum" else "fp32"]
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         file = None
         if self.offload == "nvme":
-            file = self._take_room(
-                sum(in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK), what
-            )
+            on_disk = [in_pages(sizes[i]) for i, place in enumerate(places) if place == DISK]
+            file = self._take_room(sum(on_disk), what)
         store = RecordStore(
             names,
             shards,
@@ -85,15 +84,13 @@ class OffloadRun:
             self.stores.pop().close()
 
     def _take_room(self, size: int, what: str) -> MomentumFile:
-        """A file of `size` bytes; refused on every rank where one cannot have it."""
+        """A file of `size` bytes; refused on every rank if one cannot have it."""
         file = refusal = None
         try:
             file = MomentumFile(Path(self.directory or "").absolute(), size)
         except OSError as error:
-            reason = error.strerror or str(error)
-            refusal = (
-                f"cannot take {what} of a rank on {socket.gethostname()}, {size:,} bytes ({reason})"
-            )
+            reason = f"{size:,} bytes ({error.strerror or error})"
+            refusal = f"cannot take {what} of a rank on {socket.gethostname()}, {reason}"
         failed = next(filter(None, of_all_ranks(refusal, self.group)), None)
         if file is not None:
             if failed is None:
@@ -107,8 +104,9 @@ class OffloadRun:
 
 
 def _places_of(sizes: Sequence[int], place: str, *, fraction: float) -> list[str]:
-    """Where each record goes: the largest to `place` until they make up `fraction` of all bytes, the rest to DEVICE."""
-    places, left = [DEVICE] * len(sizes), fraction * sum(sizes)
+    """The largest records go to `place`, up to `fraction` of all bytes, the others to DEVICE."""
+    places = [DEVICE] * len(sizes)
+    left = fraction * sum(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         if left > 0 and sizes[index]:
             places[index] = place

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.data.corpus import STDLIB, Settings, prepare
+from megatron_muon.megatron.data.corpus import STDLIB, CorpusSettings, prepare
 from megatron_muon.megatron.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 
 EXAMPLES = """\
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--output {args.output} is a directory; give a prefix in it, such as data/corpus"
         )
-    settings = Settings(
+    settings = CorpusSettings(
         tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
         stdlib=STDLIB if args.stdlib else "",
         suffixes=tuple(args.suffix),

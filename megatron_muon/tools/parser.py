@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.flags.names import did_you_mean, nearest
+from megatron_muon.megatron.flags.flag_names import did_you_mean, nearest
 
 
 def positive(text: str) -> int:
@@ -85,12 +85,12 @@ class CommandParser(argparse.ArgumentParser):
 
 def _megatrons() -> frozenset[str]:
     """All flags of pretrain_gpt.py."""
-    from megatron_muon.megatron.flags import names
+    from megatron_muon.megatron.flags import flag_names as names
     from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
     if not (known := names.kept()):
         with quiet_imports():
-            from megatron_muon.megatron.flags.arguments import build_parser
+            from megatron_muon.megatron.flags.command_line import build_parser
 
             known = frozenset(build_parser()._option_string_actions)
     return known | {UNSET_FLAG}

@@ -1,4 +1,4 @@
-"""`megatron-muon quickstart`: from an empty folder to a trained GPT, by commands that its reader can type as well."""
+"""`megatron-muon quickstart`: from an empty folder to a trained GPT, by commands to type as well."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
 Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks: in the
-current folder, without a GPU, and without a download. Two free CPU cores do it in about three minutes; after ten steps
-it says how long this machine needs:
+current folder, without a GPU, and without a download. Two free CPU cores take about three minutes; the first line
+after the tenth step says how long this machine needs:
 
   1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
   2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
   3. megatron-muon summary runs/quickstart
-  4. megatron-muon generate --checkpoint runs/quickstart --untrained: what the model writes, before and after
+  4. megatron-muon generate --checkpoint runs/quickstart --untrained: its text, before and after training
 
-Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is written over.
+If runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is overwritten.
 --train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both save, and show the text.
 """
 
@@ -33,7 +33,6 @@ examples:
   megatron-muon quickstart
   megatron-muon quickstart --muon-lr 0.01
   megatron-muon quickstart --train-iters 50
-  megatron-muon quickstart --exit-duration-in-mins 5
   megatron-muon quickstart --nproc 4 --micro-batch-size 2
   megatron-muon quickstart --data-parallel-sharding-strategy optim
 
@@ -41,20 +40,16 @@ exit status:
   that of the first step that fails, or 0
 """
 
-_OUT = Path("runs/quickstart")
-
 
 def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
     train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
-    return [
-        # --overwrite: the text of another Python's library is replaced; text that is up to date is
-        # kept.
-        ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
-        [*train, *(("--", *flags) if flags else ())],
-        ["summary", str(out)],
-        ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"],
-    ]
+    if flags:
+        train += ["--", *flags]
+    # --overwrite replaces the text of another Python's library; a current one is kept
+    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"]
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
+    return [data, train, ["summary", str(out)], generate]
 
 
 def configure(parser: CommandParser) -> None:
@@ -63,33 +58,30 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.take_megatron_flags(
-        "any flag of pretrain_gpt.py, here or after --; they win over the file's"
-    )
+    words = "any flag of pretrain_gpt.py, here or after --; they win over the file's"
+    parser.take_megatron_flags(words)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Takes the steps, until one fails; its exit status."""
+    """Runs the steps until one fails; its exit status."""
     from megatron_muon.cli import main
 
     for arguments in commands(free_folder(), args.nproc, args.flags):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
-            print(
-                f"transformers is not installed, so no text is shown; to see some, {install('hf')}"
-            )
+            print(f"transformers is not installed, so no text is shown; {install('hf')}")
             break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
-        sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command
+        sys.argv = ["megatron-muon", *arguments]  # the command in the run's records
         if status := main(arguments):
             return status
     return ExitStatus.OK
 
 
 def free_folder() -> Path:
-    """The first of runs/quickstart, runs/quickstart-2, ... that holds no run; what a failed start left may stay."""
-    folders = (_OUT.with_name(f"{_OUT.name}-{number}") for number in itertools.count(2))
-    return next(
-        folder
-        for folder in itertools.chain([_OUT], folders)
-        if not (folder / "tensorboard").exists()
-    )
+    """The first of runs/quickstart, runs/quickstart-2, ... without events of a run."""
+    folder = Path("runs/quickstart")
+    for number in itertools.count(2):
+        if not (folder / "tensorboard").exists():
+            break
+        folder = Path(f"runs/quickstart-{number}")
+    return folder

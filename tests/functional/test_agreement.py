@@ -85,7 +85,12 @@ def test_ranks_that_give_other_matrices_or_settings_are_named(ranks: Pool) -> No
     assert ranks(3, refusals) == [list(DIFFERENT)] * 3
 
 
-def refused(rank: int, world_size: int, *, cases: list[tuple[Case, Case]]) -> list[str]:
+def refused(
+    rank: int,
+    world_size: int,
+    *,
+    cases: list[tuple[Case, Case]],
+) -> list[str]:
     """In a worker: what Muon under Megatron-FSDP says to the cases; the last rank has the second of
     each.
     """
@@ -111,7 +116,11 @@ def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: 
         "muon_metrics_interval": (0, 2),
     }
     cases = [
-        (Case(optimizer={name: a}), Case(optimizer={name: b})) for name, (a, b) in settings.items()
+        (
+            Case(optimizer={name: a}),
+            Case(optimizer={name: b}),
+        )
+        for name, (a, b) in settings.items()
     ]
     first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
@@ -247,7 +256,8 @@ def holders_on_two_axes(
     Muon itself checks that each rank holds what the layout says.
     """
     mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
-    net: Any = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))))
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
+    net: Any = nn.Sequential(nn.Sequential(*layers))
     if experimental:
         library = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental")
         placement = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental.placement")
@@ -257,7 +267,13 @@ def holders_on_two_axes(
             placement.Partial(dist.ReduceOp.AVG),
         )
         placements = (
-            [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
+            [[flat, flat]] * 3
+            if shared
+            else [
+                [whole, flat],
+                [partial, flat],
+                [whole, flat],
+            ]
         )
         library.fully_shard(
             net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements)
@@ -281,7 +297,10 @@ def holders_on_two_axes(
 
 @pytest.mark.parametrize(
     ("experimental", "shared"),
-    wide_but([(False, True)], [(False, False), (False, True), (True, False), (True, True)]),
+    wide_but(
+        [(False, True)],
+        [(False, False), (False, True), (True, False), (True, True)],
+    ),
 )
 def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, shared: bool) -> None:
     assert (
@@ -307,4 +326,9 @@ def on_its_half(rank: int, world_size: int) -> list[int]:
 
 
 def test_a_mesh_of_some_ranks_gets_a_group(ranks: Pool) -> None:
-    assert ranks(4, on_its_half) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert ranks(4, on_its_half) == [
+        [0, 1],
+        [0, 1],
+        [2, 3],
+        [2, 3],
+    ]

@@ -105,15 +105,3 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
     cli.torchrun(tmp_path, *args, *other, ranks=1).checked()
     found = {point.step: point.value for point in read_events(tmp_path / "other").points("lm loss")}
     assert found == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=2e-3)
-
-
-@pytest.mark.wide
-def test_adaptive_muon_on_tensor_parallel_ranks(tmp_path, corpus):
-    """Each tensor-parallel rank's part is a matrix with second moments of its own."""
-    sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
-    tp = ("--tensor-model-parallel-size", "2", "--adaptive-muon-moment2-method", "normuon")
-    tp = (*tp, "--save", "checkpoints", "--save-interval", "6")
-    run = cli.torchrun(
-        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *ADAPTIVE, *SHARDED, *sizes, *tp, ranks=4
-    ).checked()
-    assert_trains(run, 6)

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.support import cli
@@ -80,7 +80,7 @@ def rank_in(folder: Path, rank: int) -> psutil.Process | None:
 
 
 def latest(folder: Path) -> Any:
-    return files.latest(folder / "ck")
+    return folders.latest(folder / "ck")
 
 
 def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Killable) -> None:
@@ -92,7 +92,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
         if until(lambda: lock.exists() and lock.stat().st_size):  # signed
             with pytest.raises(UserError, match="a training saves its checkpoints to "):
-                files.lock_of(here / "ck").refuse_if_held()
+                folders.lock_of(here / "ck").refuse_if_held()
             refused.append(True)
         if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
@@ -103,8 +103,8 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     assert statuses[1] == -signal.SIGKILL, "the kill came too late"
     assert refused, "the first rank holds the lock"
     assert latest(here) == 2
-    assert files.problems(here / "ck" / "iter_0000002") == []
-    assert files.iterations(here / "ck") == [2]
+    assert folders.problems(here / "ck" / "iter_0000002") == []
+    assert folders.iterations(here / "ck") == [2]
     (left,) = (here / "ck").glob("*.saving")
 
     run = training(*LARGE, "--load", "ck").checked()
@@ -120,7 +120,7 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     second start.
     """
     here = training.folder
-    with files.lock_of(here / "ck").held():
+    with folders.lock_of(here / "ck").held():
         refused = training(ranks=1)
     assert refused.returncode == 2, refused.tail
     taken = (
@@ -161,7 +161,7 @@ def test_a_full_disk(training: Trainings) -> None:
             in error
         )
     assert latest(here) == 2
-    assert files.iterations(here / "ck") == [2]
+    assert folders.iterations(here / "ck") == [2]
 
 
 @pytest.mark.wide
@@ -188,7 +188,7 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
         == 5
     )
     shard.write_bytes(damaged[:-1])
-    (here / "ck" / files.TRACKER).write_text("")
+    (here / "ck" / folders.TRACKER).write_text("")
     run = training("--load", "ck")
     assert run.returncode == 2
     assert "instead of an iteration; the newest complete checkpoint is iteration 4" in run.output
@@ -201,7 +201,7 @@ def test_a_disk_that_vanishes(training: Trainings) -> None:
     (here / "away").symlink_to("disk")
 
     def unmount(until: Callable[[Callable[[], Any]], Any]) -> None:
-        if until((here / "disk" / files.TRACKER).exists):
+        if until((here / "disk" / folders.TRACKER).exists):
             (here / "disk").rename(here / "unmounted")
 
     with watching(unmount):
@@ -212,10 +212,12 @@ def test_a_disk_that_vanishes(training: Trainings) -> None:
     ]
     assert "could not be written" in error
     assert "away holds no complete checkpoint to resume from" in error
-    saved = files.iterations(here / "unmounted")
+    saved = folders.iterations(here / "unmounted")
     assert saved[0] == 2
     assert (
-        files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
+        folders.newest_complete(here / "unmounted")
+        == folders.latest(here / "unmounted")
+        == saved[-1]
     )
 
 
@@ -238,7 +240,7 @@ def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Train
     assert "exitcode  : 0" not in run.output
     last = run.iterations[-1].number
     assert latest(here) == last
-    assert files.problems(files.iteration_folder(here / "ck", last)) == []
+    assert folders.problems(folders.iteration_folder(here / "ck", last)) == []
 
 
 def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
@@ -279,8 +281,8 @@ def require_unchanged(
     rank: int, world_size: int, *, folder: str, sums: dict[str, int] | None
 ) -> str | None:
     """What a rank is told of a checkpoint whose checksums the other rank does not see."""
-    files.read_checksums = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
-    files.problems = lambda *_, **how: []
+    folders.read_checksums = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
+    folders.problems = lambda *_, **how: []
     try:
         checkpoint_loading._require_sound(Path(folder), verify=True)
     except UserError as error:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from tests.support import cli
 from tests.support.fused_adam import FusedAdam
 from tests.support.pool import Pool
@@ -59,8 +59,8 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
 
 def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
     """Every entry of a checkpoint, but for the arguments of the run that wrote it."""
-    folder = files.iteration_folder(training.folder / name, iteration)
-    assert files.problems(folder) == []
+    folder = folders.iteration_folder(training.folder / name, iteration)
+    assert folders.problems(folder) == []
     entries = content.read_entries(folder)
     names = [
         entry
@@ -74,7 +74,9 @@ def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
 
 
 def arguments(training: Trainings, name: str, iteration: int = 6) -> Any:
-    return content.read(files.iteration_folder(training.folder / name, iteration), ["args"])["args"]
+    return content.read(folders.iteration_folder(training.folder / name, iteration), ["args"])[
+        "args"
+    ]
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
@@ -139,8 +141,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
     """
     flags = (*MODELS[model], *DROPOUT)
     training(*flags, "--save", "whole").checked()
-    assert files.iterations(training.folder / "whole") == [2, 4, 6]
-    assert files.latest(training.folder / "whole") == 6
+    assert folders.iterations(training.folder / "whole") == [2, 4, 6]
+    assert folders.latest(training.folder / "whole") == 6
     run = training(*flags, "--load", "whole", "--ckpt-step", "2", "--save", "resumed").checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4, 5, 6]
     assert warnings(run) == []
@@ -248,7 +250,7 @@ def remove_entries(folder: Path, *parts: str) -> int:
         key: value for key, value in metadata.storage_data.items() if key.fqn not in gone
     }
     index.write_bytes(pickle.dumps(metadata))
-    (folder / files.CHECKSUMS).unlink(missing_ok=True)  # as of a run that wrote none
+    (folder / folders.CHECKSUMS).unlink(missing_ok=True)  # as of a run that wrote none
     return len(gone)
 
 
@@ -325,7 +327,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
         v for name, v in overridden.items() if "linear_proj" in name and name.endswith(".max_lr")
     } == {0.004}
 
-    broken = files.iteration_folder(training.folder / "muon", 6)
+    broken = folders.iteration_folder(training.folder / "muon", 6)
     assert remove_entries(broken, "momentum_buffer", "layers.1.", "fc2") == 1
     run = training(*muon, *flags, "--load", "muon")
     assert run.returncode == 2
@@ -334,7 +336,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     momentum_flag = ("--muon-momentum", "0.8")
     again = ("--load", "muon", "--save", "allowed", "--muon-allow-missing-state")
     run = training(*muon, *flags, *momentum_flag, *again).checked()
-    assert "the checkpoint's momentum 0.9 goes on, not --muon-momentum 0.8" in warnings(run)[1]
+    assert "using the checkpoint's momentum 0.9; ignoring --muon-momentum 0.8" in warnings(run)[1]
     assert "1 entries of optimizer state start at zero, because it lacks them" in warnings(run)[0]
     assert differences(saved(training, "allowed"), found) == []  # it was zero before, too
 

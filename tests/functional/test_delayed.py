@@ -136,7 +136,10 @@ BUGS = [
 ]
 
 
-@pytest.mark.parametrize(("exchange", "bug", "error"), wide_but([*BUGS[:2], BUGS[4]], BUGS))
+@pytest.mark.parametrize(
+    ("exchange", "bug", "error"),
+    wide_but([*BUGS[:2], BUGS[4]], BUGS),
+)
 def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, error: str) -> None:
     """Negative control: it passes with plain gloo, and not with delays."""
     case = CASES[exchange]

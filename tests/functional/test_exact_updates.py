@@ -86,9 +86,11 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, world_size: int) -> Non
     alone, seen = (ranks(size, run, cases=ON_ANY_NUMBER)[0] for size in (1, world_size))
     for label in ON_ANY_NUMBER:
         assert_same_bits(alone[label], seen[label], label)
-    gathered = ranks(2, run, cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)})[0][""].after[1][
-        "weight"
-    ]
+    gathered = ranks(
+        2,
+        run,
+        cases={"": but(ON_ANY_NUMBER["bf16"], **GATHERED)},
+    )[0][""].after[1]["weight"]
     for name, found in seen["bf16"].after[1]["weight"].items():
         # A weight moves by 0.01 in a step; bf16 keeps 2 to 3 digits of that.
         assert (found - gathered[name]).abs().max() <= 1e-3, name
@@ -121,7 +123,6 @@ def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
 WRONG: dict[str, tuple[Case, str, Case]] = {
     "a shard for its matrix": (Case(layers=1), "shard", Case(layers=1)),
     "a matrix left out": (Case(layers=1), "skip", Case(layers=1)),
-    "a matrix left out of normuon": (VARIANTS["normuon"], "skip", VARIANTS["normuon"]),
     "norms of shards": (
         Case(layers=1, optimizer=HYPERBALL),
         "norms",
@@ -154,11 +155,6 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
         "",
         BLOCKS["more excluded"].but(excluded=("linear_proj",)),
     ),
-    "routers not excluded": (
-        BLOCKS["routers excluded"],
-        "",
-        BLOCKS["routers excluded"].but(excluded=()),
-    ),
     "whole experts split": (
         BLOCKS["stacked experts, whole"],
         "",
@@ -181,14 +177,11 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
             BLOCKS[label].but(optimizer={"muon_split_qkv": False}),
         )
         for label in (
-            *(
-                "gated mlp",
-                "heads",
-                "heads, one query group",
-                "gated attention, heads",
-                "latent attention",
-            ),
-            *("latent attention, query latent, heads", "experts", "stacked experts"),
+            "gated mlp",
+            "heads",
+            "gated attention, heads",
+            "latent attention",
+            "experts",
         )
     },
 }
@@ -198,9 +191,8 @@ WRONG: dict[str, tuple[Case, str, Case]] = {
 def test_the_comparison_can_fail(ranks: Pool) -> None:
     """Negative controls: none passes for the other, even with a large tolerance."""
     cases = {label: case for label, (case, _, _) in WRONG.items()}
-    seen = ranks(
-        2, run, cases=cases, sabotage={label: bug for label, (_, bug, _) in WRONG.items()}, steps=1
-    )[0]
+    bugs = {label: bug for label, (_, bug, _) in WRONG.items()}
+    seen = ranks(2, run, cases=cases, sabotage=bugs, steps=1)[0]
     for label, (_, bug, other) in WRONG.items():
         with pytest.raises(
             AssertionError, match=r"(weight|momentum|second moment)( after 1 steps|$)"

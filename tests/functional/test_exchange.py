@@ -53,7 +53,8 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
             [0, *sorted(chance.choices(range(rows + 1), k=bands - 1)), rows]
         )
     ]
-    spare = [chance.choice([*cells, (0, 0, 0, 0)]) for _ in range(world_size - len(cells))]
+    choices = [*cells, (0, 0, 0, 0)]
+    spare = [chance.choice(choices) for _ in range(world_size - len(cells))]
     held = [*cells, *spare]
     if chance.random() < 0.7:  # as Megatron-FSDP has them: ranks in the order of rows
         return held
@@ -110,7 +111,12 @@ def updates(
     return done
 
 
-def of_all_layouts(rank: int, world_size: int, *, ways: list[dict[str, Any]]) -> list[int]:
+def of_all_layouts(
+    rank: int,
+    world_size: int,
+    *,
+    ways: list[dict[str, Any]],
+) -> list[int]:
     """In a worker: all-gather, owner, owner again and with a slow rank, on every layout; elements
     that differ, by way.
 
@@ -167,7 +173,11 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)])
+    ("world_size", "team_size"),
+    wide_but(
+        [(3, 2)],
+        [(2, 2), (3, 2), (4, 2), (4, 4)],
+    ),
 )
 def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int) -> None:
     ways = [{"waves": waves, "team_size": team_size, "by_pairs": False} for waves in WAVES]

@@ -48,51 +48,12 @@ def one_bad_gradient(rank: int, world_size: int, *, bad: float, victim: str) -> 
         assert not len(weight) or not torch.equal(weight, later["output_layer.weight"]), strategy
 
 
-def clipped_updates(
-    rank: int, world_size: int, *, strategy: str, steps: list[tuple[float, float]]
-) -> Any:
-    """In a worker: how far every matrix moves in a first step whose gradient is scaled, then
-    clipped.
-    """
-    moved = []
-    for clip, scale in steps:
-        trainer = Trainer(
-            Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0})
-        )
-        before = trainer.whole()
-        updated, norm, _ = trainer.step(lambda *what, scale=scale: scale * gradient_of(*what))
-        assert updated
-        after = trainer.whole()
-        matrices = trainer.whole_state("momentum_buffer")
-        moved.append((float(norm), {name: after[name] - before[name] for name in matrices}))
-    return moved
-
-
 @pytest.mark.parametrize(
     ("bad", "victim"), [(math.inf, FC2), (math.nan, "decoder.final_layernorm.bias")]
 )
 def test_one_bad_gradient_poisons_nothing(ranks: Pool, bad: float, victim: str) -> None:
     """A gradient that was not finite went into the momentum and stayed there for good."""
     ranks(2, one_bad_gradient, bad=bad, victim=victim)
-
-
-@pytest.mark.parametrize(
-    "strategy", wide_but(["optim_grads_params"], ["no_shard", "optim_grads_params"])
-)
-def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None:
-    """Clipping pushed Newton-Schulz's input under the eps of its normalisation, and the matrices
-    stood still.
-    """
-    steps = [(0.0, 1.0), (1e-12, 1.0), (1e-12, 1e6), (1.0, 1e12)]
-    (_, expected), *moved = ranks(2, clipped_updates, strategy=strategy, steps=steps)[0]
-    for (clip, scale), (norm, found) in zip(steps[1:], moved, strict=True):
-        assert norm > 0.1 * scale
-        for name, update in expected.items():
-            assert update.norm() > 1e-3
-            # Clipping multiplies by a factor that rounds, so the input's last bits differ.
-            torch.testing.assert_close(
-                found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}"
-            )
 
 
 SCALED = {
@@ -142,7 +103,8 @@ def scaled_steps(
 @pytest.mark.parametrize("label", wide_but(["muon"], SCALED))
 def test_the_scale_of_gradients_changes_no_update(ranks: Pool, label: str) -> None:
     """Weights as emerging-optimizers has them from gradients of size 1; also where one gradient
-    clips all others.
+    clips all others. Clipping pushed Newton-Schulz's input under the eps of its normalization, and
+    the matrices did not move.
     """
     case = SCALED[label]
     shapes, found = ranks(2, scaled_steps, case=case, steps=BY_SCALE)[0]

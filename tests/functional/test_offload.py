@@ -70,7 +70,7 @@ def train(
     The model's own weights are among them. The fourth step is skipped, because gradients are not
     finite. `share_counters` puts a bug in: pieces of a parameter count its steps together.
     """
-    from megatron_muon.megatron import main_weights
+    from megatron_muon.megatron import scalar_state
     from tests.support.case import gradient_of
     from tests.support.model import Trainer
 
@@ -78,7 +78,7 @@ def train(
         return gradient_of(name, shape, step) * float("nan")
 
     if share_counters:
-        main_weights._copied = lambda value: value
+        scalar_state._copied = lambda value: value
     results = []
     for setting in settings:
         trainer = Trainer(case.but(optimizer={**case.optimizer, **setting}), steps=STEPS)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from tests.functional.test_checkpoints import differences, saved
 from tests.support import cli
 from tests.support.case import Case
@@ -186,9 +186,9 @@ def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> 
     assert (
         f"rank 1 cannot write {first} in a file of {training.folder}/momentum at offset " in error
     )
-    assert "File too large; nothing is lost, what was to be written is kept in memory" in error
+    assert "File too large; nothing is lost, the record stays in memory" in error
     assert error.endswith("Iteration 4 was finished and saved in ck")
-    assert files.latest(training.folder / "ck") == FAULTY_STEP
+    assert folders.latest(training.folder / "ck") == FAULTY_STEP
     assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
 
     run = training(*KINDS[what], "--load", "ck", "--save", "resumed").checked()
@@ -206,7 +206,7 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
     assert f"rank 0 cannot read {what} in " in error
     assert f"Bad file descriptor; {what} of " in error
     assert error.endswith(" is lost on this rank; start again from a checkpoint")
-    assert files.latest(training.folder / "ck") == 2
+    assert folders.latest(training.folder / "ck") == 2
     again = ("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler")
     run = training(*KINDS[what], *again).checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4]
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_finds_no_room_either(training: Trainings) -> None:
         " to ck" in error
     )
     assert "resume with --load ck --ckpt-step 2" in error
-    assert files.latest(training.folder / "ck") == 2
+    assert folders.latest(training.folder / "ck") == 2
 
 
 def test_without_a_place_to_save(training: Trainings) -> None:

@@ -42,7 +42,12 @@ def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
         str(SCRIPT),
     ]
     flags = (*cli.TINY, *STEPS, *ON_CPU, *flags)
-    return cli.run([*torchrun, *flags], folder, env={"ENABLE": enabled}, cold=cold).checked()
+    return cli.run(
+        [*torchrun, *flags],
+        folder,
+        env={"ENABLE": enabled},
+        cold=cold,
+    ).checked()
 
 
 def weights(run: cli.Run) -> set[str]:
@@ -77,7 +82,7 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
         (patched,) = re.findall(
             "^megatron-muon: patched for this run: (.*)$", run.output, re.MULTILINE
         )
-        assert {"mend_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(
+        assert {"patch_megatron_fsdp", "save_beside_and_rename", "run_no_pickles"} <= set(
             patched.split(", ")
         )
 
@@ -129,7 +134,8 @@ def own_loop(rank: int, world_size: int) -> list[str]:
         # the next model is wrapped in what megatron-core ships
         sys.modules["__main__"].installed.undo()
     assert seen[0].keys() == seen[1].keys()
-    return [name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])]
+    first, second = seen
+    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(ranks: Pool) -> None:

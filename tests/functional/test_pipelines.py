@@ -124,8 +124,6 @@ def trained_alone(
 
 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "2 x 2": ((2, 2), {}),
-    "clipped": ((2, 2), {"max_norm": MAX_NORM}),
     "files, clipped": (
         (2, 2),
         {"max_norm": MAX_NORM, "offload": "nvme", "offload_dir": "{folder}"},
@@ -157,8 +155,6 @@ def test_two_stages_train_as_one_process(ranks: Pool, case: str, tmp_path: Path)
 FILES = {"offload": "nvme", "offload_dir": "{folder}"}
 # mesh, what is not sharded, settings
 ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
-    "fully sharded": ((2, 2), {}, {}),
-    "files": ((2, 2), {}, {**FILES, "metrics_interval": 1}),
     "files, measured, teams of replicas, weights on no mesh": (
         (2, 2, 1),
         {"apart": ("layers.0.0.weight", "layers.1.0.weight")},
@@ -198,7 +194,8 @@ def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -
             optimizer.state_dict()
             optimizer.close()
             store.set(f"{case} {rank}", "")
-        store.wait([f"{case} {rank}" for rank in (2 * stage, 2 * stage + 1)], timedelta(seconds=40))
+        peers = [f"{case} {rank}" for rank in (2 * stage, 2 * stage + 1)]
+        store.wait(peers, timedelta(seconds=40))
     return True
 
 

@@ -70,7 +70,11 @@ def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
     ("nodes", "settings", "teams"),
     [
         ([(2, 0), (2, 1), (1, 0)], {}, None),
-        ([(3, 0), (3, 1), (3, 2)], {"team_size": "2"}, {(0, 1)}),
+        (
+            [(3, 0), (3, 1), (3, 2)],
+            {"team_size": "2"},
+            {(0, 1)},
+        ),
     ],
 )
 def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams: Any) -> None:
@@ -93,7 +97,9 @@ def refusal(rank: int, world_size: int, **how: Any) -> str:
 
 def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
     """It named 1 where 2 works."""
-    said = set(ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"))
+    said = set(
+        ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"),
+    )
     assert said == {
         "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2"
     }
@@ -109,7 +115,11 @@ def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
 
     assert dist.group.WORLD is not None
     found = []
-    for nodes in ([(2, 0), (2, 1), (1, 0)], [(1, 0)] * 3, [(3, 0), (3, 1), (3, 2)]):
+    for nodes in (
+        [(2, 0), (2, 1), (1, 0)],
+        [(1, 0)] * 3,
+        [(3, 0), (3, 1), (3, 2)],
+    ):
         on_nodes(rank, nodes)
         found.append(nodes_of(dist.group.WORLD))
     on_nodes(rank, None)
@@ -120,7 +130,12 @@ def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
 def test_nodes_as_launchers_tell(ranks: Pool) -> None:
     """Without torchrun's variables all ranks counted as one node; the host tells."""
     for found in ranks(3, nodes_as_found):
-        assert found == [[0, 0, 1], [0, 1, 2], [0, 0, 0], [0, 1, 0]]
+        assert found == [
+            [0, 0, 1],
+            [0, 1, 2],
+            [0, 0, 0],
+            [0, 1, 0],
+        ]
 
 
 def timeout_of(group: Any) -> Any:
@@ -167,4 +182,9 @@ def sums_among(rank: int, world_size: int) -> list[float]:
 
 
 def test_parts_of_the_world_make_groups_at_the_same_time(ranks: Pool) -> None:
-    assert ranks(4, sums_among) == [[1.0] * 4, [1.0] * 4, [5.0] * 4, [5.0] * 4]
+    assert ranks(4, sums_among) == [
+        [1.0] * 4,
+        [1.0] * 4,
+        [5.0] * 4,
+        [5.0] * 4,
+    ]

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.tools.train.records import read_events
 from tests.functional.test_train import write_config
 from tests.support import cli
@@ -186,7 +186,7 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     assert job.shown["Restarts"] == "1"
     assert "ended by SIGTERM (status 75)\npretrain.sbatch: back into the queue" in job.log()
     assert job.iterations == list(range(1, STEPS + 1))
-    saved = files.iterations(job.folder / "ck")
+    saved = folders.iterations(job.folder / "ck")
     assert saved[-1] == STEPS
     assert saved[0] < STEPS
     for node in (0, 1):
@@ -212,7 +212,7 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[s
     job = jobs["limited"]
     save = "runs/lr-sweep/lr=0.01,seed=1/checkpoints"
     job.until(lambda job: f"going on from {save}, iteration" in job.log(0), seconds=200.0)
-    saved = files.latest(job.folder / save)
+    saved = folders.latest(job.folder / save)
     assert isinstance(saved, int)
     job.until(lambda job: job.iterations[-1] > saved)
     iterations = job.iterations

@@ -167,7 +167,10 @@ def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
         tokens = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
         for _ in range(SEQUENCE):
             noise = torch.randint(0, 3, (size, 1), generator=generator)
-            tokens = torch.cat([tokens, (tokens[:, -1:] * 5 + noise) % VOCABULARY], dim=1)
+            tokens = torch.cat(
+                [tokens, (tokens[:, -1:] * 5 + noise) % VOCABULARY],
+                dim=1,
+            )
         result.append(tokens)
     return result
 

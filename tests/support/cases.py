@@ -190,7 +190,10 @@ MOE = Case(ffn=46, layers=1, experts=4)
 LAYOUTS = {
     "tp2": (2, TP),
     "tp2 dp2": (4, TP),
-    "tp4, fewer query groups": (4, TP.but(tensor=4, heads=4, hidden=32, ffn=44, query_groups=2)),
+    "tp4, fewer query groups": (
+        4,
+        TP.but(tensor=4, heads=4, hidden=32, ffn=44, query_groups=2),
+    ),
     "tp2, one query group": (4, TP.but(query_groups=1)),
     "tp2, swiglu": (4, TP.but(swiglu=True)),
     "hsdp": (4, HSDP),
@@ -310,7 +313,11 @@ def _waves() -> Group:
 
 def _teams(ranks: int, size: str) -> Group:
     """All matrices cut, each over `size` ranks; twice the same bits. NorMuon has no teams."""
-    cases = {"plain": Case(layers=1, ffn=47), "again": Case(layers=1, ffn=47), **BLOCKS}
+    cases = {
+        "plain": Case(layers=1, ffn=47),
+        "again": Case(layers=1, ffn=47),
+        **BLOCKS,
+    }
     if ranks == 4 and size == "2":  # "ep2": groups of experts have one rank on some layouts
         cases |= {
             f"{name} layout": case for name, case in BLOCKS_OVER_LAYOUTS.items() if name != "ep2"
@@ -413,12 +420,11 @@ TABLE: dict[str, Group] = {
         2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid}, often=True
     ),
     "blocks, hyperball": Group(3, of_all(BLOCKS, **HYPERBALL), steps=5),
-    "blocks over layouts, hyperball": Group(4, of_all(BLOCKS_OVER_LAYOUTS, **HYPERBALL), steps=5),
     **{
         f"teams of {size} on {n}": _teams(n, size)
         for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))
     },
-    **{f"variants travel on {n}": _variants_travel(n) for n in (3, 4)},
+    "variants travel on 3": _variants_travel(3),
     **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3, 4)},
     # Adam has the weights; Megatron-FSDP does not note where a part begins
     "clip, replicated parts": Group(

@@ -42,7 +42,8 @@ _IN_PLACE, _OUT_AND_IN, _NO_TENSORS = "in place", "out and in", "no tensors"
 _METHODS = {
     **dict.fromkeys(("allreduce", "broadcast", "reduce"), _IN_PLACE),
     **dict.fromkeys(
-        ("allgather", "_allgather_base", "all_gather_single", "gather", "scatter"), _OUT_AND_IN
+        ("allgather", "_allgather_base", "all_gather_single", "gather", "scatter"),
+        _OUT_AND_IN,
     ),
     **dict.fromkeys(("alltoall", "alltoall_base", "all_to_all_single"), _OUT_AND_IN),
     **dict.fromkeys(

@@ -153,9 +153,8 @@ def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "")
 
 def largest_logits(case: Case, layer: int, step: int, ranks: int) -> Sequence[float]:
     """Of each head, the largest logit that any rank has seen."""
-    return (
-        torch.stack([logits_of(case, layer, step, rank) for rank in range(ranks)]).amax(0).tolist()
-    )
+    of_ranks = [logits_of(case, layer, step, rank) for rank in range(ranks)]
+    return torch.stack(of_ranks).amax(0).tolist()
 
 
 def assert_same_bits(one: Seen, other: Seen, label: str = "") -> None:

@@ -199,12 +199,12 @@ def _work(index: int, address: str) -> None:
     faulthandler.register(signal.SIGUSR1)
     connection = multiprocessing.connection.Client(address)
     connection.send(os.getpid())
-    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+    from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
     from megatron_muon.patching import Patches
 
     global installed  # a task that is a whole training run takes them back and installs its own
     installed = Patches()  # the patches of a run that do not concern megatron.training
-    mend_megatron_fsdp(installed)
+    patch_megatron_fsdp(installed)
     while True:
         try:
             task = connection.recv()

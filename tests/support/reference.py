@@ -99,7 +99,13 @@ def in_projection(name: str) -> list[tuple[str, int]]:
     if "mixer" in name:
         heads, state = size["mamba_num_heads"], size["mamba_num_groups"] * size["mamba_state_dim"]
         inner = heads * size["mamba_head_dim"]
-        return [("z", inner), ("x", inner), ("B", state), ("C", state), ("dt", heads)]
+        return [
+            ("z", inner),
+            ("x", inner),
+            ("B", state),
+            ("C", state),
+            ("dt", heads),
+        ]
     keys, values = (
         size[f"linear_num_{kind}_heads"] * size[f"linear_{kind}_head_dim"]
         for kind in ("key", "value")
@@ -179,7 +185,10 @@ class _Cautious:
         group = next(
             group for group in self.param_groups if any(p is one for one in group["params"])
         )
-        p.sub_(torch.where(update * p >= 0.0, p, 0.0), alpha=group["lr"] * group["weight_decay"])
+        p.sub_(
+            torch.where(update * p >= 0.0, p, 0.0),
+            alpha=group["lr"] * group["weight_decay"],
+        )
 
 
 class CautiousMuon(_Cautious, SplitMuon):
@@ -195,7 +204,13 @@ class Reference:
     own.
     """
 
-    def __init__(self, case: Case, shapes: dict[str, tuple[int, ...]], *, steps: int = 10) -> None:
+    def __init__(
+        self,
+        case: Case,
+        shapes: dict[str, tuple[int, ...]],
+        *,
+        steps: int = 10,
+    ) -> None:
         torch.set_num_threads(1)
         self.case, self.shapes, self.steps, self.steps_done = case, shapes, steps, 0
         self.weights: dict[str, list[torch.nn.Parameter]] = {}
@@ -274,9 +289,8 @@ class Reference:
         }
 
     def _joined(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return (
-            (torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]).detach().clone()
-        )
+        whole = torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]
+        return whole.detach().clone()
 
     def _muon(self, matrices: list[torch.nn.Parameter], ns_steps: int) -> torch.optim.Optimizer:
         settings = self.case.settings

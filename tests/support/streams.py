@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_muon.offload import store
-from megatron_muon.offload.files import MomentumFile
+from megatron_muon.offload.disk import MomentumFile
 
 Clock = dict[str, int]
 
 
 def later(one: Clock, other: Clock) -> Clock:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in one.keys() | other.keys()}
+    names = one.keys() | other.keys()
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in names}
 
 
 @dataclass

@@ -55,7 +55,13 @@ class Trainings:
         return [*self.flags, *batch, *flags]
 
 
-def train(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[int, str]:
+def train(
+    rank: int,
+    world_size: int,
+    *,
+    argv: list[str],
+    folder: str,
+) -> tuple[int, str]:
     """In a worker: one training run; the exit status and the output."""
     import torch
 

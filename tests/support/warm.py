@@ -210,13 +210,13 @@ def import_everything() -> None:
     import torch.distributed.run
 
     import megatron_muon.megatron.factory
-    import megatron_muon.megatron.flags.arguments
+    import megatron_muon.megatron.flags.command_line
     import megatron_muon.megatron.launch
     import megatron_muon.megatron.model.gpt
     import megatron_muon.megatron.patches.install
     import megatron_muon.megatron.prepare
     import megatron_muon.offload.run
-    import megatron_muon.tools.train.command
+    import megatron_muon.tools.train.train_command
 
     # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a
     # second in all.
@@ -225,7 +225,7 @@ def import_everything() -> None:
         functools.partial(factory._get_field_docstrings, factory.__new__(factory))
     )
     factory._get_field_docstrings = lambda _self, config: read(config)
-    megatron_muon.megatron.flags.arguments.build_parser()
+    megatron_muon.megatron.flags.command_line.build_parser()
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
     # DTensor's fake tensors keep tracebacks, which quote the source
     for module in tuple(sys.modules.values()):

@@ -23,7 +23,7 @@ def device():
 @pytest.fixture(scope="session")
 def parser():
     """The parser of pretrain_gpt.py."""
-    from megatron_muon.megatron.flags.arguments import build_parser
+    from megatron_muon.megatron.flags.command_line import build_parser
 
     return build_parser()
 

@@ -5,10 +5,10 @@ of flags.
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.flags.arguments import missing_defaults, parse
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.flags.command_line import missing_defaults, parse
 from megatron_muon.megatron.flags.refusals import ADAPTIVE as ADAPTIVE_SETTINGS
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 FSDP = "--use-megatron-fsdp"
 MUON, ADAPTIVE, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adaptive_muon", "adam"))

@@ -163,7 +163,7 @@ def test_only_what_another_optimizer_kept_starts_afresh(
         override_opt_param_scheduler=False,
         tensor_model_parallel_size=1,
     )
-    asked = checkpoint_loading._ask_for_what_is_there(
+    asked = checkpoint_loading._requested_state(
         {"model": model, "optimizer": run}, entries, tmp_path, args
     )
     assert asked["optimizer"]["state"].keys() == {"module.fc1"}
@@ -185,7 +185,7 @@ def test_weights_that_the_model_lacks_are_refused(
     def ask(*wanted: str, strict: bool = True) -> Any:
         args = SimpleNamespace(strict_fsdp_dtensor_load=strict)
         model = {name: torch.zeros(2) for name in wanted}
-        return checkpoint_loading._ask_for_what_is_there({"model": model}, entries, tmp_path, args)
+        return checkpoint_loading._requested_state({"model": model}, entries, tmp_path, args)
 
     ask(*names[:2])  # states of fp8 are never loaded
     with pytest.raises(

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
@@ -22,7 +22,7 @@ from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
     checkpoint_patches.write_tracker_at_once(patches)
     client = checkpointing.maybe_msc
-    tracker = tmp_path / files.TRACKER
+    tracker = tmp_path / folders.TRACKER
     with client.open(str(tracker), "w") as stream:
         stream.write("12")
         assert not tracker.exists()
@@ -38,7 +38,7 @@ def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
 
 def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
     def save(iteration: int, entry: object = 1) -> None:
-        writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, iteration))
+        writer = dcp.FileSystemWriter(folders.iteration_folder(tmp_path, iteration))
         dcp.save({"a": torch.ones(3), "b": entry}, storage_writer=writer, no_dist=True)
 
     checkpoint_patches.save_beside_and_rename(patches)
@@ -55,7 +55,7 @@ def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
         match=r"iteration 6 could not be written .*GiB free.*resume with .* --ckpt-step 4",
     ):
         training.save_checkpoint(6, lambda: None)  # cannot be pickled
-    assert files.iterations(tmp_path) == [2, 4]
+    assert folders.iterations(tmp_path) == [2, 4]
 
 
 def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypatch):
@@ -105,16 +105,16 @@ def test_the_folder_that_will_be_loaded(tmp_path, capsys):
     (tmp_path / "iter_0000004.saving").mkdir()  # of a first save that was cut off
     assert folder(str(tmp_path), arguments()) is None
     assert "iter_0000004.saving is a save that did not finish" in "".join(capsys.readouterr())
-    (tmp_path / files.TRACKER).write_text("8")
+    (tmp_path / folders.TRACKER).write_text("8")
     assert folder(str(tmp_path), arguments()) == tmp_path / "iter_0000008"
     assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"
     assert folder(str(tmp_path), arguments(ckpt_format="torch_dist")) is None
     assert folder(None, arguments()) is None
     # megatron-core reads it all the same, and ended with status 0
-    (tmp_path / files.TRACKER).write_text("damaged")
+    (tmp_path / folders.TRACKER).write_text("damaged")
     with pytest.raises(UserError, match="instead of an iteration"):
         folder(str(tmp_path), arguments(ckpt_step=4))
-    (tmp_path / files.TRACKER).write_text("release")
+    (tmp_path / folders.TRACKER).write_text("release")
     assert folder(str(tmp_path), arguments()) == Path(tmp_path / "release")
     with pytest.raises(UserError, match=r"iter_0000004 does not exist; .*no complete checkpoint"):
         checkpoint_loading._require_sound(tmp_path / "iter_0000004", verify=True)

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.dcp import load_entry
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.patching import Patches
 from megatron_muon.tools.doctor import command as doctor
 
@@ -60,7 +60,7 @@ def mark(tmp_path: Path) -> Iterator[Path]:
 
 
 def write(save_dir: Path, iteration: int = 8, **entries: Any) -> Path:
-    folder = files.iteration_folder(save_dir, iteration)
+    folder = folders.iteration_folder(save_dir, iteration)
     state = {"model": {"w": torch.ones(3)}, "iteration": iteration, **entries}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     return folder
@@ -103,7 +103,7 @@ def test_an_index_that_names_a_command(tmp_path: Path, mark: Path, patches: Patc
     folder = write(tmp_path)
     poison_index(folder, Command(f"touch {mark}"))
     names_it = r"\.metadata names posix\.system, which no checkpoint needs; it was not run"
-    (found,) = files.problems(folder)
+    (found,) = folders.problems(folder)
     assert "names posix.system" in found
     with pytest.raises(UserError, match=names_it):
         content.read_entries(folder)
@@ -155,7 +155,7 @@ def test_an_index_changes_no_class(tmp_path: Path, name: str) -> None:
     classes = [pathlib.PosixPath, *(getattr(metadata, name) for name in dir(metadata))]
     classes += [torch.serialization._get_layout, *metadata._MEM_FORMAT_ENCODING]
     before = [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
-    (found,) = files.problems(folder)
+    (found,) = folders.problems(folder)
     assert re.search(
         rf"\.metadata names changes of \S*{kind}, which no checkpoint needs; .*: do not trust this"
         r" file$",
@@ -171,7 +171,7 @@ def test_an_entry_that_names_a_command(
     write(tmp_path, 4)
     command = Command(f"touch {mark}")
     folder = write(tmp_path, **{name: command if name == "args" else {"x": [1, command]}})
-    assert files.problems(folder) == []
+    assert folders.problems(folder) == []
     found, remedy = found_by_doctor(folder)
     assert f"entry '{name}" in found
     assert "names posix.system" in found
@@ -223,11 +223,11 @@ def test_a_checkpoint_that_cannot_be_read_is_a_line(
     """A shard of zeros was 1,100 lines of traceback."""
     write(tmp_path, 4)
     folder = write(tmp_path)
-    (tmp_path / files.TRACKER).write_text("8")
+    (tmp_path / folders.TRACKER).write_text("8")
     (folder / "__0_0.distcp").write_bytes(bytes((folder / "__0_0.distcp").stat().st_size))
 
     def read(load_dir: str, args: argparse.Namespace) -> Any:
-        return load(files.iteration_folder(Path(load_dir), 8), "iteration")
+        return load(folders.iteration_folder(Path(load_dir), 8), "iteration")
 
     monkeypatch.setattr(checkpointing, "_load_base_checkpoint", read)
     checkpoint_loading.run_no_pickles(patches)

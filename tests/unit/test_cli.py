@@ -85,7 +85,7 @@ def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", ["train --quiet"])
+@pytest.mark.parametrize("command", ["train --dry-run"])
 @pytest.mark.parametrize(
     "flags",
     [

@@ -20,7 +20,9 @@ def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
 
     At the target a rectangle lies as it is, or transposed, and its rows may be longer than it.
     """
-    shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=9))
+    shapes = draw(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=9),
+    )
     order = draw(st.permutations(range(len(shapes))))
     targets, end = {}, 0
     for place in order:
@@ -65,7 +67,11 @@ def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
         for layer, group in itertools.product(range(8), range(4))
     ]
     (one,) = merged(copies)
-    assert one == Copy((8, 4, 15), Strided(0, (90, 20, 1)), Strided(0, (60, 15, 1)))
+    assert one == Copy(
+        (8, 4, 15),
+        Strided(0, (90, 20, 1)),
+        Strided(0, (60, 15, 1)),
+    )
     moved = copies[-1]._replace(target=Strided(1000, (5, 1)))
     assert len(merged([*copies[:-1], moved])) == 3
 
@@ -74,19 +80,30 @@ def test_runs_of_any_length_that_follow_each_other_are_one_copy() -> None:
     lengths = [3, 50, 7, 1]
     starts = list(itertools.accumulate(lengths, initial=0))
     copies = [
-        Copy((1, size), Strided(start + 2, (size, 1)), Strided(start, (size, 1)))
+        Copy(
+            (1, size),
+            Strided(start + 2, (size, 1)),
+            Strided(start, (size, 1)),
+        )
         for start, size in zip(starts, lengths, strict=False)
     ]
-    assert merged(copies) == [Copy((61,), Strided(2, (1,)), Strided(0, (1,)))]
+    assert merged(copies) == [
+        Copy((61,), Strided(2, (1,)), Strided(0, (1,))),
+    ]
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)), max_size=30)
+    st.lists(
+        st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)),
+        max_size=30,
+    )
 )
 def test_buffers_that_are_in_use_at_one_time_do_not_overlap(
     wanted: list[tuple[int, int, int]],
 ) -> None:
-    buffers = [Buffer(size, torch.float32, min(a, b), max(a, b)) for size, a, b in wanted]
+    buffers = []
+    for size, a, b in wanted:
+        buffers.append(Buffer(size, torch.float32, min(a, b), max(a, b)))
     arena = Arena(torch.device("cpu"), buffers)
     assert arena.memory.untyped_storage().nbytes() >= arena.nbytes
     for one, other in itertools.combinations([buffer for buffer in buffers if buffer.numel], 2):

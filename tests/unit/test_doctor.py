@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_muon import cli
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.doctor import command as doctor
 
@@ -53,9 +53,9 @@ def state(**changes: Any) -> dict[str, Any]:
 def write(tmp_path: Path):
     def write(**changes: Any) -> Path:
         for iteration in (4, 8):
-            folder = files.iteration_folder(tmp_path, iteration)
+            folder = folders.iteration_folder(tmp_path, iteration)
             dcp.save(state(**changes), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-        (tmp_path / files.TRACKER).write_text("8")
+        (tmp_path / folders.TRACKER).write_text("8")
         return tmp_path
 
     return write

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import step, train
 from megatron_muon import cli
-from megatron_muon.megatron.flags.arguments import build_parser
+from megatron_muon.megatron.flags.command_line import build_parser
 from megatron_muon.tools.parser import CommandParser
 from tests.support.documented import PROGRAM, ROOT, blocks, pages
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.cli import COMMANDS
-from megatron_muon.megatron.flags import names
-from megatron_muon.megatron.flags.arguments import Parser
+from megatron_muon.megatron.flags import flag_names as names
+from megatron_muon.megatron.flags.command_line import Parser
 
 MISTAKES = [
     (
@@ -23,10 +23,6 @@ MISTAKES = [
     (
         ("train", "--config", "a.yaml", "--num-layres", "2"),
         "unknown flag --num-layres; did you mean --num-layers?",
-    ),
-    (
-        ("train", "--config", "a.yaml", "--set", "num_layres=2"),
-        "there is no flag --num-layres; did you mean num-layers?",
     ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
     (
@@ -112,11 +108,11 @@ def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         # no suggestion is better than a wrong one
         *(
             (f"--{typed}", None)
-            for typed in ("foo", "batch", "gpus", "num-gpus", "epochs", "lr-schedule", "scheduler")
+            for typed in ["foo", "batch", "gpus", "num-gpus", "epochs", "lr-schedule", "scheduler"]
         ),
         *(
             (f"--{typed}", None)
-            for typed in ("log", "fp32", "resume", "precision", "nproc", "save-path")
+            for typed in ["log", "fp32", "resume", "precision", "nproc", "save-path"]
         ),
     ],
 )

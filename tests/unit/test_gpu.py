@@ -11,7 +11,8 @@ import torch
 
 from benchmarks import step_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import gpu, prepare
+from megatron_muon.megatron import prepare
+from megatron_muon.megatron import run_device as gpu
 from megatron_muon.tools.doctor import command as doctor
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."

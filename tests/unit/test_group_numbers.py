@@ -20,7 +20,7 @@ from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.megatron.builder import make_muon
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 Make = Callable[[float], Any]
 KINDS: dict[str, Make] = {

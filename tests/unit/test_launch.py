@@ -4,8 +4,6 @@ warnings.
 
 import json
 import multiprocessing
-import subprocess
-import sys
 import time
 import warnings
 from importlib import metadata
@@ -218,33 +216,6 @@ def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")
     assert launch.main([]) == 0
-
-
-def test_a_rank_whose_torchrun_is_killed_before_the_ranks_have_met_ends(tmp_path):
-    """It waited for the store that torchrun held, for twelve minutes and with the lock of --save.
-
-    Its watch ended in a traceback where it looked while another thread was importing
-    torch.distributed.
-    """
-    here, parent = (
-        tmp_path / "ended",
-        "subprocess.Popen([sys.executable, '-c', child]); time.sleep(0.5); os._exit(0)",
-    )
-    child = (
-        "import os, sys, types; from megatron_muon.megatron import launch;"
-        " launch._SECONDS_BETWEEN_LOOKS = 0.05; sys.modules['torch.distributed'] ="
-        f" types.ModuleType('torch.distributed'); sys.stderr = open({str(here)!r}, 'w');"
-        " launch._end_with(int(os.environ['TORCHRUN']))"
-    )
-    program = (
-        "import os, subprocess, sys, time; os.environ['TORCHRUN'] = str(os.getpid()); child ="
-        f" {child!r}; "
-    )
-    subprocess.run([sys.executable, "-c", program + parent], check=True)
-    deadline = time.monotonic() + 30
-    while not (here.exists() and "torchrun has ended" in here.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,14 @@ def main_weights(parameter: nn.Parameter) -> MainWeights:
     )
     weights = MainWeights([SimpleNamespace(param_and_grad_buffer=buffer)])
     with unset_fake_temporarily():
-        store = RecordStore([], [], [], CODECS["fp32"], device=torch.device("cpu"), staging_bytes=0)
+        store = RecordStore(
+            [],
+            [],
+            [],
+            CODECS["fp32"],
+            device=torch.device("cpu"),
+            staging_bytes=0,
+        )
     weights.keep(store, [parameter], [])
     weights.move_out()
     return weights

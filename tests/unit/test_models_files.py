@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_muon import cli
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.tools.models import convert, mapping
 from megatron_muon.tools.models.checkpoint import FSDP_DTENSOR, STACKED, TORCH_DIST, Weights, write
@@ -124,7 +124,7 @@ def test_weights_are_those_that_were_written_under_any_names(
     assert weights.shapes == {rule.megatron: rule.shape for rule in rules(name)}
     assert all(torch.equal(weights.read(rule.megatron), read(rule)) for rule in rules(name))
     assert (weights.folder, weights.iteration) == (found, 7)
-    assert files.problems(found) == []
+    assert folders.problems(found) == []
     if (name, layout) == ("llama", FSDP_DTENSOR):  # negative control: the names are not alike
         assert any(".layers.0.input_layernorm" in entry for entry in weights._entries) == (
             layers == "local"
@@ -228,7 +228,7 @@ def damage(found: Path) -> None:
         ),
         (
             "export --to hf OUT",
-            lambda found: (found.parent / files.TRACKER).unlink(),
+            lambda found: (found.parent / folders.TRACKER).unlink(),
             "has no latest_checkpointed",
         ),
     ],

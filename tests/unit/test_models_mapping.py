@@ -29,7 +29,7 @@ with quiet_imports():
     import transformers
 
     from megatron_muon.megatron import prepare
-    from megatron_muon.megatron.flags import arguments
+    from megatron_muon.megatron.flags import command_line as arguments
 
 PARSER = functools.cache(arguments.build_parser)
 ROWS = 16

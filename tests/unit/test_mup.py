@@ -8,7 +8,7 @@ from megatron.core.optimizer import get_mup_config_overrides, get_standard_confi
 from megatron.core.optimizer_param_scheduler import combine_param_group_overrides
 
 from megatron_muon.megatron.factory import _overrides
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 WIDTH = 4.0
 

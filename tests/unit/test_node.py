@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.tools.train import node
@@ -38,7 +38,7 @@ def here(tmp_path, monkeypatch):
     """Where the run of run.yaml has saved iteration 40 in ck."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ck").mkdir()
-    (tmp_path / "ck" / files.TRACKER).write_text("40")
+    (tmp_path / "ck" / folders.TRACKER).write_text("40")
     (tmp_path / "run.yaml").write_text(
         "MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n"
     )
@@ -165,8 +165,8 @@ def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(monkeypatch, of_ra
 def test_sigterm_ends_a_node_that_is_still_importing(tmp_path):
     """An import passed over the exception that was to end it, and the run went on training."""
     (tmp_path / "made").mkdir()
-    code = "from megatron_muon.tools.train import node\nnode._made = 'made'\n"
-    code += "try: node._hand_on(15, None)\nexcept SystemExit: print('lost')"
+    code = "from megatron_muon.tools.train import node\nnode._own_status_folder = 'made'\n"
+    code += "try: node._forward(15, None)\nexcept SystemExit: print('lost')"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

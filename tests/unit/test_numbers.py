@@ -13,8 +13,8 @@ from megatron_muon.core.numbers import RANGES, Range, check_number, check_number
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
 
 RUN = (
     "--optimizer",

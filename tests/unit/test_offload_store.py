@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.core.layout import Shard
-from megatron_muon.offload import files
 from megatron_muon.offload.codecs import CODECS
-from megatron_muon.offload.files import PAGE, MomentumFile, in_pages
+from megatron_muon.offload.disk import LOST_BYTE, PAGE, MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore, worst_failure
 
 CPU = torch.device("cpu")
@@ -215,9 +214,7 @@ def test_nothing_is_lost_where_writes_fail(
     assert (bench.store.disk.failure is not None) == bool(failing)
     if failing:
         assert bench.store.disk.lost == set()
-        assert (
-            "nothing is lost, what was to be written is kept in memory" in bench.store.disk.failure
-        )
+        assert "nothing is lost, the record stays in memory" in bench.store.disk.failure
     bench.store.close()
 
 
@@ -270,7 +267,7 @@ def test_a_read_that_fails_as_a_checkpoint_is_saved(bench: Bench, disk: Disk) ->
 @pytest.mark.parametrize("dtype", CODECS)
 def test_a_lost_record_is_nan_in_every_format(dtype: str) -> None:
     codec = CODECS[dtype]
-    record = torch.full((codec.record_bytes(3, 300),), files._LOST, dtype=torch.uint8)
+    record = torch.full((codec.record_bytes(3, 300),), LOST_BYTE, dtype=torch.uint8)
     assert codec.decode(record, 3, 300).isnan().all()
 
 

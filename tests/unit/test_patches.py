@@ -352,27 +352,6 @@ def handler(patches, monkeypatch):
     return checkpointing.handle_swiglu_in_state_dict
 
 
-def test_muons_momentum_is_split_under_its_own_name(handler):
-    """The handler hard-codes exp_avg and exp_avg_sq: saving Muon's momentum ended in a KeyError."""
-    momentum, moments = torch.arange(8.0).view(4, 2), torch.ones(4, 2)
-    others = {
-        "module.proj.weight": {"momentum_buffer": moments},
-        "module.norm.weight": {"exp_avg": moments, "exp_avg_sq": moments, "step": 3},
-    }
-    state, meta = (
-        {"module.fc1.weight": {"momentum_buffer": momentum}, **others},
-        {"module.fc1.weight": {"lr": 0.1}},
-    )
-    given = {"state": state, "param_to_group_meta": meta}
-    model_state, optimizer_state = handler(Layer(), {"fc1.weight": momentum}, given)
-    assert set(model_state) == {"fc1.weight_w", "fc1.weight_v"}
-    gate, up = (optimizer_state["state"].pop(f"module.fc1.weight{half}") for half in ("_w", "_v"))
-    assert optimizer_state == {"state": others, "param_to_group_meta": meta}
-    assert set(gate) == set(up) == {"momentum_buffer"}
-    assert torch.equal(torch.cat([gate["momentum_buffer"], up["momentum_buffer"]]), momentum)
-    assert set(state["module.fc1.weight"]) == {"momentum_buffer"}  # the caller's state is as it was
-
-
 ADAM = {"exp_avg": (4,), "exp_avg_sq": (4,), "step": ()}
 
 
@@ -389,13 +368,15 @@ ADAM = {"exp_avg": (4,), "exp_avg_sq": (4,), "step": ()}
     ],
 )
 def test_every_slot_of_the_weights_shape_is_split(handler, parameter, slots, whole):
-    """Lion keeps exp_avg alone: its first save ended in KeyError 'exp_avg_sq', and all that was
-    trained was lost.
-    """
+    """The handler hard-codes exp_avg and exp_avg_sq: the first save of Muon or Lion was a KeyError."""
     kept = {slot: torch.rand(shape) for slot, shape in slots.items()}
-    split = handler(
-        Layer(), {}, {"state": {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}}
-    )[1]["state"]
+    state = {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}
+    given = {"state": state, "param_to_group_meta": {"module.fc1.weight": {"lr": 0.1}}}
+    weights, found = handler(Layer(), {"fc1.weight": torch.zeros(4, 2)}, given)
+    assert set(weights) == {"fc1.weight_w", "fc1.weight_v"}
+    assert found["param_to_group_meta"] == given["param_to_group_meta"]
+    assert set(state[f"module.fc1.{parameter}"]) == set(slots)  # the caller's state is unchanged
+    split = found["state"]
     assert split.pop("module.proj.weight") == kept
     gate, up = (split.pop(f"module.fc1.{parameter}{half}") for half in ("_w", "_v"))
     assert split == {}

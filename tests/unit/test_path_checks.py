@@ -9,7 +9,7 @@ import pytest
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import prepare
-from megatron_muon.megatron.flags.arguments import check_settings, parse
+from megatron_muon.megatron.flags.command_line import check_settings, parse
 
 
 def check(parser, *argv: str, refused: str | None = None) -> None:

@@ -20,7 +20,7 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, extra_bytes, plan_group
 from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank

@@ -20,7 +20,7 @@ from megatron_muon.core.exchange import Exchange
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.tools.plan import command as plan_command
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_group
 

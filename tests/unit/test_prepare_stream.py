@@ -26,7 +26,7 @@ from megatron_muon.core.plan import make_plan
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.offload.codecs import CODECS
-from megatron_muon.offload.files import PAGE, MomentumFile
+from megatron_muon.offload.disk import PAGE, MomentumFile
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from tests.support.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
@@ -70,7 +70,12 @@ class Trial:
         layout = Layout(
             2,
             tuple(
-                row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)
+                row_sharded(
+                    f"w{i}",
+                    s,
+                    [s[0] - s[0] // 2, s[0] // 2],
+                )
+                for i, s in enumerate(SHAPES)
             ),
         )
         plan = make_plan(

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.tools.train import run_folder
 from megatron_muon.tools.train.processes import Ended, watch
+from megatron_muon.tools.train.run_folder import claimed
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -83,28 +83,28 @@ def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, end, status):
     assert is_gone(int((tmp_path / "log").read_text()))
 
 
-def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
-    """A killed `train` leaves torchrun and its ranks, which go on writing until they print
-    something.
-    """
+def test_a_claim_holds_for_as_long_as_the_launched_command(tmp_path):
+    """A killed `train` leaves torchrun and its ranks, which write until they print something."""
     code = (
-        "import os, sys; from pathlib import Path\nfrom megatron_muon.tools.train import"
-        " run_folder; from megatron_muon.tools.train.processes import watch\nwith"
-        " run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n    child = 'import os, time;"
-        " print(os.getpid(), flush=True); time.sleep(60)'\n    watch([sys.executable, '-c', child],"
-        " Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"
+        "import os, sys; from pathlib import Path\n"
+        "from megatron_muon.tools.train.processes import watch\n"
+        "from megatron_muon.tools.train.run_folder import claimed\n"
+        "child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "folder = Path(sys.argv[1])\n"
+        "with claimed(folder) as lock:\n"
+        "    command = [sys.executable, '-c', child]\n"
+        "    watch(command, folder / 'log', env=dict(os.environ), keeps=[lock])"
     )
     log = tmp_path / "log"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as launcher:
+    with subprocess.Popen([*python(code), str(tmp_path)]) as launcher:
         while not (log.exists() and log.read_text().endswith("\n")):
             time.sleep(0.02)
         launcher.kill()
-    lock = run_folder.lock_of(tmp_path)
-    with pytest.raises(UserError, match=rf"a run is under way in .* \(process {launcher.pid} on "):
-        lock.refuse_if_held()
+    with pytest.raises(UserError, match=r"a run is under way in "), claimed(tmp_path):
+        pass
     os.kill(int(log.read_text()), signal.SIGKILL)
     assert is_gone(int(log.read_text()))
-    with lock.held():
+    with claimed(tmp_path):
         pass
 
 
@@ -133,40 +133,23 @@ def test_a_signal_gives_time_to_save_and_no_more(tmp_path, code, signals, grace_
     assert ("saved" in (tmp_path / "log").read_text()) is (code == SAVES)
 
 
-def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
-    stop = threading.Event()
-    sender = signal_when(tmp_path / "log", "ready")
-    ended: list[Ended] = []
-    log = tmp_path / "log"
-    code = "print('ready', flush=True); import time; time.sleep(60)"
-    run = threading.Thread(
-        target=lambda: ended.append(watch(python(code), log, env=dict(os.environ), stop=stop))
-    )
-    run.start()
-    sender.join()
-    assert run.is_alive()
-    stop.set()
-    run.join(timeout=20)
-    assert ended == [Ended(143, signal.SIGINT)]
-
-
 def test_all_output_is_shown_and_logged(tmp_path):
-    """Pieces may end within a character or a line; a start that goes on adds to the log."""
+    """Pieces may end within a character or a line; a start that continues a run adds to the log."""
     code = (
-        "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush()"
-        " for n in range(12)]"
+        "import sys\n"
+        "for byte in 'zwölf\\nüber'.encode():\n"
+        "    sys.stdout.buffer.write(bytes([byte])); sys.stdout.flush()"
     )
     lines: list[str] = []
     log = tmp_path / "log"
-    watch(python(code), log, env=dict(os.environ), show=lambda event: lines.append(event["line"]))
+
+    def run(code: str, **how: bool) -> None:
+        env = dict(os.environ)
+        watch(python(code), log, env=env, show=lambda event: lines.append(event["line"]), **how)
+
+    run(code)
     assert log.read_text("utf-8") == "zwölf\nüber"
     assert lines == ["zwölf", "über"]
-    watch(
-        python("print('on')"),
-        log,
-        env=dict(os.environ),
-        show=lambda event: lines.append(event["line"]),
-        append=True,
-    )
+    run("print('on')", append=True)
     assert log.read_text("utf-8") == "zwölf\nüberon\n"
     assert lines[2:] == ["on"]

@@ -1,13 +1,8 @@
 """Which steps `--profile` records, and that phases are ranges of a trace."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
-from torch.profiler import ProfilerAction
 
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
-from megatron_muon.megatron.patches import install
 
 
 def names_in(profiler: torch.profiler.profile) -> set[str]:
@@ -26,37 +21,3 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
         torch.ones(2).add_(1)
     assert {"muon/gather wave 3", "muon/momentum", "optimizer"} <= names_in(profiler)
     assert timer.seconds["momentum"] > 0
-
-
-@pytest.mark.parametrize(
-    ("done", "steps", "recorded"),
-    [
-        (0, (3, 5), [3, 4]),
-        (0, (1, 3), [1, 2]),
-        (20, (22, 24), [22, 23]),
-        (20, (21, 22), [21]),
-        (20, (10, 13), []),
-    ],
-)
-def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps, recorded):
-    """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it
-    wrote no trace.
-    """
-    args = SimpleNamespace(iteration=done, profile_step_start=steps[0])
-    monkeypatch.setattr(install, "get_args", lambda: args)
-    asked = {"wait": max(steps[0] - 1, 0), "warmup": 1, "active": steps[1] - steps[0], "repeat": 1}
-    plain = torch.profiler.schedule(**asked)
-    install.count_global_steps(patches)
-    mended = torch.profiler.schedule(**asked)
-
-    def records(schedule):
-        """The iterations, of which the first after `done` is the schedule's step 1."""
-        actions = {done + step: schedule(step) for step in range(1, 60)}
-        return [
-            i
-            for i, action in actions.items()
-            if action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
-        ]
-
-    assert records(mended) == recorded
-    assert (records(plain) == recorded) is (done == 0)

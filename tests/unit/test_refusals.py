@@ -15,8 +15,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 
 FSDP = "--use-megatron-fsdp"
 MUON, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adam"))
@@ -28,7 +28,6 @@ NVME = "--muon-offload nvme --muon-offload-dir ."
 ALL = "--muon-offload cpu --muon-offload-state all"
 SPHERE = "--muon-hyperball --weight-decay 0"
 GRAPH = "--cuda-graph-impl full_iteration does not work with Muon"
-PROFILE = "--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 20"
 
 
 def refused(words: str | None) -> contextlib.AbstractContextManager[object]:
@@ -84,30 +83,7 @@ OF_ANY_RUN = [
     ("--async-save --use-persistent-ckpt-worker", "cuda", None),
     ("--async-save", "cuda", "needs --use-persistent-ckpt-worker"),
     ("--async-save", "cpu", "does not work on the CPU"),
-    (PROFILE, "cpu", None),
-    ("--profile", "cuda", None),  # for nsys
-    ("--profile", "cpu", "no profile would be written"),
-    ("--use-pytorch-profiler", "cpu", "no profile would be written"),
-    ("--profile --use-pytorch-profiler", "cpu", "no profile would be written"),
-    (f"{PROFILE} --train-iters 5", "cpu", "no profile would be written"),
-    (
-        f"{PROFILE} --profile-step-start 5 --profile-step-end 5",
-        "cpu",
-        "no profile would be written",
-    ),
     ("--hybrid-layer-pattern M*", "cpu", "makes a hybrid model"),
-    (
-        "--num-attention-heads 4 --group-query-attention --num-query-groups 3",
-        "cpu",
-        "-heads 4 is no multiple of",
-    ),
-    (
-        "--num-experts 2 --moe-router-topk 3 --swiglu",
-        "cpu",
-        "--moe-router-topk 3 is more than --num-experts 2",
-    ),
-    ("--num-experts 2", "cpu", "no fused GELU for the experts"),
-    ("--num-experts 2 --disable-bias-linear", "cpu", None),
     (
         "--optimizer adam --muon-allow-missing-state",
         "cpu",
@@ -178,14 +154,11 @@ OF_MUONS_RUN = [
         "--qk-clip --qk-layernorm",
         "--qk-layernorm does not work with --qk-clip; leave one of the two out",
     ),
-    ("--qk-clip --qk-l2-norm", "--qk-l2-norm does not work with --qk-clip"),
     ("--log-max-attention-logit --qk-layernorm", None),
     ("--qk-clip --qk-clip-alpha 1.0", "-alpha 1 is out of range"),
-    ("--qk-clip --qk-clip-threshold 0", "-threshold 0 is out of"),
     ("--use-precision-aware-optimizer", "-optimizer does not work with Muon"),
     ("--megatron-fsdp-main-params-dtype bf16", "-main-params-dtype does not work with Muon"),
     ("--optimizer-cpu-offload", "-cpu-offload does not work with Muon"),
-    ("--fp16", "--fp16 is not supported with --optimizer muon; use --bf16"),
     ("--optimizer dist_muon", "megatron-core's layer-wise Muon"),
     ("--muon-split-gated-mlp", "--muon-split-gated-mlp has no gate to split"),
     (
@@ -196,7 +169,6 @@ OF_MUONS_RUN = [
         "--adaptive-muon-beta2 0.5",
         "-beta2 needs --optimizer adaptive_muon; add it or leave --adaptive",
     ),
-    (f"{NORMUON} --adaptive-muon-beta2 0.9", None),
     # exchange and strategy
     (
         "--muon-exchange allgather --muon-exchange-dtype bf16",
@@ -209,7 +181,6 @@ OF_MUONS_RUN = [
     ("--muon-exchange allgather --muon-exchange-buffer-mb 8", "gathers fp32, matrix by matrix"),
     ("--muon-share-replicated", "--muon-share-replicated has no effect here: it is for no_shard"),
     (f"{NO_SHARD} --muon-exchange allgather", "--muon-exchange has no effect here"),
-    (f"{NO_SHARD} --muon-team-size 1", "team-size has no .* no_shard exchanges nothing"),
     (f"{NO_SHARD} --muon-ns gram", "--muon-ns has no effect here"),
     (
         f"{NO_SHARD} --num-distributed-optimizer-instances 2",
@@ -222,14 +193,8 @@ OF_MUONS_RUN = [
         "-team-size has no effect .*: --muon-share-replicated gives .* update; leave it out",
     ),
     (f"{NORMUON} --muon-team-size 2", "NorMuon .*; use --muon-team-size 1"),
-    (f"{NORMUON} --muon-team-size 1", None),
-    ("--cuda-graph-impl local --muon-team-size 2", None),
     # blocks that tensor-parallel replicas have in parts
     (f"{SHARED} --muon-tp-mode distributed {TP2}", IN_PARTS.format("--muon-share-replicated")),
-    (
-        f"{SHARED} --muon-tp-mode distributed --expert-tensor-parallel-size 2",
-        IN_PARTS.format("--muon-share-replicated"),
-    ),
     (
         f"{NO_SHARD} --muon-split-heads {TP2} --muon-tp-mode duplicated",
         IN_PARTS.format("--muon-split-heads"),
@@ -240,7 +205,6 @@ OF_MUONS_RUN = [
         IN_PARTS.format("--optimizer adaptive_muon"),
     ),
     (f"{SHARED} --muon-tp-mode blockwise {TP2}", None),
-    (f"{SHARED} --muon-tp-mode duplicated", None),
     (f"{NO_SHARD} --muon-split-heads {TP2} --muon-tp-mode blockwise", None),
     (f"{NORMUON} --muon-tp-mode duplicated {TP2}", None),
     # decay and norms
@@ -273,7 +237,6 @@ OF_MUONS_RUN = [
     (ALL, None),
     (f"{NO_SHARD} {SPHERE} --muon-offload cpu", None),
     (f"{NVME} --muon-offload-fraction 0", "--muon-offload-fraction 0 is out of range"),
-    (f"{NVME} --muon-offload-fraction 1.01", "--muon-offload-fraction 1.01 is out of range"),
     (f"{NVME} --muon-offload-buffer-mb inf", "--muon-offload-buffer-mb inf is not finite"),
     ("--muon-offload nvme", "--muon-offload nvme needs --muon-offload-dir DIR"),
     ("--muon-offload cpu --muon-offload-dir x", "--muon-offload-dir needs --muon-offload nvme"),

@@ -91,7 +91,7 @@ def test_a_rank_that_a_signal_ended_is_the_cause(tmp_path, failures, error):
 
 
 def test_a_rank_that_was_asked_to_end_is_no_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(node, "_asked_to_end", True)
+    monkeypatch.setattr(node, "_received_sigterm", True)
     node.report_killed(child_failed((5, -15, 10)), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.megatron.main_weights import ScalarState
-from megatron_muon.megatron.state import initialize_scalar_state
+from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
 from megatron_muon.offload.run import OffloadRun
 from tests.support.fused_adam import FusedAdam
 

@@ -25,7 +25,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.probe import SILENT
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.patterns import steps_of
 from megatron_muon.settings import steps_for
 from tests.support.rows import ByMatrix

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon import cpu
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import prepare
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -178,7 +178,7 @@ def test_arguments_of_a_checkpoint_are_taken_without_running_it(
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     if where == ".metadata":
         (folder / where).write_bytes(pickle.dumps(Command(made)))
-    (tmp_path / files.TRACKER).write_text("1")
+    (tmp_path / folders.TRACKER).write_text("1")
     argv = [
         *MODEL,
         *optimizer,

@@ -1,4 +1,4 @@
-"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line."""
+"""Patches of megatron-core for loading checkpoints: they run no code, and each error is a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.dcp import Planner, Reader
 from megatron_muon.core.ranks import of_all_ranks, of_any_rank, of_first_rank, say
@@ -29,16 +29,16 @@ _FLOPS = "num_floating_point_operations_so_far"
 
 
 def load_what_is_there(patches: Patches) -> None:
-    """Load complete checkpoints only, and start the state afresh that another optimizer did not keep.
+    """Load complete checkpoints only, and start state at zero that another optimizer did not keep.
 
-    0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal,
-    with a name of torch's inner workings, or all passed over in silence
-    (--no-strict-fsdp-dtensor-load). Random-number states are stored for each data-parallel rank
-    with --data-parallel-random-init, so more ranks than before find none. The count of
-    floating-point operations is stored and never asked for.
+    0.19 fails in the middle of a damaged checkpoint. Missing entries are either all fatal, with an
+    internal name of torch's, or all ignored in silence (--no-strict-fsdp-dtensor-load).
+    Random-number states are stored for each data-parallel rank with --data-parallel-random-init, so
+    more ranks than before find none. The count of floating-point operations is stored and never
+    loaded.
     """
-    # while _load_base_checkpoint runs: its folder, and what it was not asked for
-    asked: dict[str, Any] = {}
+    # while _load_base_checkpoint runs: its folder, and the state that it does not load
+    loading: dict[str, Any] = {}
 
     @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args", "rank0"])
     def load_base_checkpoint(
@@ -54,16 +54,16 @@ def load_what_is_there(patches: Patches) -> None:
             _require_sound(folder, verify=args.verify_checkpoint)
         if folder is None or rank0:
             return load(load_dir, args, rank0, *rest, **kwargs)
-        asked.update(folder=folder, settings={}, rates={})
+        loading.update(folder=folder, settings={}, rates={})
         try:
             state, *others = load(load_dir, args, rank0, *rest, **kwargs)
-            if state is not None and "rng_state" in asked:
-                state["rng_state"] = asked["rng_state"]
-            _require_same_rates(asked["rates"], asked["settings"])
-            for parameter, settings in asked["settings"].items():
+            if state is not None and "rng_state" in loading:
+                state["rng_state"] = loading["rng_state"]
+            _require_same_rates(loading["rates"], loading["settings"])
+            for parameter, settings in loading["settings"].items():
                 state["optimizer"]["param_to_group_meta"][parameter].update(settings)
         finally:
-            asked.clear()
+            loading.clear()
         return state, *others
 
     @patches.around(
@@ -75,29 +75,26 @@ def load_what_is_there(patches: Patches) -> None:
         preprocess: Callable[..., Any], args: Any, raw_state_dict: Any, model: Any
     ) -> Any:
         state = preprocess(args, raw_state_dict, model)
-        if "folder" not in asked:
+        if "folder" not in loading:
             return state
-        entries = content.read_entries(asked["folder"])
+        entries = content.read_entries(loading["folder"])
         theirs = ours = content.wrappers(content.optimized(entries))
         if "optimizer" in state:  # weights have the same names in every precision
             ours = content.wrappers(state["optimizer"]["param_to_group_meta"])
             state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
-        state = _ask_for_what_is_there(state, entries, asked["folder"], args)
+        state = _requested_state(state, entries, loading["folder"], args)
         if "optimizer" in state:
             stored = state["optimizer"]["param_to_group_meta"]
-            asked["settings"] = settings = {
-                ours + name.removeprefix(theirs): meta for name, meta in stored.items()
-            }
+            settings = {ours + name.removeprefix(theirs): stored[name] for name in stored}
+            loading["settings"] = settings
             if not args.use_checkpoint_opt_param_scheduler:
-                asked["rates"] = {
-                    p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()
-                }
+                loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
         if _FLOPS in entries:
             state[_FLOPS] = 0
         if state.get("rng_state"):
             wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
             if not all(of_all_ranks(all(name in entries for name in wanted))):
-                asked["rng_state"] = state.pop("rng_state")
+                loading["rng_state"] = state.pop("rng_state")
                 _warn(
                     "the checkpoint holds no random-number state for every rank of this layout; it"
                     " starts anew"
@@ -105,8 +102,12 @@ def load_what_is_there(patches: Patches) -> None:
         return state
 
 
+def _rates(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: meta[name] for name in _RATES if name in meta}
+
+
 def explain_load_refusals(patches: Patches) -> None:
-    """Turn the assertions by which 0.19 refuses a checkpoint of another model or schedule into one-line messages."""
+    """Word 0.19's assertions on a checkpoint of another model or schedule as one-line errors."""
 
     @patches.around(training, "load_checkpoint")
     def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -114,11 +115,10 @@ def explain_load_refusals(patches: Patches) -> None:
             return load(*args, **kwargs)
         except AssertionError as refusal:
             if "OptimizerParamScheduler" in str(refusal):
-                schedules = (
-                    "this run's schedule, --use-checkpoint-opt-param-scheduler for that of the"
-                    " checkpoint"
+                remedy = (
+                    "use --override-opt-param-scheduler for this run's schedule,"
+                    " --use-checkpoint-opt-param-scheduler for that of the checkpoint"
                 )
-                remedy = f"use --override-opt-param-scheduler for {schedules}"
             elif "from checkpoint" in str(refusal):
                 remedy = "give this run the flags that wrote it"
             else:
@@ -132,8 +132,8 @@ def keep_loaded_main_weights(patches: Patches) -> None:
     """Let a bf16 run load weights without optimizer state (--no-load-optim, --finetune).
 
     0.19 then copies the model's weights to the main weights, which it does not implement for
-    Megatron-FSDP. There the main weights are what is saved and loaded, and loading them has
-    installed the model's.
+    Megatron-FSDP. There the main weights are saved and loaded, and loading them has installed the
+    model's.
     """
     loading: list[bool] = []
 
@@ -158,11 +158,11 @@ def keep_loaded_main_weights(patches: Patches) -> None:
 
 
 def run_no_pickles(patches: Patches) -> None:
-    """Read a checkpoint's index and its entries without running what their pickles name.
+    """Read a checkpoint's index and entries without running code that their pickles name.
 
     torch's reader and planner, up to 2.13 at least, call `pickle.load` and
     `torch.load(weights_only=False)`. So whoever can write to a checkpoint can run any command where
-    it is loaded. What cannot be read is a line that names the rank and the reason.
+    it is loaded. A read error is one line with the rank and the reason.
     """
     patches.replace(FileSystemReader, "read_metadata", Reader.read_metadata, takes=["kwargs"])
     patches.replace(
@@ -176,13 +176,13 @@ def run_no_pickles(patches: Patches) -> None:
         try:
             return load(load_dir, args, *rest, **kwargs)
         except CheckpointException as failure:
-            named = args.ckpt_step or files.latest(Path(load_dir))
+            named = args.ckpt_step or folders.latest(Path(load_dir))
             why = f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)})"
-            raise UserError(f"{why}; {files.resume_hint(Path(load_dir), but=named)}") from failure
+            raise UserError(f"{why}; {folders.resume_hint(Path(load_dir), but=named)}") from failure
 
 
 def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
-    """The folder that megatron-core is about to load; None where it finds none, or it is not of this format."""
+    """The folder that megatron-core is about to load; None without one, or in another format."""
     if (
         load_dir is None
         or args.ckpt_format != "fsdp_dtensor"
@@ -190,101 +190,84 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     ):
         return None
     # also with --ckpt-step: megatron-core reads it and stops at a damaged one
-    named = files.latest(Path(load_dir))
+    named = folders.latest(Path(load_dir))
     iteration = args.ckpt_step or named
     if iteration is None:
         _warn_of_unfinished(Path(load_dir))
         return None
-    return files.iteration_folder(Path(load_dir), iteration)
+    return folders.iteration_folder(Path(load_dir), iteration)
 
 
 def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in sorted(save_dir.glob(f"iter_*{files.UNFINISHED}")):
+    for left in sorted(save_dir.glob(f"iter_*{folders.UNFINISHED}")):
         _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
 def _require_sound(folder: Path, *, verify: bool) -> None:
-    """Refuse a checkpoint that is not complete, or whose files are not as they were written. Collective.
+    """Refuse a checkpoint that is incomplete or was changed after it was written. Collective.
 
-    The first rank looks for all, because what a file server shows to one rank, another may not see
-    yet; then each file is read by one rank.
+    The first rank looks for all, because ranks may not see the same files on a file server yet;
+    then each file is read by one rank.
     """
 
     def refuse(found: list[str]) -> None:
         if found:
-            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            hint = folders.resume_hint(folder.parent, but=folders.iteration_of(folder))
             raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
 
     def look() -> dict[str, int] | None:
-        files.recover(folder.parent)
-        refuse(files.problems(folder, verify=verify))
+        folders.recover(folder.parent)
+        refuse(folders.problems(folder, verify=verify))
         _warn_of_unfinished(folder.parent)
-        return files.read_checksums(folder) if verify else {}
+        return folders.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)
     if sums is None:
-        say(f"megatron-muon: note: {files.without_checksums(folder)}")
+        say(f"megatron-muon: note: {folders.without_checksums(folder)}")
     elif dist.is_initialized():  # else --use-checkpoint-args reads some arguments
-        mine = files.changed(
-            folder, sums, files.share(sums, dist.get_rank(), dist.get_world_size())
+        mine = folders.changed(
+            folder, sums, folders.share(sums, dist.get_rank(), dist.get_world_size())
         )
         refuse(list(itertools.chain(*of_all_ranks(mine))))
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
-    """Refuse learning rates of a checkpoint, which groups would take on, that are not those of the run.
+    """Refuse learning rates of a checkpoint that differ from the run's: groups would take them on.
 
-    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where
-    it is told to override them.
+    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even with
+    --override-opt-param-scheduler.
     """
-    for parameter, name, rate in (
-        (p, name, rate) for p, rates in run.items() for name, rate in rates.items()
-    ):
-        if (theirs := stored[parameter][name]) != rate:
+    for parameter, rates in run.items():
+        for name, rate in rates.items():
+            theirs = stored[parameter][name]
+            if theirs == rate:
+                continue
+            difference = f"{name} {theirs:g} for {content.plain(parameter)}, this run {rate:g}"
             raise UserError(
-                f"the checkpoint has {name} {theirs:g} for {content.plain(parameter)}, this run"
-                f" {rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use"
+                f"the checkpoint has {difference} (--lr, --min-lr, --muon-lr, --muon-min-lr); use"
                 " --override-opt-param-scheduler for this run's,"
                 " --use-checkpoint-opt-param-scheduler for those of the checkpoint"
             )
 
 
-def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path, args: Any) -> Any:
-    """The part of a state dict that a checkpoint with these entries can fill; what it cannot starts afresh.
+def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args: Any) -> Any:
+    """The part of a state dict that a checkpoint with these entries can fill; the rest stays.
 
-    Refused is a weight that is missing, of another shape or, with --strict-fsdp-dtensor-load, the
-    checkpoint's alone, and, without --muon-allow-missing-state, state that should be there.
-    Collective.
+    Refuses weights that are missing, have another shape or, with --strict-fsdp-dtensor-load, are in
+    the checkpoint alone; without --muon-allow-missing-state also missing state. Collective.
     """
     optimizer, weights = state.get("optimizer"), state.get("model", {})
     replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
+    if optimizer:
+        replaced |= _reordered(optimizer["state"], folder, args) - absent
     fresh = {name.rpartition(".")[0] for name in replaced | absent}
-    if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
-        stored, size = content.read(folder, ["args"]).get("args"), args.tensor_model_parallel_size
-        if getattr(stored, "tensor_model_parallel_size", size) != size:
-            fresh |= moved
-            replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
-    misfits = {
-        f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries
-    }
+    missing = [name for name in weights if f"model.{name}" not in entries]
+    misfits = {f"{content.plain(name)} is not in it" for name in missing}
     misfits |= content.other_shapes("model.", weights, entries)
     # ranks hold different experts, and must agree
-    everywhere = of_all_ranks((replaced, absent, misfits))
-    replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
-    if misfits:
-        raise UserError(
-            f"{folder} is of another model: {content.some(misfits)}; give this run its model flags"
-        )
-    dropped = _dropped(weights, entries)
-    if dropped and args.strict_fsdp_dtensor_load:
-        which = f"this one lacks {len(dropped)} of its weights: {content.some(dropped)}"
-        remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-        raise UserError(f"{folder} is of another model: {which}; {remedy}")
-    if dropped:
-        _warn(
-            f"weights of the checkpoint that this model lacks are left out, {len(dropped)}:"
-            f" {content.some(dropped)}"
-        )
+    everywhere = list(zip(*of_all_ranks((replaced, absent, misfits)), strict=True))
+    replaced, absent, misfits = (set().union(*of_ranks) for of_ranks in everywhere)
+    _require_same_weights(misfits, _dropped(weights, entries) if not misfits else [], folder, args)
     if absent and not args.muon_allow_missing_state:
         names = content.some(map(content.plain, absent))
         raise UserError(
@@ -294,10 +277,8 @@ def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path,
         )
     if lost := set(map(content.plain, absent | replaced)):
         by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
-        _warn(
-            f"{len(lost)} entries of optimizer state start at zero, because {by}:"
-            f" {content.some(lost)}"
-        )
+        count = f"{len(lost)} entries of optimizer state"
+        _warn(f"{count} start at zero, because {by}: {content.some(lost)}")
     if optimizer:
         optimizer, kept = carry_step_counts_over(optimizer, fresh, entries, folder)
         kept += _RATES if args.override_opt_param_scheduler else ()
@@ -305,11 +286,38 @@ def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path,
     return state
 
 
-def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    """Weights of a checkpoint that no rank's model takes. Collective: ranks hold different experts.
+def _reordered(state: Mapping[str, Mapping[str, Any]], folder: Path, args: Any) -> set[str]:
+    """State whose rows are in another order in a checkpoint of another tensor-parallel size."""
+    reordered = content.laid_out_by_rank(state)
+    if not reordered:
+        return set()
+    size = args.tensor_model_parallel_size
+    stored = content.read(folder, ["args"]).get("args")
+    if getattr(stored, "tensor_model_parallel_size", size) == size:
+        return set()
+    return {f"{name}.{slot}" for name in reordered for slot in state[name]}
 
-    The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads
-    them in this format.
+
+def _require_same_weights(misfits: set[str], dropped: list[str], folder: Path, args: Any) -> None:
+    """Refuse a checkpoint of another model; weights that the model lacks may be left out."""
+    other = f"{folder} is of another model"
+    if misfits:
+        raise UserError(f"{other}: {content.some(misfits)}; give this run its model flags")
+    if not dropped:
+        return
+    names = content.some(dropped)
+    if args.strict_fsdp_dtensor_load:
+        remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+        raise UserError(f"{other}: this one lacks {len(dropped)} of its weights: {names}; {remedy}")
+    count = f"left out, {len(dropped)}: {names}"
+    _warn(f"weights of the checkpoint that this model lacks are {count}")
+
+
+def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
+    """Weights of a checkpoint that no rank's model has. Collective: ranks hold different experts.
+
+    Transformer Engine's fp8 states do not count: megatron-core neither saves nor loads them in this
+    format.
     """
     stored = sorted(
         name for name in content.weight_names(entries) if not name.endswith("._extra_state")
@@ -322,51 +330,52 @@ def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str
 def carry_step_counts_over(
     optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Set Adam's counts of steps that a checkpoint keeps in another form, in the run's state dict `optimizer`.
+    """Load Adam's counts of steps that a checkpoint keeps in another form into `optimizer`.
 
     torch's AdamW counts for each parameter, in its state; the FusedAdam of Transformer Engine and
     Apex for each group, in its settings, as an integer or (capturable) a tensor. Without the count
     Adam's bias correction starts again and its first updates are too large.
 
     Parameters that start `fresh` keep theirs. Returns the part of the state dict that is still to
-    be asked for, and the settings not to ask for.
+    be requested, and the settings not to request.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
     held = content.optimizer_slots(entries)
-    in_state = [
-        n for n in state if STEP in state[n] and n not in fresh and STEP not in held.get(n, ())
+    wanted = [name for name in state if STEP in state[name] and name not in fresh]
+    in_state = [name for name in wanted if STEP not in held.get(name, ())]
+    in_groups = [
+        name
+        for name in settings
+        if not fresh & {name, f"{name}_w"} and _counts_differently(name, settings[name], entries)
     ]
-    in_groups = []
-    for name, meta in settings.items():
-        if STEP in meta and not fresh & {name, f"{name}_w"}:
-            entry = entries.get(content.setting(name, STEP))
-            if entry is None or isinstance(meta[STEP], torch.Tensor) != hasattr(entry, "size"):
-                in_groups.append(name)
     if not in_state and not in_groups:
         return optimizer, ()
     counts = content.step_counts(folder)
     for name in in_state:
         state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
-    # whose parameters share one dict
+    # parameters of a group share one dict
     groups = {id(settings[name]): settings[name] for name in in_groups}
     for group, meta in groups.items():
-        found = {
-            counts.get(content.plain(name), 0) for name in in_groups if id(settings[name]) == group
-        }
+        names = [content.plain(name) for name in in_groups if id(settings[name]) == group]
+        found = {counts.get(name, 0) for name in names}
         count = max(found)
-        meta[STEP] = (
-            torch.full_like(meta[STEP], count) if isinstance(meta[STEP], torch.Tensor) else count
-        )
+        is_tensor = isinstance(meta[STEP], torch.Tensor)
+        meta[STEP] = torch.full_like(meta[STEP], count) if is_tensor else count
         if len(found) > 1:
-            _warn(
-                f"Adam counts by group here, the checkpoint has {min(found)} to {count} steps in"
-                f" one; it takes {count}"
-            )
-    others = {
-        name: {slot: value for slot, value in state[name].items() if slot != STEP}
-        for name in in_state
-    }
-    return {**optimizer, "state": {**state, **others}}, (STEP,) if in_groups else ()
+            theirs = f"the checkpoint has {min(found)} to {count} steps in one"
+            _warn(f"Adam counts by group here, {theirs}; it takes {count}")
+    requested = dict(state)
+    for name in in_state:
+        requested[name] = {slot: value for slot, value in state[name].items() if slot != STEP}
+    return {**optimizer, "state": requested}, (STEP,) if in_groups else ()
+
+
+def _counts_differently(name: str, meta: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
+    """Tells if a group counts steps, and the checkpoint has no count, or one of another type."""
+    if STEP not in meta:
+        return False
+    entry = entries.get(content.setting(name, STEP))
+    return entry is None or isinstance(meta[STEP], torch.Tensor) != hasattr(entry, "size")
 
 
 def _warn(text: str) -> None:

@@ -1,12 +1,13 @@
-"""The patches of megatron-core that saving fsdp_dtensor checkpoints needs, one function each, for Muon and for Adam.
+"""Patches of megatron-core for saving fsdp_dtensor checkpoints, with Muon and with Adam.
 
-What only loading needs is in `loading`.
+Patches for loading alone are in `loading`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import os
 import shutil
 import time
@@ -32,22 +33,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.checkpoint.content import plain
 from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.state import initialize_scalar_state
+from megatron_muon.megatron.scalar_state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
 
 
 def save_beside_and_rename(patches: Patches) -> None:
-    """Write a checkpoint beside its place, and rename it when every rank's file is there in full, with checksums.
+    """Write a checkpoint to another name, with checksums, and rename it when it is complete.
 
-    0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks
-    like a checkpoint; one that repeats an iteration writes over the files of a checkpoint that
-    `latest` may name.
+    0.19 writes to the final folder. A save that is cut off leaves a folder that looks like a
+    checkpoint; one that repeats an iteration overwrites files of the latest checkpoint.
     """
 
     @patches.around(dcp, "save", takes=["state_dict", "storage_writer"])
@@ -59,14 +59,14 @@ def save_beside_and_rename(patches: Patches) -> None:
         **kwargs: Any,
     ) -> Any:
         folder = Path(getattr(storage_writer, "path", "."))
-        if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
+        if not isinstance(storage_writer, FileSystemWriter) or folders.iteration_of(folder) is None:
             return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-        of_first_rank(lambda: files.begin(folder))
-        storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
+        of_first_rank(lambda: folders.begin(folder))
+        storage_writer.reset(folder.with_name(folder.name + folders.UNFINISHED))
         storage_writer.fs = written = SummedFiles()
         result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-        sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
-        of_first_rank(lambda: files.finish(folder, sums))
+        sums = dict(itertools.chain(*(of_rank.items() for of_rank in of_all_ranks(written.sums))))
+        of_first_rank(lambda: folders.finish(folder, sums))
         return result
 
 
@@ -89,15 +89,15 @@ def write_tracker_at_once(patches: Patches) -> None:
 
         def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             is_plain = client.open is open  # not in an object store
-            if mode == "w" and is_plain and os.path.basename(path) == files.TRACKER:
-                return files.written_at_once(Path(path))
+            if mode == "w" and is_plain and os.path.basename(path) == folders.TRACKER:
+                return folders.written_at_once(Path(path))
             return client.open(path, mode, *args, **kwargs)
 
     patches.replace(checkpointing, "maybe_msc", WithWholeTracker())
 
 
 def explain_failed_saves(patches: Patches) -> None:
-    """Say why a save failed, and which checkpoint to resume from."""
+    """Report why a save failed, and the checkpoint to resume from."""
 
     @patches.around(training, "save_checkpoint", takes=["iteration"])
     def save_checkpoint(
@@ -111,15 +111,12 @@ def explain_failed_saves(patches: Patches) -> None:
             save_dir, reason = Path(get_args().save), reason_of(error)
             with contextlib.suppress(OSError):
                 reason += f", {shutil.disk_usage(save_dir).free / 2**30:.1f} GiB free there"
-            why = (
-                f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
-                f" ({reason})"
-            )
-            raise SaveError(f"{why}; {files.resume_hint(save_dir)}") from error
+            failed = f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
+            raise SaveError(f"{failed} ({reason}); {folders.resume_hint(save_dir)}") from error
 
 
 def have_main_weights_at_hand(patches: Patches) -> None:
-    """Let checkpoints have the main weights that `--muon-offload-state all` keeps out of Megatron-FSDP's buffers.
+    """Provide checkpoints with main weights that `--muon-offload-state all` keeps elsewhere.
 
     0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main
     weights, and loads them in place.
@@ -150,9 +147,10 @@ def _at_hand(optimizer: Any, **how: bool) -> contextlib.AbstractContextManager[N
 
 
 def remember_signals(patches: Patches) -> None:
-    """Remember on every rank that a signal ended the run (`--exit-signal-handler`), so that the exit status can say so.
+    """Remember on every rank that a signal ended the run, for its exit status.
 
-    0.19 writes a checkpoint then and exits with 0, like a run that has come to its end.
+    With `--exit-signal-handler` 0.19 writes a checkpoint then and exits with 0, like a run that is
+    complete.
     """
 
     @patches.around(DistributedSignalHandler, "signals_received")
@@ -163,7 +161,7 @@ def remember_signals(patches: Patches) -> None:
 
 
 def keep_adam_state_alike(patches: Patches) -> None:
-    """Give Adam under Megatron-FSDP its state from the start, on every rank alike, for shards without rows too.
+    """Create Adam's state under Megatron-FSDP at the start, on every rank, for empty shards too.
 
     torch's AdamW keeps no state for empty shards, and a save, which runs collectives key by key,
     then never returns; where it has state for them, its counter must advance with the others',
@@ -181,16 +179,14 @@ def keep_adam_state_alike(patches: Patches) -> None:
 
     @patches.around(DistributedOptimizer, "_init_optimizer_states_with_dummy_values")
     def init_optimizer_states_with_dummy_values(initialize: Callable[..., None], self: Any) -> None:
-        if not all(
-            p in self.optimizer.state
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-        ):
+        groups = self.optimizer.param_groups
+        parameters = itertools.chain(*(group["params"] for group in groups))
+        if not all(parameter in self.optimizer.state for parameter in parameters):
             initialize(self)
 
 
 class _Discarding(FileSystemWriter):
-    """Takes a checkpoint as torch's writer to files does, objects pickled, and keeps nothing."""
+    """Accepts a checkpoint like torch's file writer, pickling objects, and discards it."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -208,8 +204,7 @@ class _Discarding(FileSystemWriter):
 def try_saving_before_training(patches: Patches) -> None:
     """Prepare and plan a checkpoint as a save does, before the first step of a run with --save.
 
-    megatron-core finds out at the first save what it cannot save, and all that was trained is lost
-    then.
+    megatron-core fails at the first save, and all steps before it are lost.
     """
 
     @patches.around(
@@ -229,10 +224,8 @@ def try_saving_before_training(patches: Patches) -> None:
         settings, started = get_args(), time.monotonic()
         if settings.save and settings.ckpt_format == "fsdp_dtensor":
             try:
-                save(
-                    _state_to_save(settings, model, optimizer, scheduler),
-                    storage_writer=_Discarding("."),
-                )
+                state = _state_to_save(settings, model, optimizer, scheduler)
+                save(state, storage_writer=_Discarding("."))
             except (Exception, CheckpointException) as error:
                 traceback.print_exc()
                 raise SaveError(
@@ -240,17 +233,15 @@ def try_saving_before_training(patches: Patches) -> None:
                     f" first step, failed ({reason_of(error)}; the traceback is above); nothing was"
                     " trained. Without --save it would train"
                 ) from error
-            say(
-                "megatron-muon: tried a save without writing it, in"
-                f" {time.monotonic() - started:.2f} s"
-            )
+            took_s = time.monotonic() - started
+            say(f"megatron-muon: tried a save without writing it, in {took_s:.2f} s")
         return train(forward, model, optimizer, scheduler, *args, **kwargs)
 
 
 def _state_to_save(
     args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
 ) -> dict[str, Any]:
-    """What megatron-core's save_checkpoint hands to torch's distributed checkpointing, by the same functions."""
+    """The state dict that megatron-core's save_checkpoint saves, made by the same functions."""
     model = unwrap_model(model)
     settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
     if isinstance(optimizer, MuonChainedOptimizer):
@@ -272,17 +263,16 @@ def _state_to_save(
 def split_swiglu(patches: Patches) -> None:
     """Split the fused projection, with its state in any optimizer, under `no_shard` too.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others;
-    weights it splits whatever they are. So every slot of the weights' shape is shown to it as
-    weights are. What has another shape, as NorMuon's second moment, stays whole beside the gate; a
-    step counter belongs to both halves. The handler also looks parameters up by names with one
-    `module.` too many when saving (save_checkpoint passes it the model without the wrapper that its
-    names count on), so it is shown a model that finds them at any depth. It copies host memory to
-    the GPU, where offloaded momentum and main weights might not fit, and what is loaded into the
-    copy would be lost. And it makes halves as shards, under `no_shard` too, where they are to be
-    whole.
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others, but
+    any weights. So every slot of the weights' shape is passed to it as weights. A slot of another
+    shape, as NorMuon's second moment, stays whole beside the gate; a step counter belongs to both
+    halves. When saving, the handler also looks up parameters by names with one `module.` too many
+    (save_checkpoint passes it the model without the wrapper that its names include), so it gets a
+    model that finds them at any depth. It copies host memory to the GPU, where offloaded momentum
+    and main weights might not fit, and values loaded into the copy would be lost. And it makes
+    halves as shards under `no_shard` too, where they have to be whole.
     """
-    # which is replaced where the handler runs, and has to take what that needs
+    # replaced while the handler runs; checked here, as `_made_in_place` depends on these arguments
     make = handlers.make_fsdp_dtensor
     patches.replace(handlers, "make_fsdp_dtensor", make, takes=["is_sharded_param", "run_check"])
 
@@ -312,7 +302,7 @@ def split_swiglu(patches: Patches) -> None:
 
 
 class _AnyDepth(torch.nn.Module):
-    """A model whose parameters are found whatever wrappers their names count."""
+    """A model whose parameters are found with any number of wrappers in their names."""
 
     def __init__(self, model: torch.nn.Module, names: dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -325,11 +315,9 @@ class _AnyDepth(torch.nn.Module):
 
 @contextlib.contextmanager
 def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
-    """Whether there are replicas; they get the slice by which the handler cuts, which Megatron-FSDP sets on shards."""
-    of_fsdp = [
-        parameter for parameter in parameters if hasattr(parameter, "megatron_fsdp_dist_index")
-    ]
-    replicas = [parameter for parameter in of_fsdp if not hasattr(parameter, "megatron_fsdp_slice")]
+    """Give replicas the slice that the handler needs, as shards have; yields if there are any."""
+    of_fsdp = [p for p in parameters if hasattr(p, "megatron_fsdp_dist_index")]
+    replicas = [p for p in of_fsdp if not hasattr(p, "megatron_fsdp_slice")]
     for parameter in replicas:
         parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
     try:
@@ -342,15 +330,14 @@ def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
 def _made_in_place(
     make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any
 ) -> Any:
-    """megatron-core's make_fsdp_dtensor around a local tensor that stays where it is, in host memory or on the GPU.
+    """megatron-core's make_fsdp_dtensor around a local tensor that stays in its memory.
 
-    DTensor.from_local copies host memory to the GPU, and leaves alone only what has no memory.
+    DTensor.from_local copies host memory to the GPU; it leaves meta tensors alone.
     """
     made = make(local_tensor.to("meta"), param, **{**kwargs, "run_check": False})
     local_tensor = local_tensor.view(made._local_tensor.shape)
     for name, value in vars(made._local_tensor).items():
-        # what tells the checkpoint which part of the whole this is
-        setattr(local_tensor, name, value)
+        setattr(local_tensor, name, value)  # the tensor's part of the whole, for the checkpoint
     return DTensor(local_tensor, made._spec, requires_grad=False)
 
 
@@ -359,28 +346,23 @@ def _with_halves(
     model: torch.nn.Module,
     split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state, slots by parameter, in which fused projections are two parameters, ending in `_w` and `_v`."""
+    """Optimizer state by parameter, with fused projections as two, ending in `_w` and `_v`."""
     made: dict[str, dict[str, Any]] = {}
-    # in one order on every rank
-    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):
-        elementwise = {
-            name: slots[slot]
-            for name, slots in state.items()
-            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape
-        }
+    for slot in dict.fromkeys(itertools.chain(*state.values())):  # in one order on every rank
+        elementwise = {}
+        for name, slots in state.items():
+            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape:
+                elementwise[name] = slots[slot]
         for name, tensor in split(elementwise).items():
             made.setdefault(name, {})[slot] = tensor
     halved: dict[str, dict[str, Any]] = {}
     for name, slots in state.items():
-        if gate := made.get(f"{name}_w"):
-            others = {slot: value for slot, value in slots.items() if slot not in gate}
-            counts = {
-                slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)
-            }
-            halved |= {
-                f"{name}_w": {**others, **gate},
-                f"{name}_v": {**counts, **made[f"{name}_v"]},
-            }
-        else:
+        gate, up = made.get(f"{name}_w"), made.get(f"{name}_v")
+        if gate is None or up is None:
             halved[name] = slots
+            continue
+        others = {slot: value for slot, value in slots.items() if slot not in gate}
+        counts = {slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)}
+        halved[f"{name}_w"] = {**others, **gate}
+        halved[f"{name}_v"] = {**counts, **up}
     return halved

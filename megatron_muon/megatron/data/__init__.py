@@ -1,1 +1,1 @@
-"""Real text into Megatron's indexed data; megatron-core's own datasets read it. Importing this package is cheap."""
+"""Text as Megatron's indexed data, which megatron-core's own datasets read; cheap to import."""

@@ -1,9 +1,9 @@
-"""Text as Megatron's indexed data, `PREFIX.bin` and `PREFIX.idx`: `prepare` writes it, a run checks what it reads.
+"""Text as Megatron's indexed data, `PREFIX.bin` and `PREFIX.idx`: written, and checked by a run.
 
-The same input and options give the same bytes, in an order that no file system decides. Files are
-written under temporary names and renamed at the end, under a lock, so several processes may ask for
-the same prefix at once and an interrupted run leaves no half of a file. A manifest,
-`PREFIX.prepared.json`, is renamed last: where it is, the data is complete.
+The same input and options give the same bytes, in an order independent of the file system. Files
+are written in a temporary folder and renamed at the end, under a lock, so several processes may
+prepare the same prefix at once and an interrupted run leaves no partial file. A manifest,
+`PREFIX.prepared.json`, is renamed last: where it exists, the data is complete.
 """
 
 from __future__ import annotations
@@ -38,27 +38,25 @@ from megatron_muon.megatron.data.tokenizers import (
 )
 
 STDLIB = f"python {platform.python_version()}"
-"""What settings call the standard library of the running interpreter."""
+"""The standard library of this interpreter, as `CorpusSettings.stdlib`."""
 
 _SKIPPED_DIRECTORIES = ("__pycache__", "site-packages", "dist-packages")
-"""Never entered, as what is hidden is not: compiled files and other people's packages."""
+"""Compiled files and other people's packages."""
 
 _PIECES = 100
-"""Of the only document: --split 98,2,0 leaves two of them for validation, and each is long enough to learn from."""
+"""Pieces of a single document: --split 98,2,0 leaves two of them, long enough, for validation."""
 
 _SAMPLE_TOKENS = 1 << 20
 
-Source = tuple[str, Path]
-"""An input file: its name relative to the input that led to it, and where it lies."""
-
-_Watch = Callable[[list[Source]], Iterable[Source]]
+type Source = tuple[str, Path]
+"""An input file: its name relative to the input that led to it, and its path."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags of `data prepare`, as the manifest has them.
+class CorpusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags of `data prepare`, as the manifest records them.
 
-    `stdlib` is the Python whose standard library is the input; `suffixes` choose files in
-    directories, none means all.
+    `stdlib` is the Python whose standard library is the input; `suffixes` select files in
+    directories, and none selects all.
     """
 
     tokenizer: TokenizerSpec = TokenizerSpec()
@@ -68,9 +66,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What was written: `tokens` with the ids that end documents, what was `skipped` in words, `sizes` in bytes."""
+    """The written data: `tokens` include ends of documents, `sizes` are in bytes."""
 
-    settings: Settings
+    settings: CorpusSettings
     documents: int
     tokens: int
     vocab_size: int | None = None
@@ -78,21 +76,21 @@ class Manifest(msgspec.Struct, kw_only=True):
     sizes: dict[str, int]
 
 
-_DEFAULTS = Settings()
+_DEFAULTS = CorpusSettings()
 
 
 def prepare(
     inputs: Sequence[Path],
     output: Path,
-    settings: Settings = _DEFAULTS,
+    settings: CorpusSettings = _DEFAULTS,
     *,
     overwrite: bool = False,
-    watch: _Watch = iter,
+    watch: Callable[[list[Source]], Iterable[Source]] = iter,
 ) -> Manifest:
-    """Tokenizes text files, JSONL files and directories of them into `output.bin` and `output.idx`.
+    """Tokenize text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    With `settings.stdlib` the input is the standard library, which is not written again where it is
-    there. Data at `output` is replaced with `overwrite` alone. `watch` sees which file is read.
+    With `settings.stdlib` the input is the standard library, and existing data of it is kept. Other
+    existing data is replaced only with `overwrite`. `watch` iterates over the files.
 
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or
@@ -112,39 +110,38 @@ def prepare(
                 )
             if settings.stdlib:
                 found = find_sources([Path(sysconfig.get_path("stdlib"))], (".py",), paths.all)
-                # of Python's own build
+                # These files belong to the build of Python.
                 found = [source for source in found if not source[0].startswith("config-")]
             else:
                 found = find_sources(inputs, settings.suffixes, paths.all)
             return _write(found, settings, paths, watch)
     except OSError as error:
-        place = error.filename or output
-        raise UserError(
-            f"cannot read or write {str(place)!r}: {error.strerror or error}"
-        ) from error
+        place = str(error.filename or output)
+        reason = error.strerror or error
+        raise UserError(f"cannot read or write {place!r}: {reason}") from error
 
 
 class OutputPaths:
-    """The files that belong to a prefix, and the lock that guards them; `cache` has training's indices of the data."""
+    """The files of a prefix, and its lock; `cache` has training's indices of the data."""
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        self.all = [
-            prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")
-        ]
-        self.bin, self.idx, self.manifest = self.all
-        self.cache = prefix.with_name(f"{prefix.name}.cache")
+        self.bin = prefix.with_name(prefix.name + ".bin")
+        self.idx = prefix.with_name(prefix.name + ".idx")
+        self.manifest = prefix.with_name(prefix.name + ".prepared.json")
+        self.cache = prefix.with_name(prefix.name + ".cache")
+        self.all = [self.bin, self.idx, self.manifest]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the prefix's lock, waiting for whoever has it. The lock file stays: removing it would race."""
+        """Hold the prefix's lock. The lock file stays: removing it would race."""
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         with self.prefix.with_name(f".{self.prefix.name}.lock").open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest, if it is there, readable, and its data too, in the sizes that it states."""
+        """The manifest, if it is readable and the data has the sizes that it states."""
         try:
             manifest = msgspec.json.decode(self.manifest.read_bytes(), type=Manifest)
             return manifest if manifest.sizes == _sizes(self.bin, self.idx) else None
@@ -152,21 +149,26 @@ class OutputPaths:
             return None
 
 
-def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _Watch) -> Manifest:
-    """Writes the three files and returns the manifest. The caller holds the lock."""
+def _write(
+    found: list[Source],
+    settings: CorpusSettings,
+    paths: OutputPaths,
+    watch: Callable[[list[Source]], Iterable[Source]],
+) -> Manifest:
+    """Write the three files. The caller holds the lock."""
     tokenizer = build(settings.tokenizer)
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     skipped: Counter[str] = Counter()
     partial = paths.prefix.with_name(f".{paths.prefix.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of one that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process
     partial.mkdir()
     try:
         bin_, idx, manifest_file = files = [partial / path.name for path in paths.all]
         builder = IndexedDatasetBuilder(str(bin_), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         with builder.data_file:
-            for document in read_documents(watch(found), settings.json_key, skipped):
-                ids = encode(tokenizer, *document)
+            for place, text in read_documents(watch(found), settings.json_key, skipped):
+                ids = encode(tokenizer, place, text)
                 builder.add_document(ids, [ids.size])
         counts = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
         lengths = builder.sequence_lengths
@@ -182,13 +184,13 @@ def _write(found: list[Source], settings: Settings, paths: OutputPaths, watch: _
             sizes=_sizes(bin_, idx),
         )
         manifest_file.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-        # between the renames there is no manifest that could promise anything
+        # During the renames no manifest may vouch for the data.
         paths.manifest.unlink(missing_ok=True)
-        # keyed by path and settings: stale for other documents
+        # Megatron's indices are keyed by path and settings: stale for other documents.
         for index in paths.cache.glob("*Dataset-*"):
             index.unlink()
-        for file, place in zip(files, paths.all, strict=True):
-            os.replace(file, place)
+        for file, target in zip(files, paths.all, strict=True):
+            os.replace(file, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
@@ -201,15 +203,14 @@ def _sizes(bin_: Path, idx: Path) -> dict[str, int]:
 def find_sources(
     inputs: Iterable[Path], suffixes: tuple[str, ...], not_these: Iterable[Path]
 ) -> list[Source]:
-    """Lists the files of the inputs, each once: inputs in the order given, a directory's files by relative path.
+    """The files of the inputs, each once: inputs in order, files of a directory by relative path.
 
-    What is hidden below a directory is passed over, as are files of `not_these`, such as the
-    output.
+    Hidden files below a directory are skipped, and files of `not_these`, such as the output.
     """
     found: dict[str, Source] = {}
     for given in inputs:
-        for source in _walk(given, suffixes) if given.is_dir() else [(given.name, given)]:
-            found.setdefault(os.path.realpath(source[1]), source)
+        for name, path in _walk(given, suffixes) if given.is_dir() else [(given.name, given)]:
+            found.setdefault(os.path.realpath(path), (name, path))
     for path in not_these:
         found.pop(os.path.realpath(path), None)
     if not found:
@@ -221,27 +222,23 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Source]:
     def fail(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
+    found: list[Source] = []
     for directory, folders, names in root.walk(on_error=fail):
-        folders[:] = [
-            name
-            for name in folders
-            if not name.startswith(".") and name not in _SKIPPED_DIRECTORIES
-        ]
-        found += [
-            directory / name
-            for name in names
-            if not name.startswith(".") and name.endswith(suffixes or "")
-        ]
-    return sorted((path.relative_to(root).as_posix(), path) for path in found if path.is_file())
+        folders[:] = [name for name in folders if name not in _SKIPPED_DIRECTORIES]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = directory / name
+            if name.endswith(suffixes or "") and not name.startswith(".") and path.is_file():
+                found.append((path.relative_to(root).as_posix(), path))
+    return sorted(found)
 
 
 def read_documents(
     sources: Iterable[Source], json_key: str, skipped: Counter[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields where the documents of sources stand, and their texts; counts what it has `skipped`.
+    """Yield each document's place and text; count `skipped` files.
 
-    A document that is the only one comes in pieces, as --split divides documents among sets.
+    A single document is cut into pieces, as --split divides documents among sets.
     """
     documents = _documents(sources, json_key, skipped)
     first = list(itertools.islice(documents, 2))
@@ -256,17 +253,18 @@ def _documents(
 ) -> Iterator[tuple[str, str]]:
     for label, path in sources:
         if path.name.endswith((".jsonl", ".ndjson")):
-            yield from ((place, text) for place, text in _lines(path, json_key) if text)
+            yield from _lines(path, json_key)
             continue
-        raw = path.read_bytes()
         try:
-            text = raw.decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             text = "\0"
-        if text and "\0" not in text:
+        if "\0" in text:
+            skipped["files that are not UTF-8 text"] += 1
+        elif text:
             yield label, text
         else:
-            skipped["files that are not UTF-8 text" if text else "empty files"] += 1
+            skipped["empty files"] += 1
 
 
 def _lines(path: Path, json_key: str) -> Iterator[tuple[str, str]]:
@@ -278,21 +276,23 @@ def _lines(path: Path, json_key: str) -> Iterator[tuple[str, str]]:
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 text = error
             if not isinstance(text, str):
-                wanted = (
-                    f"a JSON object on one line, with text in the field {json_key!r} (--json-key)"
+                raise UserError(
+                    f"{place}: must be a JSON object on one line, with text in the field"
+                    f" {json_key!r} (--json-key), found {text!r}"
                 )
-                raise UserError(f"{place}: must be {wanted}, found {text!r}")
-            yield place, text
+            if text:
+                yield place, text
 
 
 def cut(text: str) -> list[str]:
-    """Cuts a text into at most `_PIECES` of similar length: after blank lines, or after lines where these are few."""
+    """Cut a text after blank lines, or after lines where these are few, into similar lengths."""
     pieces = [text]
     for border in (r"\n\s*\n", r"\n(?:\s*\n)?"):
         ends = [match.end() for match in re.finditer(border, text)]
-        nearest = (bisect_left(ends, len(text) * part / _PIECES) for part in range(1, _PIECES))
-        places = sorted({0, len(text), *(ends[index] for index in nearest if index < len(ends))})
-        pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+        places = {0, len(text)}
+        for part in range(1, _PIECES):
+            places.update(ends[bisect_left(ends, len(text) * part / _PIECES) :][:1])
+        pieces = [text[start:end] for start, end in itertools.pairwise(sorted(places))]
         if len(pieces) > _PIECES // 2:
             break
     return pieces
@@ -301,11 +301,12 @@ def cut(text: str) -> list[str]:
 def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
     """The dtype of the token ids and the number of documents, from `PREFIX.idx`.
 
-    A UserError where a file is not there, the index is damaged, or `PREFIX.bin` is shorter than it
-    says.
+    Raises:
+        UserError: a file is missing, the index is damaged, or `PREFIX.bin` is shorter than stated.
     """
     remedy = f"type: megatron-muon data prepare --input TEXT --output {prefix}"
-    for file in (Path(prefix + ".bin"), Path(prefix + ".idx")):
+    bin_, idx = Path(prefix + ".bin"), Path(prefix + ".idx")
+    for file in (bin_, idx):
         if not file.exists():
             raise UserError(
                 f"{file} does not exist; give the prefix of a .bin and an .idx file, or {remedy}"
@@ -313,51 +314,46 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
     try:
-        index = _IndexReader(str(file), multimodal=False)
+        index = _IndexReader(str(idx), multimodal=False)
         dtype = np.dtype(index.dtype)
         assert dtype.kind in "iu", dtype
-        size = Path(prefix + ".bin").stat().st_size
-    except (OSError, AssertionError, struct.error, ValueError):  # or of a type unknown to Megatron
+    except (OSError, AssertionError, struct.error, ValueError):
         raise UserError(
-            f"{file} is not an index of Megatron's data, or is damaged; {remedy}"
+            f"{idx} is not an index of Megatron's data, or is damaged; {remedy}"
         ) from None
-    least = (
-        int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * dtype.itemsize
-        if len(index)
-        else 0
-    )
-    if size < least:
+    size, needed = bin_.stat().st_size, 0
+    if len(index):
+        needed = int(index.sequence_pointers[-1] + index.sequence_lengths[-1] * dtype.itemsize)
+    if size < needed:
         raise UserError(
-            f"{prefix}.bin is cut short: {size:,} of {least:,} bytes; copy it again, or prepare it"
-            " anew"
+            f"{bin_} is cut short: {size:,} of {needed:,} bytes; copy it again, or prepare it anew"
         )
     return dtype, index.sequence_count
 
 
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
-    """Refuses data that another tokenizer made, or with ids that the model has no row for, by a `UserError`.
+    """Refuse data of another tokenizer, or with ids that the model has no row for.
 
-    `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning
-    is looked at. A run's NullTokenizer stands for any tokenizer: only the size of its vocabulary
-    counts.
+    `megatron-muon data prepare` records the tokenizer in the manifest; of other data the first ids
+    are read. A run's NullTokenizer stands for any tokenizer, with the size of its vocabulary.
     """
-    manifest, rows = OutputPaths(Path(prefix)).read_manifest(), args.padded_vocab_size
+    manifest = OutputPaths(Path(prefix)).read_manifest()
     run = TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    differs = False
     if manifest is None:
         ids = np.fromfile(prefix + ".bin", read_head(prefix)[0], count=_SAMPLE_TOKENS)
-        differs, size, remedy = (
-            False,
-            int(ids.max()) + 1 if ids.size else 0,
-            "the --vocab-size of the data",
-        )
-        made_with = "a tokenizer that is not known"
+        size = int(ids.max()) + 1 if ids.size else 0
+        remedy = "the --vocab-size of the data"
+        made_with = "an unknown tokenizer"
     else:
-        made = manifest.settings.tokenizer
-        reads = made.in_training()
-        theirs, ours = ([spec.tokenizer_type, Path(spec.model or "").name] for spec in (reads, run))
-        differs = run.tokenizer_type != IN_TRAINING and theirs != ours  # in whatever folder
-        size, remedy = manifest.vocab_size or reads.vocab_size or 0, " ".join(reads.flags())
-        made_with = " ".join(made.flags()[1:])
+        spec = manifest.settings.tokenizer
+        reader = spec.in_training()
+        size = manifest.vocab_size or reader.vocab_size or 0
+        remedy = " ".join(reader.flags())
+        made_with = " ".join(spec.flags()[1:])
+        if run.tokenizer_type != IN_TRAINING:
+            differs = reader.kind_and_file() != run.kind_and_file()
+    rows = args.padded_vocab_size
     if differs or size > rows:
         raise UserError(
             f"{prefix} was made with {made_with}, a vocabulary of {size}; this run has"

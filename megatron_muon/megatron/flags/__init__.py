@@ -1,1 +1,1 @@
-"""What a user of pretrain_gpt.py sets: flags, experiment files, and what is refused before anything starts."""
+"""Settings of pretrain_gpt.py: flags, experiment files, and checks before anything starts."""

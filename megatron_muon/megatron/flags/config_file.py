@@ -1,4 +1,4 @@
-"""YAML experiment files in the form of Megatron-LM's functional tests, turned into Megatron's own flags.
+"""YAML experiment files in the form of Megatron-LM's functional tests, as Megatron's flags.
 
     ENV_VARS:
       NCCL_ALGO: Ring
@@ -10,64 +10,111 @@
 
 A value reaches Megatron as it is written (`1e-4` stays `1e-4`); `true` gives the bare flag, `false`
 and null leave the flag out. A bracketed string, `"[384 384 976]"`, is a list, as for upstream's
-launch script. `$$` stands for a dollar sign. A file may rest on others, named relative to it:
+launch script. `$$` stands for a dollar sign. A file may build on others, named relative to it:
 
     BASE: [model.yaml, optimizer.yaml]
     MODEL_ARGS:
       --lr: 2e-3                       # instead of the bases'
       --clip-grad: null                # takes the bases' away
 
-ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Placeholders of overridden
-flags may stay unset.
+ENV_VARS and MODEL_ARGS are merged key by key, the file itself last. Variables of overridden flags
+may be unset.
 """
 
 import os
 import re
+import string
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from megatron_muon import shipped
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.names import did_you_mean
+from megatron_muon.megatron.flags.flag_names import did_you_mean
 
-ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
+ENV_KEY = "ENV_VARS"
+ARGS_KEY = "MODEL_ARGS"
+BASE_KEY = "BASE"
 
 UNSET_FLAG = "--unset"
-"""Takes a flag of the file back: `--unset bf16`. The way to undo a bare flag that has no `--no-` twin."""
+"""Removes a flag of the file: `--unset bf16`, for a bare flag without a `--no-` twin."""
 
-_PLACEHOLDER = re.compile(r"\$(?:(\$)|\{([^}]*)\}|([A-Za-z_]\w*))")
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
+
+type Flag = tuple[str, tuple[str, ...]]
+"""A flag with its values; none for a bare flag."""
 
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """What an experiment file says."""
+    """The contents of an experiment file."""
 
     path: Path
     env: Mapping[str, str]
-    # in the file's order, with their values; none for a bare flag
-    flags: tuple[tuple[str, tuple[str, ...]], ...]
-    # keys without a meaning here, such as those of upstream's test harness
-    ignored: tuple[str, ...]
-    files: tuple[Path, ...]  # all files read, bases before those that rest on them
+    flags: tuple[Flag, ...]  # in the file's order
+    ignored: tuple[str, ...]  # unknown keys, such as those of upstream's test harness
+    files: tuple[Path, ...]  # all files read, bases first
     origins: Mapping[str, Path]  # the file of each flag
-    # flags of the file, left out of `flags` as the user gives or unsets them
-    overridden: frozenset[str]
+    overridden: frozenset[str]  # flags of the file that the user gives or unsets
+
+
+class _Setting(NamedTuple):
+    file: Path
+    name: str
+    value: Any
+
+    def text(self, environ: Mapping[str, str]) -> str:
+        """The value with variables replaced."""
+        return self._expand(self.value, environ)
+
+    def values(self, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+        """A flag's values; None for a flag that is left out."""
+        if self.value is None:
+            return None
+        if isinstance(self.value, list):
+            words: list[str] = []
+            for item in self.value:
+                text = self._expand(item, environ)
+                words += text.split() if isinstance(item, _Unquoted) else [text]
+            return tuple(words)
+        text = self.text(environ)
+        if text.lower() == "true":
+            return ()
+        if text.lower() == "false":
+            return None
+        bracketed = _BRACKETED.match(text)
+        return tuple(bracketed[1].split()) if bracketed else (text,)
+
+    def _expand(self, text: Any, environ: Mapping[str, str]) -> str:
+        """Replace `${NAME}` and `$NAME` from the environment, and `$$` by a dollar sign."""
+        if not isinstance(text, str):
+            raise UserError(f"{self.file}: {self.name} must be a value, or a list of them")
+        try:
+            return string.Template(text).substitute(environ)
+        except KeyError as error:
+            raise UserError(
+                f"{self.file}: {self.name} needs the environment variable {error.args[0]}, which is"
+                f" not set; type export {error.args[0]}=..., or give {self.name} on the command"
+                " line"
+            ) from None
+        except ValueError:
+            raise UserError(
+                f"{self.file}: {self.name}: {text} has an invalid placeholder; write ${{NAME}}, or"
+                " $$ for a dollar sign"
+            ) from None
 
 
 def load_config(
     path: str | Path, environ: Mapping[str, str] | None = None, *, overridden: Container[str] = ()
 ) -> ExperimentConfig:
-    """Read an experiment file and the files that it rests on; a mistake is a UserError with the file.
+    """Read an experiment file and its bases; a mistake is a UserError that names the file.
 
-    One of configs/ that is not here is taken from those of the package (`shipped.find`).
-    Placeholders are looked up in `environ`, by default `os.environ`. Flags that are `overridden` by
-    the user are left out.
+    A missing file of configs/ is taken from the package (`shipped.find`). Variables are looked up
+    in `environ`, by default `os.environ`. Flags that the user has `overridden` are left out.
     """
     path, environ = Path(path), os.environ if environ is None else environ
     layers = list(_layers(shipped.find(path), ()))
@@ -76,108 +123,113 @@ def load_config(
             f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as"
             " '--num-layers: 12'"
         )
-    variables: dict[str, tuple[Path, Any]] = {}
-    found: dict[str, tuple[Path, Any]] = {}
+    variables: dict[str, _Setting] = {}
+    settings: dict[str, _Setting] = {}
     for file, sections in layers:
-        variables |= {name: (file, value) for name, value in sections.get(ENV_KEY, {}).items()}
+        for name, value in sections.get(ENV_KEY, {}).items():
+            variables[name] = _Setting(file, name, value)
         for flag, value in sections.get(ARGS_KEY, {}).items():
-            # an overriding flag takes its place behind the bases', as on a command line
-            found.pop(flag, None)
-            found[flag] = file, value
-    taken = {flag: _values(*found[flag], flag, environ) for flag in found if flag not in overridden}
-    flags = tuple((flag, given) for flag, given in taken.items() if given is not None)
+            # An overriding flag comes after its opposite in a base, as on a command line.
+            settings.pop(flag, None)
+            settings[flag] = _Setting(file, flag, value)
+    flags = []
+    for flag, setting in settings.items():
+        values = None if flag in overridden else setting.values(environ)
+        if values is not None:
+            flags.append((flag, values))
+    keys = dict.fromkeys(key for _, sections in layers for key in sections)
     return ExperimentConfig(
         path=path,
-        env={
-            name: _text(file, value, name, environ)
-            for name, (file, value) in variables.items()
-            if value is not None
-        },
-        flags=flags,
-        ignored=tuple(
-            dict.fromkeys(key for _, sections in layers for key in sections if key not in OURS)
-        ),
+        env={n: each.text(environ) for n, each in variables.items() if each.value is not None},
+        flags=tuple(flags),
+        ignored=tuple(key for key in keys if key not in (ENV_KEY, ARGS_KEY, BASE_KEY)),
         files=tuple(dict.fromkeys(file for file, _ in layers)),
-        origins={flag: found[flag][0] for flag, _ in flags},
-        overridden=frozenset(flag for flag in found if flag in overridden),
+        origins={flag: settings[flag].file for flag, _ in flags},
+        overridden=frozenset(flag for flag in settings if flag in overridden),
     )
 
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
-    """The file's flags and behind them the user's, which win in argparse; `--unset FLAG` takes one of the file back."""
+    """The file's flags without those that `--unset` names, then the user's, which win."""
     rest, unset = _without_unset(user_argv)
     return [*as_argv(item for item in config.flags if item[0] not in unset), *rest]
 
 
 def check_flags(config: ExperimentConfig, known: Collection[str]) -> None:
-    """Refuse flags of a file that are not `known`, those of the installed megatron-core and of this package."""
-    if unknown := [flag for flag, _ in config.flags if flag not in known]:
+    """Refuse flags of a file that are not `known` to this megatron-core and this package."""
+    unknown = [flag for flag, _ in config.flags if flag not in known]
+    if unknown:
         hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
         hint = hint or f"; leave out what is not needed with {UNSET_FLAG} FLAG"
-        software = f"megatron-core {metadata.version('megatron-core')}"
         raise UserError(
-            f"{config.origins[unknown[0]]}: {software} does not know {', '.join(unknown)}{hint}"
+            f"{config.origins[unknown[0]]}: megatron-core {metadata.version('megatron-core')} does"
+            f" not know {', '.join(unknown)}{hint}"
         )
 
 
 def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
-    """Refuse a flag of a command line that is not known, with the nearest one, and a value without a flag."""
-    for flag in (token.partition("=")[0] for token in argv if token.startswith("--")):
+    """Refuse an unknown flag of a command line, naming the nearest, and a value without a flag."""
+    for flag in _flags_of(argv):
         if flag not in known:
-            raise UserError(
-                f"unknown flag {flag}{did_you_mean(flag, known) or '; see pretrain_gpt.py --help'}"
-            )
+            hint = did_you_mean(flag, known) or "; see pretrain_gpt.py --help"
+            raise UserError(f"unknown flag {flag}{hint}")
     if argv and not argv[0].startswith("--"):
         raise UserError(f"unexpected argument {argv[0]!r}: flags begin with --")
 
 
 def given_flags(user_argv: Sequence[str]) -> frozenset[str]:
-    """The flags that a command line gives or, with `--unset`, takes back."""
-    flags = {token.partition("=")[0] for token in user_argv if token.startswith("--")}
-    return frozenset(flags | _without_unset(user_argv)[1])
+    """The flags that a command line gives or, with `--unset`, removes."""
+    return frozenset(_flags_of(user_argv)) | _without_unset(user_argv)[1]
 
 
-def pairs(argv: Sequence[str], actions: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """The flags of a command line with their values; a value may begin with dashes if no flag is named so."""
-    found: list[tuple[str, list[str]]] = []
+def _flags_of(argv: Sequence[str]) -> list[str]:
+    return [token.partition("=")[0] for token in argv if token.startswith("--")]
+
+
+def pairs(argv: Sequence[str], actions: Container[str]) -> list[Flag]:
+    """The flags of a command line with their values, which may begin with dashes."""
+    found: list[list[str]] = []
     for token in _without_unset(argv)[0]:
         flag, equals, value = token.partition("=")
         if flag in actions and token.startswith("--"):
-            found.append((flag, [value] if equals else []))
+            found.append([flag, value] if equals else [flag])
         elif found:
-            found[-1][1].append(token)
-    return [(flag, tuple(values)) for flag, values in found]
+            found[-1].append(token)
+    return [(flag, tuple(values)) for flag, *values in found]
 
 
 def _without_unset(argv: Sequence[str]) -> tuple[list[str], set[str]]:
     """A command line without `--unset`, and the flags that `--unset` names."""
-    rest, unset = [], set()
+    rest = []
+    unset = set()
     tokens = iter(argv)
     for token in tokens:
         flag, equals, name = token.partition("=")
-        if flag == UNSET_FLAG:
-            unset.add("--" + (name if equals else next(tokens, "")).lstrip("-"))
-        else:
+        if flag != UNSET_FLAG:
             rest.append(token)
+            continue
+        if not equals:
+            name = next(tokens, "")
+        unset.add("--" + name.lstrip("-"))
     return rest, unset
 
 
-def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+def as_argv(flags: Iterable[Flag]) -> Iterator[str]:
     """Flags with their values as a command line."""
     for flag, values in flags:
         if len(values) == 1 and values[0].startswith("-"):
-            yield f"{flag}={values[0]}"  # by itself, argparse would take it for a flag
+            yield f"{flag}={values[0]}"  # alone, argparse would read the value as a flag
         else:
             yield flag
             yield from values
 
 
-class _Plain(str):
-    """An item of a list without quotes, whose words are values of their own."""
+class _Unquoted(str):
+    """A list item without quotes: its words are separate values."""
 
 
 class _Loader(yaml.BaseLoader):
-    """Leaves values as they are written: strings, null, lists, and mappings without a key that is given twice."""
+    """Keeps scalars as they are written, except null; refuses a key that is given twice."""
 
     def construct_scalar(self, node: Any) -> Any:
         value: str = super().construct_scalar(node)
@@ -185,89 +237,51 @@ class _Loader(yaml.BaseLoader):
 
     def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
         items: list[Any] = []
-        # [384 384 976] without commas is a list, as for upstream's launch script
         for item in node.value:
-            plain = isinstance(item, yaml.ScalarNode) and item.style is None
-            items += map(_Plain, item.value.split()) if plain else [self.construct_object(item)]
+            if isinstance(item, yaml.ScalarNode) and item.style is None:
+                items.append(_Unquoted(item.value))
+            else:
+                items.append(self.construct_object(item))
         return items
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"{twice[0]!r} is given twice; keep one of them")
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key!r} is given twice; keep one of them")
         return super().construct_mapping(node, deep=deep)
 
 
 def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """A file's sections by key, after those of its bases. `above` are the files that led here."""
+    """The sections of a file's bases, then its own. `above` are the files that led here."""
     if os.path.realpath(path) in map(os.path.realpath, above):
-        ring = " -> ".join(str(file) for file in (*above, path))
-        raise UserError(
-            f"{above[-1]}: {BASE_KEY} goes round in a circle: {ring}; take one of them out"
-        )
-    try:
-        sections = yaml.load(path.read_text("utf-8"), Loader=_Loader)
-    except OSError as error:
-        where = f", the {BASE_KEY} of {above[-1]}" if above else ""
-        raise UserError(
-            f"cannot read configuration {str(path)!r}{where}: {error.strerror}"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    for key in (ENV_KEY, ARGS_KEY):
-        if not isinstance(sections, dict) or not isinstance(sections.get(key) or {}, dict):
-            raise UserError(
-                f"{path}: must have {ARGS_KEY}, with such lines as '--num-layers: 12', and"
-                f" {ENV_KEY} alike"
-            )
-        sections |= {key: sections[key] or {}} if key in sections else {}
-    if wrong := [flag for flag in sections.get(ARGS_KEY, {}) if not str(flag).startswith("--")]:
-        raise UserError(
-            f"{path}: {ARGS_KEY} key {wrong[0]!r} is not a flag; write it with two dashes"
-        )
+        ring = " -> ".join(map(str, (*above, path)))
+        raise UserError(f"{above[-1]}: {BASE_KEY} is circular: {ring}; take one of them out")
+    sections = _read(path, f", the {BASE_KEY} of {above[-1]}" if above else "")
     bases = sections.get(BASE_KEY) or []
     for base in bases if isinstance(bases, list) else [bases]:
         yield from _layers(path.parent / str(base), (*above, path))
     yield path, sections
 
 
-def _text(file: Path, value: Any, key: str, environ: Mapping[str, str]) -> str:
-    """A value with `${NAME}` and `$NAME` replaced from the environment, as envsubst does it, and `$$` by a dollar."""
-    if not isinstance(value, str):
-        raise UserError(f"{file}: {key} must be a value, or a list of them for a flag")
-
-    def replaced(found: re.Match[str]) -> str:
-        name = found[3] if found[2] is None else found[2]
-        if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
+def _read(path: Path, of: str) -> dict[str, Any]:
+    try:
+        sections: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise UserError(f"cannot read configuration {str(path)!r}{of}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    for key in (ENV_KEY, ARGS_KEY):
+        if not isinstance(sections, dict) or not isinstance(sections.get(key) or {}, dict):
             raise UserError(
-                f"{file}: {key}: {found[0]} is no placeholder; write ${{NAME}}, or $$ for a dollar"
-                " sign"
+                f"{path}: must have {ARGS_KEY}, with lines such as '--num-layers: 12'; {ENV_KEY}"
+                " likewise"
             )
-        if name is not None and name not in environ:
-            unset = f"{key} needs the environment variable {name}, which is not set"
+        if key in sections:
+            sections[key] = sections[key] or {}
+    for flag in sections.get(ARGS_KEY, {}):
+        if not str(flag).startswith("--"):
             raise UserError(
-                f"{file}: {unset}; type export {name}=..., or give {key} on the command line"
+                f"{path}: {ARGS_KEY} key {flag!r} is not a flag; write it with two dashes"
             )
-        return environ[name] if name is not None else "$"
-
-    return _PLACEHOLDER.sub(replaced, value)
-
-
-def _values(
-    file: Path, value: Any, flag: str, environ: Mapping[str, str]
-) -> tuple[str, ...] | None:
-    """A flag's values: none for a bare flag, None for a flag that is to be left out."""
-    if value is None:
-        return None
-    if isinstance(value, list):
-        items = [(item, _text(file, item, flag, environ)) for item in value]
-        return tuple(
-            word
-            for item, text in items
-            for word in (text.split() if isinstance(item, _Plain) else [text])
-        )
-    text = _text(file, value, flag, environ)
-    if text.lower() in ("true", "false"):
-        return () if text.lower() == "true" else None
-    bracketed = _BRACKETED.match(text)
-    return tuple(bracketed[1].split()) if bracketed else (text,)
+    return sections

@@ -1,1 +1,1 @@
-"""What Muon has to know of a Megatron model: which weights are matrices, how they are named, cut and fused."""
+"""The model: its matrices as Muon sees them, and GPT for Megatron's pretrain."""

@@ -1,4 +1,4 @@
-"""What pretrain of Megatron needs of a GPT: model, batches, loss, datasets; and the model on the meta device, to plan.
+"""A GPT for Megatron's pretrain: model, batches, loss, datasets; and on the meta device, to plan.
 
 megatron-core's wheel ships the training loop but not the script around it.
 """
@@ -31,22 +31,30 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
-from megatron_muon.megatron.flags.arguments import check_vocabularies
+from megatron_muon.megatron.flags.command_line import check_vocabularies
 from megatron_muon.patching import Patches
 
-_FIELDS = (
-    *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
-    *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"),
+_BATCH_FIELDS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
 )
 _DATA_SETTINGS = (
-    *(
-        "multiple_validation_sets",
-        "full_validation",
-        "split",
-        "num_dataset_builder_threads",
-        "mmap_bin_files",
-    ),
-    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "context_parallel_size"),
+    "multiple_validation_sets",
+    "full_validation",
+    "split",
+    "num_dataset_builder_threads",
+    "mmap_bin_files",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
+    "context_parallel_size",
 )
 Batch = dict[str, torch.Tensor | None]
 
@@ -64,7 +72,7 @@ def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
 
 @contextlib.contextmanager
 def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
-    """megatron-core's process groups as rank 0 of `args.world_size` has them, on paper; none may exist before."""
+    """megatron-core's process groups of rank 0 of `args.world_size`, on paper; none may exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
 
     torch.distributed.init_process_group(
@@ -86,16 +94,14 @@ def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection
 
 
 def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
-    """The model that a run with these validated flags builds, for its parameters alone, in the dtype of its training.
+    """The model of these validated flags, for its parameters alone, in the dtype of training.
 
-    megatron-core's local layers stand for those of Transformer Engine, and so does a linear layer
-    for that of latent experts, which needs it.
+    megatron-core's local layers stand in for those of Transformer Engine, and a linear layer for
+    that of latent experts.
     """
     config = gpt_config(args)
-    config.transformer.use_cpu_initialization, config.transformer.perform_initialization = (
-        True,
-        False,
-    )
+    config.transformer.use_cpu_initialization = True
+    config.transformer.perform_initialization = False
     config.attention_backend = AttnBackend.auto
     with Patches() as changes, torch.device("meta"):
         changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
@@ -115,15 +121,14 @@ class _Linear(torch.nn.Linear):
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
-    """The next micro-batch on this rank: read by the first tensor-parallel rank, cut over context-parallel ranks."""
+    """The next micro-batch, read by the first tensor-parallel rank, cut by context parallelism."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
         read = next(data_iterator)
-        batch = {
-            name: read[name].cuda(non_blocking=True) if read.get(name) is not None else None
-            for name in _FIELDS
-        }
+        for name in _BATCH_FIELDS:
+            values = read.get(name)
+            batch[name] = None if values is None else values.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -148,7 +153,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and both for the log, of `(batch, sequence)` losses and a mask of 1s and 0s."""
+    """Summed loss, number of tokens, and both to log; loss and mask are `(batch, sequence)`."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     if get_args().check_for_nan_in_loss_and_grad:
@@ -160,30 +165,28 @@ def loss_func(
             fatal=True,
         )
     tokens = mask.sum().to(torch.int)
-    return loss, tokens, {LOSS: torch.cat([loss.detach().view(1), tokens.view(1)])}
+    logged = torch.cat([loss.detach().view(1), tokens.view(1)])
+    return loss, tokens, {LOSS: logged}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One forward pass of one micro-batch: the loss of each token, and the function that reduces it."""
+    """One forward pass of a micro-batch: each token's loss, and the function that reduces it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    inputs, loss_mask = (
-        (batch[name] for name in ("tokens", "position_ids", "attention_mask")),
-        batch["loss_mask"],
-    )
+    inputs = (batch[name] for name in ("tokens", "position_ids", "attention_mask"))
+    loss_mask = batch["loss_mask"]
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
-    # set wherever the loss is computed: the last pipeline stage is the only one
-    assert loss_mask is not None
+    assert loss_mask is not None  # set on the last pipeline stage, the only one
     return output, partial(loss_func, loss_mask)
 
 
 class GPTDataset(gpt_dataset.GPTDataset):
-    """megatron-core's GPT dataset, with its indices in PREFIX.cache unless --data-cache-path says otherwise.
+    """megatron-core's GPT dataset, with indices in PREFIX.cache by default.
 
-    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The
-    name of an index contains that of the class.
+    megatron-core's own default, PREFIX/cache, makes a folder of a prefix of file names. Names of
+    indices contain the name of this class.
     """
 
     config: GPTDatasetConfig
@@ -196,7 +199,7 @@ class GPTDataset(gpt_dataset.GPTDataset):
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test sets of at least `samples` samples each, from --data-path or as mock data."""
+    """Training, validation and test sets of at least `samples` samples each."""
     args = get_args()
     check_vocabularies(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)

@@ -1,10 +1,10 @@
-"""The matrices of a Megatron model: which parameters Muon takes, their shapes and blocks, the ranks that share them.
+"""The matrices of a Megatron model: Muon's parameters, their shapes and blocks, and their ranks.
 
-Muon takes 2D weights and stacks of experts, no embedding, no output layer, nothing excluded, and
-nothing whose rows are fused in a way that is not known: one update for several matrices would be
-wrong. Several of megatron-core's projections keep matrices of their own in one parameter: query,
-key and value; gate and up; a latent and a rotary key; a layer's experts. What splits is decided
-from sizes of the model and of whole matrices, never from the rows that a rank holds.
+Muon takes 2D weights and stacks of experts, except embeddings, output layers, excluded ones, and
+parameters whose rows are fused in an unknown way: one update for several matrices would be wrong.
+Several of megatron-core's projections hold several matrices in one parameter: query, key and value;
+gate and up; a latent and a rotary key; a layer's experts. Splits follow from sizes of the model and
+of whole matrices, never from the rows that a rank holds.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_muon.fsdp.modules import role_of
 from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
 from megatron_muon.fsdp.selection import why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, steps_of
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
-"""Why a 2D weight goes to the scalar optimizer, beside the reasons of `why_not_muon`."""
+"""A reason to leave a 2D weight to the scalar optimizer, like those of `why_not_muon`."""
 
 _LEFT_BEHIND = (
     "allreduce",
@@ -47,17 +47,18 @@ _LEFT_BEHIND = (
 
 
 def restore_attributes(model_chunks: Sequence[Any]) -> None:
-    """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
+    """Copy the attributes that Megatron-FSDP leaves on original parameters to the optimizer's.
 
-    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and
-    counted wrong in the gradient norm (ParamAndGradBuffer._init_optimizer_named_parameters of
+    Without `allreduce` an expert parameter counts as dense, is reduced over the wrong group and
+    enters the gradient norm wrong (ParamAndGradBuffer._init_optimizer_named_parameters of
     megatron-core 0.19 copies a fixed list).
     """
-    for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
-        original = getattr(parameter, "orig_param", None)
-        for name in _LEFT_BEHIND:
-            if hasattr(original, name):
-                setattr(parameter, name, getattr(original, name))
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            original = getattr(parameter, "orig_param", None)
+            for name in _LEFT_BEHIND:
+                if hasattr(original, name):
+                    setattr(parameter, name, getattr(original, name))
 
 
 def tag_for_muon(
@@ -66,12 +67,12 @@ def tag_for_muon(
     exclude: Sequence[str] = (),
     steps_for: Mapping[str, int] | None = None,
 ) -> None:
-    """Mark trainable parameters: `use_muon`, `why_not_muon`, `ns_steps`, `expert_tp`, `fused_rows`, `expert_stack`.
+    """Set attributes of trainable parameters: `use_muon`, `why_not_muon`, `fused_rows` and others.
 
-    A `use_muon` that a script has set is kept. What the patterns `exclude` match (`--muon-exclude`)
-    goes to the scalar optimizer; `steps_for` has Newton-Schulz steps by pattern, the last that
-    matches holds (`--muon-ns-steps-for`). Raises a UserError for a pattern that matches none of
-    Muon's matrices.
+    A `use_muon` that a script has set is kept. Parameters that match a pattern of `exclude`
+    (`--muon-exclude`) go to the scalar optimizer; `steps_for` has Newton-Schulz steps by pattern,
+    of which the last match holds (`--muon-ns-steps-for`). Raises a UserError for a pattern that
+    matches none of Muon's matrices.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own
     Muon.
@@ -79,20 +80,17 @@ def tag_for_muon(
     for name, parameter, path in _trained(model_chunks):
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
-        # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight
-        # under Megatron-FSDP.
+        # A custom model's; 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
         if parameter.ndim == 2 or parameter.expert_stack:
             why = _fuse(name, parameter, path)
-            why = (_outside(name, parameter, path[-1]) if parameter.ndim == 2 else "") or why
+            if parameter.ndim == 2:
+                why = _outside(name, parameter, path[-1]) or why
             if why and not hasattr(parameter, "use_muon"):
                 parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
-    others = [
-        name
-        for p, name in parameter_names(model_chunks).items()
-        if p.requires_grad and name not in matrices
-    ]
+    trained = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad]
+    others = [name for name in trained if name not in matrices]
     hint = " (--muon-log-params lists all)"
     for name in matching("--muon-exclude", exclude, matrices, others=others, hint=hint):
         parameter = matrices.pop(name)
@@ -105,35 +103,33 @@ def tag_for_muon(
 
 
 def _warn_if_few(model_chunks: Sequence[Any]) -> None:
-    """Warn where under half of the elements of matrices inside the network go to Muon."""
+    """Warn if Muon takes less than half of the elements of matrices inside the network."""
     inside = []
     for parameter, name in parameter_names(model_chunks).items():
         why = getattr(parameter, "why_not_muon", "")
         if parameter.requires_grad and (is_muon_matrix(parameter) or is_left(name, parameter, why)):
             inside.append(Inside(name, parameter.numel(), why))
-    remedy = (
-        "set partition_sizes or use_muon=True on what Muon is to take, or --muon-exclude the rest"
+    text = warning_of_few(
+        inside,
+        "set partition_sizes or use_muon=True on Muon's parameters, or --muon-exclude the rest",
     )
-    if text := warning_of_few(inside, remedy):
+    if text:
         warnings.warn(text, stacklevel=3)
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
-    """The trainable parameters with their names before and the modules around them behind, the outermost first."""
+    """Names, trainable parameters, and the modules around each, the outermost first."""
     for chunk in model_chunks:
         modules = dict(chunk.named_modules())
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
                 parts = name.split(".")[:-1]
-                yield (
-                    name,
-                    parameter,
-                    [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)],
-                )
+                prefixes = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+                yield name, parameter, [modules[prefix] for prefix in prefixes]
 
 
 def _outside(name: str, parameter: Any, module: Any) -> str:
-    """Why a 2D weight is no matrix inside the network, by its module, megatron-core's mark, and its name."""
+    """Why a 2D weight is not a matrix inside the network, by module, mark and name; or empty."""
     role = role_of(module)
     if role != EMBEDDING and getattr(parameter, "is_embedding_or_output_parameter", False):
         role = OUTPUT
@@ -141,30 +137,25 @@ def _outside(name: str, parameter: Any, module: Any) -> str:
 
 
 def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
-    """Tag a 2D parameter or a stack with `fused_rows`; `UNKNOWN` where its rows seem to be fused in another way."""
+    """Set a parameter's `fused_rows`; `UNKNOWN` if its rows seem to be fused in another way."""
     stated = getattr(parameter, "partition_sizes", ())
     if not stated and name.endswith(".in_proj.weight"):
         stated = getattr(path[-2], "in_proj_split_sections", ())
-    config = next(
-        m.config
-        for m in reversed(path)
-        if isinstance(getattr(m, "config", None), TransformerConfig)
-    )
+    configs = [getattr(module, "config", None) for module in reversed(path)]
+    config = next(each for each in configs if isinstance(each, TransformerConfig))
     fused = fused_rows(name, config, stated)
     fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
     # GroupedMLP before megatron-core 0.16
     if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):
         return UNKNOWN
-    return (
-        ""
-        if fits and (fused or not LOOKS_FUSED.search(".".join(name.split(".")[-2:])))
-        else UNKNOWN
-    )
+    if fused is None and LOOKS_FUSED.search(".".join(name.split(".")[-2:])):
+        return UNKNOWN
+    return "" if fits else UNKNOWN
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon takes this tagged parameter: a 2D weight or a stack of experts that nothing keeps from it."""
+    """True if Muon takes this tagged parameter, a 2D weight or a stack of experts."""
     # megatron-core's mark
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
@@ -173,20 +164,18 @@ def is_muon_matrix(parameter: torch.Tensor) -> bool:
 
 def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The trainable parameters that Muon takes, with their names."""
-    return {
-        p: name
-        for p, name in parameter_names(model_chunks).items()
-        if p.requires_grad and is_muon_matrix(p)
-    }
+    names = parameter_names(model_chunks)
+    return {p: name for p, name in names.items() if p.requires_grad and is_muon_matrix(p)}
 
 
 def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
-    """The name of each parameter, without the wrappers' `module.` prefixes, unique over the model chunks."""
-    return {
-        parameter: (f"chunk{index}." if len(model_chunks) > 1 else "") + name.replace("module.", "")
-        for index, chunk in enumerate(model_chunks)
-        for name, parameter in chunk.named_parameters()
-    }
+    """The unique name of each parameter, without the wrappers' `module.` prefixes."""
+    names = {}
+    for index, chunk in enumerate(model_chunks):
+        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            names[parameter] = prefix + name.replace("module.", "")
+    return names
 
 
 def parameter_table(
@@ -196,65 +185,53 @@ def parameter_table(
     *,
     full: bool = False,
 ) -> str:
-    """The table of both optimizers: what is split, and why Muon leaves a 2D weight.
+    """The table of both optimizers, with splits, and reasons why Muon leaves a 2D weight.
 
-    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel
-    rank. `groups` of Muon have no `optimizer`.
+    Counts are whole over data- and tensor-parallel ranks, and those of this expert-parallel rank
+    for experts. `groups` of Muon have no `optimizer`.
     """
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         for p in group["params"]:
-            why = (
-                getattr(p, "why_not_muon", "use_muon=False")
-                if p.ndim == 2 and "optimizer" in group
-                else ""
-            )
-            note = why or (blocks(splits[p]) if p in splits else "")
+            note = blocks(splits[p]) if p in splits else ""
+            if p.ndim == 2 and "optimizer" in group:
+                note = getattr(p, "why_not_muon", "use_muon=False")
             rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
     return table(rows, full=full)
 
 
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
-    """How many parameters Muon takes, or the scalar optimizer, counted as in the table."""
-    return sum(
-        math.prod(_shape(p))
-        for group in groups
-        if ("optimizer" not in group) is of_muon
-        for p in group["params"]
-    )
+    """The number of parameters of Muon or of the scalar optimizer, counted as in the table."""
+    mine = [group["params"] for group in groups if ("optimizer" not in group) is of_muon]
+    return sum(math.prod(_shape(parameter)) for params in mine for parameter in params)
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(
-        (parameter if parameter.ndim == 2 else getattr(parameter, "orig_param", parameter)).shape
-    )
+    is_matrix = parameter.ndim == 2
+    return tuple((parameter if is_matrix else getattr(parameter, "orig_param", parameter)).shape)
 
 
 @dataclass(frozen=True)
 class Fused:
     """The rows of one parameter, as they repeat from its first row to its last."""
 
-    # rows of each matrix in one repetition; none where it holds one matrix
-    parts: tuple[int, ...] = ()
-    # rows of each head in one repetition of heads; none where it makes no heads
-    heads: tuple[int, ...] = ()
-    gated: bool = False  # the rows are gate and up, half of them each
-    # rows of gate that alternate with as many of up; 0 where all of gate come first
-    interleave: int = 0
-    # tensor-parallel ranks have some rows of each part, and not of the whole
-    is_cut_by_part: bool = False
+    parts: tuple[int, ...] = ()  # rows of each matrix in one repetition; none for one matrix
+    heads: tuple[int, ...] = ()  # rows of each head in one repetition; none without heads
+    gated: bool = False  # the first half of the rows is the gate, the other is up
+    interleave: int = 0  # rows of gate that alternate with as many of up; 0: all of gate first
+    is_cut_by_part: bool = False  # tensor-parallel ranks hold some rows of each part
 
     @property
     def unit(self) -> int:
-        """Rows of one repetition: every matrix that is fused so has a multiple of them."""
+        """Rows of one repetition, of which every matrix fused so has a multiple."""
         return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
 
     def fits(self, rows: int) -> bool:
-        """Whether rows are a whole number of repetitions."""
+        """True if rows are a whole number of repetitions."""
         return rows % self.unit == 0
 
     def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
-        """The blocks of a whole matrix of `rows` rows: one part after the other for each tensor-parallel rank."""
+        """The blocks of a matrix of `rows` rows, one tensor-parallel rank's after another's."""
         if self.gated and settings.muon_split_gated_mlp:
             half = self.interleave or rows // (2 * tensor_parallel)
             return RowSplit(groups=rows // (2 * half), parts=(half, half))
@@ -266,11 +243,11 @@ class Fused:
 
 
 def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | None:
-    """How the rows of a parameter are fused; None where nothing is known to be fused in it.
+    """How the rows of a parameter are fused; None if none are known to be.
 
-    `stated` are the rows of each part on a tensor-parallel rank, where the layer itself states
-    them: `partition_sizes` of a weight, as Mamba's `in_proj` has them, or `in_proj_split_sections`
-    of a GatedDeltaNet. `config` is the TransformerConfig of the parameter's layer.
+    `stated` are the rows of each part on a tensor-parallel rank, if the layer itself states them:
+    `partition_sizes` of a weight, as of Mamba's `in_proj`, or `in_proj_split_sections` of a
+    GatedDeltaNet. `config` is the TransformerConfig of the parameter's layer.
 
     Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV;
     get_query_key_value_tensors of SelfAttention (the gate lies between query and key),
@@ -282,9 +259,8 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
     if config.multi_latent_attention:
         nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         if ".linear_qkv_down_proj.weight" in name:
-            return Fused(
-                parts=(config.q_lora_rank, config.kv_lora_rank, rotary), is_cut_by_part=True
-            )
+            parts = (config.q_lora_rank, config.kv_lora_rank, rotary)
+            return Fused(parts=parts, is_cut_by_part=True)
         if ".linear_kv_down_proj.weight" in name:
             return Fused(parts=(config.kv_lora_rank, rotary))
         if ".linear_kv_up_proj.weight" in name:
@@ -306,17 +282,17 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
 
 
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
-    """Shape `(rows, cols)` of the matrix that Muon sees in a parameter; of a stack of experts `(experts * rows, cols)`.
+    """Shape `(rows, cols)` of Muon's matrix; of a stack of experts `(experts * rows, cols)`.
 
-    Whole over tensor-parallel ranks; without `over_tp` the part of this tensor-parallel rank counts
-    as the matrix.
+    It is whole over tensor-parallel ranks; without `over_tp` this tensor-parallel rank's part
+    counts as the matrix.
     """
     shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
     return math.prod(shape[:-1]), shape[-1]
 
 
 def experts_in(parameter: torch.Tensor) -> int:
-    """Experts stacked in a parameter; 1 for a matrix."""
+    """The number of experts stacked in a parameter; 1 for a matrix."""
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
@@ -326,31 +302,23 @@ def block_split(
     """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`.
 
     Raises:
-        UserError: tensor parallelism cuts latent attention's fused down projection. Rank after rank
-            has some rows of the query's latent and then of the other's (`FusedMLASelfAttention`),
-            whose end with the rotary key may lie within those of any rank: these are no groups of
-            equal parts.
+        UserError: tensor parallelism cuts latent attention's fused down projection. Each rank has
+            some rows of the query's latent and then of the other's (`FusedMLASelfAttention`), whose
+            end with the rotary key may be on any rank: these are not groups of equal parts.
     """
     experts = experts_in(parameter)
-    rows, part = (
-        matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False)
-    )
+    rows = matrix_shape(parameter, over_tp=over_tp)[0] // experts
+    part = matrix_shape(parameter, over_tp=False)[0] // experts
     fused: Fused | None = getattr(parameter, "fused_rows", None)
-    if (
-        fused is not None
-        and fused.is_cut_by_part
-        and settings.muon_split_qkv
-        and matrix_shape(parameter)[0] != part
-    ):
+    is_cut = fused is not None and fused.is_cut_by_part and matrix_shape(parameter)[0] != part
+    if is_cut and settings.muon_split_qkv:
         raise UserError(
             "--mla-down-proj-fusion with tensor parallelism: each rank has a part of both latents"
             " in linear_qkv_down_proj, which cannot be split into its matrices; leave"
             " --mla-down-proj-fusion out, or use --muon-no-split-qkv"
         )
-    # a tensor-parallel rank's part may have too few query groups
-    if fused is None or not fused.fits(rows):
-        each = whole(rows)
-    else:
+    each = whole(rows)
+    if fused is not None and fused.fits(rows):  # else this rank has too few query groups
         each = fused.split(rows, settings, tensor_parallel=rows // part)
     if parameter.ndim != 3:
         return each
@@ -366,17 +334,15 @@ def matrix_of(
     name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
 ) -> Matrix:
     """The matrix of a tagged parameter, still without shards; `over_tp` as for `matrix_shape`."""
-    shape, split = (
-        matrix_shape(parameter, over_tp=over_tp),
-        block_split(parameter, settings, over_tp=over_tp),
-    )
+    shape = matrix_shape(parameter, over_tp=over_tp)
+    split = block_split(parameter, settings, over_tp=over_tp)
     return Matrix(name, shape, (), split, getattr(parameter, "ns_steps", 0))
 
 
 def matrix_group(
     data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup
 ) -> dist.ProcessGroup:
-    """The ranks that together hold matrices which data and tensor parallelism cut. Collective over all ranks."""
+    """The ranks that together hold matrices cut by data and tensor parallelism. Collective."""
     if tensor_parallel.size() == 1:
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
@@ -389,5 +355,5 @@ def matrix_group(
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory. Collective over all ranks of the run."""
+    """A group of the same ranks for tensors in host memory. Collective over all ranks."""
     return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")

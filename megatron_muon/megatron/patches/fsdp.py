@@ -1,4 +1,4 @@
-"""Corrections of gradients in Megatron-FSDP of megatron-core 0.19, for any optimizer, one function each."""
+"""Corrections of gradients in Megatron-FSDP of megatron-core 0.19, for any optimizer."""
 
 from __future__ import annotations
 
@@ -16,52 +16,56 @@ from megatron_muon.core.ranks import reduce_scatter_single
 from megatron_muon.patching import Patches
 
 
-def mend_megatron_fsdp(patches: Patches | None = None) -> None:
-    """Correct what Megatron-FSDP of megatron-core 0.19 does to gradients, for any optimizer; twice is once.
+def patch_megatron_fsdp(patches: Patches | None = None) -> None:
+    """Correct how Megatron-FSDP of megatron-core 0.19 reduces gradients, for any optimizer.
 
-    For a training loop of one's own, before its first backward pass; this package's optimizer does
-    it by itself. `patches` records what is replaced; None leaves it in place until the process
-    ends. A RuntimeError, with nothing patched, where this megatron-core is not as expected.
+    A custom training loop calls this before its first backward pass; this package's optimizer calls
+    it itself, and a second call does nothing. `patches` records the replacements; with None they
+    stay until the process ends. Raises a RuntimeError, with nothing patched, where this
+    megatron-core is not as expected.
     """
     if hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__"):
         return
     patches = Patches() if patches is None else patches
     reduce_without_frozen(patches)
-    mend_factors(patches)
+    scale_gradients_once(patches)
     reduce_over_instances(patches)
+
+
+mend_megatron_fsdp = patch_megatron_fsdp  # the former name
 
 
 def reduce_without_frozen(patches: Patches) -> None:
     """Let the `optim` strategy train a model with frozen parameters, which have no gradient buffer.
 
-    0.19's reduce_scatter_gradients fails on the missing ones; all_reduce_gradients, for `no_shard`,
-    leaves them out.
+    0.19's reduce_scatter_gradients fails on the missing buffers; all_reduce_gradients, for
+    `no_shard`, leaves them out.
     """
 
     @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
     def reduce_scatter_gradients(
         reduce: Callable[..., None], self: Any, async_op: bool = True
     ) -> None:
-        everything = self.parameter_groups
+        all_groups = self.parameter_groups
         self.parameter_groups = [
-            group for group in everything if group.main_grad_buffer is not None
+            group for group in all_groups if group.main_grad_buffer is not None
         ]
         try:
             reduce(self, async_op=async_op)
         finally:
-            self.parameter_groups = everything
+            self.parameter_groups = all_groups
 
 
-def mend_factors(patches: Patches) -> None:
-    """Let every gradient be averaged, and once, by the factors of the buffers in which it is reduced.
+def scale_gradients_once(patches: Patches) -> None:
+    """Average every gradient exactly once.
 
     Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces
-    in a buffer without the factor of the average (_create_hfsdp_helper_buffer): sums come out, and
-    clipping is wrong by the number of ranks.
+    in a buffer without the factor of the average (_create_hfsdp_helper_buffer): the result is a
+    sum, and clipping is wrong by the number of ranks.
 
-    Where a data-parallel group has one rank, as that of the experts when expert parallelism takes
-    all ranks, 0.19 reduces an unsharded buffer after each micro-batch under `optim_grads` and
-    `optim_grads_params`, and every time multiplies all of it by the factor
+    Where a data-parallel group has one rank, such as the experts' group when expert parallelism
+    takes all ranks, 0.19 reduces an unsharded buffer after each micro-batch under `optim_grads` and
+    `optim_grads_params`, and multiplies all of it by the factor every time
     (gradient_reduce_preprocessing). Here the factor waits until the reduction is finished.
     """
 
@@ -79,28 +83,32 @@ def mend_factors(patches: Patches) -> None:
 
 
 def _lone_gradients(buffer: Any) -> list[tuple[Any, float]]:
-    """Give the helpers of a buffer their factors, and take those of lone ranks away: gradients, and what they lack."""
-    found, config = [], buffer.ddp_config
-    sharded = config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-    sharded = sharded and not config.average_in_collective  # whose average takes no factor
+    """Give helper buffers their factors; take those of single-rank buffers away and return them."""
+    config = buffer.ddp_config
+    strategy = config.data_parallel_sharding_strategy
+    # `average_in_collective` uses no factor.
+    is_scaled = strategy in ("optim_grads", "optim_grads_params")
+    is_scaled = is_scaled and not config.average_in_collective
+    lone = []
     for group in buffer.parameter_groups:
-        gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
+        gradients = group.main_grad_buffer
+        helper = group.hfsdp_helper_gbuf
         if helper is not None and gradients is not None:
             helper.gradient_scaling_factor = gradients.gradient_scaling_factor
         reduced = helper or gradients
-        lone = sharded and reduced is not None and not reduced.is_data_distributed
-        if lone and reduced.gradient_scaling_factor is not None:
-            found.append((gradients, reduced.gradient_scaling_factor))
+        if not is_scaled or reduced is None or reduced.is_data_distributed:
+            continue
+        if reduced.gradient_scaling_factor is not None:
+            lone.append((gradients, reduced.gradient_scaling_factor))
             reduced.gradient_scaling_factor = None
-    return found
+    return lone
 
 
 def reduce_over_instances(patches: Patches) -> None:
-    """Let several instances of the distributed optimizer (HSDP) reduce gradients among themselves in every step.
+    """Let instances of the distributed optimizer (HSDP) reduce gradients together in each step.
 
-    0.19 does so in the backward pass of the last micro-batch, and only the `no_sync` context of
-    `--overlap-grad-reduce` says which that is. Here the rest is done when the reduction is
-    finished.
+    0.19 does so in the backward pass of the last micro-batch, which it recognizes only by the
+    `no_sync` context of `--overlap-grad-reduce`. Here the end of the reduction makes up for it.
     """
 
     @patches.around(
@@ -117,22 +125,24 @@ def reduce_over_instances(patches: Patches) -> None:
     def catch_up(synchronize: Callable[..., None], self: Any) -> None:
         synchronize(self)
         pipeline = self.grad_reduce_pipeline
-        done, pipeline.reduced_over_instances = (
-            getattr(pipeline, "reduced_over_instances", False),
-            False,
-        )
-        if done or not self.dist_index.use_hybrid_fsdp:
-            return
-        # Sum what each instance has reduced within itself; gradients carry the factor of their
-        # average already.
-        config, group = self.ddp_config, self.dist_index.get_outer_fsdp_group()
-        operation = dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM
-        for bucket, parameters in enumerate(self.param_and_grad_buffer.parameter_groups):
-            if (gradients := parameters.main_grad_buffer) is None:
-                continue
-            within = pipeline.get_fsdp_buffer(bucket)
-            if config.outer_dp_sharding_strategy == "no_shard":
-                dist.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
-            else:
-                shard = gradients.get_shard_from_local_buffer()
-                reduce_scatter_single(shard, within.data, operation, group)
+        is_done = getattr(pipeline, "reduced_over_instances", False)
+        pipeline.reduced_over_instances = False
+        if self.dist_index.use_hybrid_fsdp and not is_done:
+            _reduce_over_instances(self)
+
+
+def _reduce_over_instances(fsdp: Any) -> None:
+    """Sum what each instance has reduced; gradients already carry the factor of their average."""
+    config = fsdp.ddp_config
+    group = fsdp.dist_index.get_outer_fsdp_group()
+    operation = dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM
+    for bucket, parameters in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+        gradients = parameters.main_grad_buffer
+        if gradients is None:
+            continue
+        within = fsdp.grad_reduce_pipeline.get_fsdp_buffer(bucket)
+        if config.outer_dp_sharding_strategy == "no_shard":
+            dist.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
+        else:
+            shard = gradients.get_shard_from_local_buffer()
+            reduce_scatter_single(shard, within.data, operation, group)

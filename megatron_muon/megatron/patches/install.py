@@ -1,6 +1,6 @@
-"""The patches of megatron-core that a run needs, most of them for Muon under Megatron-FSDP, one function each.
+"""The patches of megatron-core 0.19, in one table: `PATCHES`, one function each.
 
-`follow` comes before flags are parsed, `install` when they are: in pretrain_gpt.py, and in any
+`follow` runs before flags are parsed, `install` when they are: in pretrain_gpt.py, and in any
 script by `megatron_muon.enable`.
 """
 
@@ -32,30 +32,30 @@ from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading, saving
-from megatron_muon.megatron.flags.arguments import add_muon_arguments
-from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, MuonRun, muon_rules, refuse
-from megatron_muon.megatron.gpu import settle_device
-from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
+from megatron_muon.megatron.flags.command_line import add_muon_arguments
+from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, NEEDS_MUON, CheckedRun, check
+from megatron_muon.megatron.muon_config import with_settings
+from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import log_to_both, show_progress
-from megatron_muon.megatron.settings import with_settings
+from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.patching import Patches
 from megatron_muon.settings import LoadSettings
 
 TOO_LATE = (
     "call megatron_muon.enable() earlier, before Megatron parses flags and makes an optimizer"
 )
-_OURS = (*FIELDS, *(field.name for field in fields(LoadSettings)))
 
 
 def follow(
     patches: Patches, settings: Mapping[str, Any] | None = None, *, every_run: bool = False
 ) -> None:
-    """Give megatron.training's parsers this package's flags, and `install` what a run needs when its flags are read.
+    """Add this package's flags to megatron.training's parsers, and `install` when they are parsed.
 
-    That is a run with Muon under Megatron-FSDP, or `every_run`. `settings` are defaults of the
-    flags, and of the config that an optimizer is made from without flags.
+    Patches are installed for a run with Muon under Megatron-FSDP, or for `every_run`. `settings`
+    are defaults of the flags, and of the config of an optimizer that is made without flags.
     """
-    given, installed = dict(settings or {}), list[str]()
+    given = dict(settings or {})
+    installed: list[str] = []
     accept_muon(patches)
     use_factory(patches, given)
 
@@ -64,36 +64,33 @@ def follow(
         add: Callable[..., Any], parser: argparse.ArgumentParser
     ) -> argparse.ArgumentParser:
         parser = add(parser)
-        if "--muon-exchange" not in parser._option_string_actions:  # followed twice
+        if "--muon-exchange" not in parser._option_string_actions:  # `follow` was called twice
             add_muon_arguments(parser)
         parser.set_defaults(**given)
-        # by parse_args, too
+        # parse_args calls it, too.
         patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))
         return parser
 
     def parse_known_args(parser: Any, parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         flags, unknown = parse(*args, **kwargs)
-        if muon := _has_muon(flags):
+        has_muon = _has_muon(flags)
+        if has_muon:
             if not torch.cuda.is_available():
                 settle_device("auto")
             check_numbers(flags)
-            refuse(muon_rules(MuonRun(values=flags, on_cpu=cpu.installed(), has_model=False)))
+            check(CheckedRun(flags, on_cpu=cpu.installed()))
             given.update({name: getattr(flags, name) for name in FIELDS})
             if not (flags.tensorboard_dir or flags.wandb_project):
                 given["muon_metrics_interval"] = 0  # nobody would see them
-        else:
-            ours = [
-                each
-                for each in parser._actions
-                if each.dest in _OURS and getattr(flags, each.dest) != each.default
-            ]
-            needs = "needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
-            refuse((not every_run, f"{each.option_strings[0]} {needs}") for each in ours)
-        if (muon or every_run) and not installed:
-            under_fsdp = flags.use_megatron_fsdp
+        elif not every_run:
+            _refuse_ours(parser, flags)
+        if (has_muon or every_run) and not installed:
             installed.extend(
                 install(
-                    patches, muon_under_fsdp=muon, megatron_fsdp=under_fsdp, profile=flags.profile
+                    patches,
+                    muon_under_fsdp=has_muon,
+                    megatron_fsdp=flags.use_megatron_fsdp,
+                    profile=flags.profile,
                 )
             )
             _replace_copies(patches)
@@ -103,62 +100,60 @@ def follow(
     _replace_copies(patches)
 
 
+def _refuse_ours(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    """Refuse this package's flags in a run that it leaves to Megatron."""
+    names = {*FIELDS, *(field.name for field in fields(LoadSettings))}
+    given = [a for a in parser._actions if getattr(flags, a.dest, a.default) != a.default]
+    lines = [f"{a.option_strings[0]} {NEEDS_MUON}" for a in given if a.dest in names]
+    if lines:
+        raise UserError("\n".join(lines))
+
+
 def _has_muon(args: argparse.Namespace) -> bool:
     return bool(args.use_megatron_fsdp and args.optimizer in MUONS)
 
 
 def _replace_copies(patches: Patches) -> None:
-    """Give modules that imported a function of megatron.training by name what has been put in its place."""
-    functions = [
-        each for owner in (arguments, checkpointing, training) for each in vars(owner).values()
-    ]
-    now = {
-        inspect.unwrap(function): function
-        for function in functions
-        if hasattr(function, "__wrapped__")
-    }
+    """Patch modules that imported a patched function of megatron.training by name."""
+    patched = {}
+    for owner in (arguments, checkpointing, training):
+        for function in vars(owner).values():
+            if hasattr(function, "__wrapped__"):
+                patched[inspect.unwrap(function)] = function
+    ours = ("megatron.core", "megatron.training", "megatron_muon")
     for module in list(sys.modules.values()):
-        if not getattr(module, "__name__", "").startswith(
-            ("megatron.core", "megatron.training", "megatron_muon")
-        ):
+        if not getattr(module, "__name__", "").startswith(ours):
             for name, value in list(vars(module).items()):
-                if type(value) is FunctionType and value in now:
-                    patches.replace(module, name, now[value])
+                if type(value) is FunctionType and value in patched:
+                    patches.replace(module, name, patched[value])
+
+
+EVERY_RUN = "every run"
+PROFILED = "with --profile"
+MEGATRON_FSDP = "under Megatron-FSDP"
+MUON = "with Muon under Megatron-FSDP"
+ADAM = "with another optimizer under Megatron-FSDP"
 
 
 def install(
     patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False, profile: bool = False
 ) -> list[str]:
-    """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most. Returns the names."""
-    chosen: list[Callable[[Patches], None]] = [use_shipped_dataset_helper]
-    if muon_under_fsdp:
-        chosen += [stop_after_offload_failure, mend_megatron_fsdp]
-    chosen += [show_progress, log_to_both]
-    if profile:
-        chosen += [count_global_steps, name_parts]
-    if muon_under_fsdp or megatron_fsdp:
-        chosen += [let_experts_have_biases, saving.split_swiglu, saving.save_beside_and_rename]
-        chosen += [
-            saving.write_tracker_at_once,
-            saving.explain_failed_saves,
-            saving.have_main_weights_at_hand,
-        ]
-        chosen += [
-            loading.load_what_is_there,
-            loading.explain_load_refusals,
-            loading.keep_loaded_main_weights,
-        ]
-        chosen += [saving.try_saving_before_training, saving.remember_signals]
-    if megatron_fsdp and not muon_under_fsdp:
-        chosen += [saving.keep_adam_state_alike]
-    chosen += [loading.run_no_pickles]
+    """Install the patches of `PATCHES` that a run needs; return their names."""
+    needed = {
+        EVERY_RUN: True,
+        PROFILED: profile,
+        MEGATRON_FSDP: megatron_fsdp or muon_under_fsdp,
+        MUON: muon_under_fsdp,
+        ADAM: megatron_fsdp and not muon_under_fsdp,
+    }
+    chosen = [patch for patch, kind in PATCHES.items() if needed[kind]]
     for patch in chosen:
         patch(patches)
     return [patch.__name__ for patch in chosen]
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:
-    """Use the dataset helper that megatron-core's wheel ships compiled; 0.19 runs `make`, and has no Makefile there."""
+    """Use the wheel's compiled dataset helper; 0.19 runs `make`, without a Makefile."""
 
     @patches.around(dataset_utils, "compile_helpers")
     def compile_helpers(build: Callable[[], None]) -> None:
@@ -169,10 +164,10 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 
 
 def let_experts_have_biases(patches: Patches) -> None:
-    """Let local experts with biases train where neither tensors nor experts are parallel.
+    """Let local experts with biases train without tensor and expert parallelism.
 
-    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one rank hands
-    through, a view that autograd refuses to have changed. One rank has nothing to reduce.
+    0.19 adds an expert's bias in place (MLP.forward) to the result of a reduction over one rank, a
+    view that autograd refuses to change. One rank has nothing to reduce.
     """
 
     @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
@@ -183,11 +178,11 @@ def let_experts_have_biases(patches: Patches) -> None:
 
 
 def accept_muon(patches: Patches) -> None:
-    """Validate Muon under Megatron-FSDP as Adam, and local attention in it as one that needs no logits.
+    """Validate Muon under Megatron-FSDP as Adam, and its local attention without logits.
 
     0.19 asserts twice that Megatron-FSDP runs Adam or SGD only; everything else that validation
     sets for Adam under Megatron-FSDP holds for Muon too. It asserts Transformer Engine 2.9 for
-    --qk-clip and --log-max-attention-logit, and here local attention shows its logits too.
+    --qk-clip and --log-max-attention-logit, but here local attention provides its logits.
     """
 
     @patches.around(arguments, "validate_args", takes=["args", "defaults"])
@@ -215,14 +210,14 @@ def accept_muon(patches: Patches) -> None:
 
 
 def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
-    """Have whoever calls get_megatron_optimizer for Muon under Megatron-FSDP get this package's optimizer.
+    """Let get_megatron_optimizer return this package's optimizer for Muon under Megatron-FSDP.
 
     `given` are the settings that a config of megatron-core's class lacks.
 
     The optimizer's step clips queries and keys. 0.19's clip_qk, which the training loop calls
-    afterwards, looks for `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits
-    weights that the next step installs anew from its main weights; here it returns the logit that
-    the step has measured, still on the device.
+    afterwards, looks for `model.module.module.decoder`, which is deeper under Megatron-FSDP, and
+    edits weights that the next step overwrites from its main weights; here it returns the logit
+    that the step has measured, still on the device.
     """
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
 
@@ -237,21 +232,20 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         config_overrides: Any = None,
         pg_collection: Any = None,
     ) -> Any:
-        under_fsdp = getattr(
-            getattr(model_chunks[0], "ddp_config", None), "use_megatron_fsdp", False
-        )
+        ddp_config = getattr(model_chunks[0], "ddp_config", None)
+        under_fsdp = getattr(ddp_config, "use_megatron_fsdp", False)
         if config.optimizer not in MUONS or not under_fsdp:
             return build(config, model_chunks, config_overrides, pg_collection)
-        # no flags: a loop of one's own
+        # A custom loop, which has parsed no flags.
         if not hasattr(checkpointing.handle_swiglu_in_state_dict, "__wrapped__"):
             saving.split_swiglu(patches)
             _replace_copies(patches)
-            say("megatron-muon: patched for this loop: mend_megatron_fsdp, split_swiglu")
-        settings = with_settings(config, given)
-        made[:] = [
-            get_megatron_muon_optimizer(settings, model_chunks, config_overrides, pg_collection)
-        ]
-        return made[0]
+            say("megatron-muon: patched for this loop: patch_megatron_fsdp, split_swiglu")
+        optimizer = get_megatron_muon_optimizer(
+            with_settings(config, given), model_chunks, config_overrides, pg_collection
+        )
+        made[:] = [optimizer]
+        return optimizer
 
     @patches.around(training, "clip_qk", takes=["model", "log_max_only"])
     def clip_qk(clip: Callable[..., Any], model: Any, log_max_only: bool = False) -> Any:
@@ -259,7 +253,7 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
 
 
 def stop_after_offload_failure(patches: Patches) -> None:
-    """Save a checkpoint, which is whole, and stop once momentum could not be read or written, in a step or a save."""
+    """Save a complete checkpoint and stop once momentum could not be read or written."""
 
     @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
     def save_checkpoint(
@@ -271,27 +265,27 @@ def stop_after_offload_failure(patches: Patches) -> None:
         **kwargs: Any,
     ) -> None:
         save(iteration, model, optimizer, *args, **kwargs)
-        if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+        failure = getattr(optimizer, "offload_failure", None)
+        if failure is not None:
             raise OffloadError(
                 f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}"
             )
 
-    state = (
+    takes = [
         "model",
         "optimizer",
         "opt_param_scheduler",
         "iteration",
         "num_floating_point_operations_so_far",
-    )
+        "checkpointing_context",
+        "train_data_iterator",
+    ]
 
-    @patches.around(
-        training,
-        "checkpoint_and_decide_exit",
-        takes=[*state, "checkpointing_context", "train_data_iterator"],
-    )
+    @patches.around(training, "checkpoint_and_decide_exit", takes=takes)
     def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
         model, optimizer, scheduler, iteration, flops, context, data = args
-        if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+        failure = getattr(optimizer, "offload_failure", None)
+        if failure is not None:
             if not get_args().save:
                 raise OffloadError(
                     f"{failure}. Iteration {iteration} was finished; without --save it is lost"
@@ -307,27 +301,10 @@ def stop_after_offload_failure(patches: Patches) -> None:
         return decide(*args)
 
 
-def count_global_steps(patches: Patches) -> None:
-    """Let `--profile-step-start` count from the run's first step in a run that goes on from a checkpoint, too.
-
-    0.19 calls the two flags global steps and stops the profiler at that of --profile-step-end, but
-    has torch's schedule count from the step that the run goes on with. So it would record other
-    steps, or none. Steps that were done before are not recorded: their trace, if there is one,
-    stays.
-    """
-
-    @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
-    def schedule(make: Callable[..., Any], *, wait: int, **more: int) -> Any:
-        args = get_args()
-        if args.profile_step_start <= args.iteration > 0:
-            return lambda _: torch.profiler.ProfilerAction.NONE
-        return make(wait=wait - args.iteration, **more)
-
-
 def name_parts(patches: Patches) -> None:
-    """Name iterations, forward and backward passes, and the end of the gradients' reduction, in a trace.
+    """Name iterations, forward and backward passes and the gradients' reduction in a trace.
 
-    0.19 names none of them; the steps that torch names are counted from where the run goes on.
+    0.19 names none of them; torch numbers steps from the start of the process.
     """
 
     @patches.around(training, "train_step", takes=["iteration"])
@@ -345,3 +322,27 @@ def name_parts(patches: Patches) -> None:
 def _within(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with span(label):
         return call(*args, **kwargs)
+
+
+PATCHES: dict[Callable[[Patches], None], str] = {
+    use_shipped_dataset_helper: EVERY_RUN,
+    stop_after_offload_failure: MUON,
+    patch_megatron_fsdp: MUON,
+    show_progress: EVERY_RUN,
+    log_to_both: EVERY_RUN,
+    name_parts: PROFILED,
+    let_experts_have_biases: MEGATRON_FSDP,
+    saving.split_swiglu: MEGATRON_FSDP,
+    saving.save_beside_and_rename: MEGATRON_FSDP,
+    saving.write_tracker_at_once: MEGATRON_FSDP,
+    saving.explain_failed_saves: MEGATRON_FSDP,
+    saving.have_main_weights_at_hand: MEGATRON_FSDP,
+    loading.load_what_is_there: MEGATRON_FSDP,
+    loading.explain_load_refusals: MEGATRON_FSDP,
+    loading.keep_loaded_main_weights: MEGATRON_FSDP,
+    saving.try_saving_before_training: MEGATRON_FSDP,
+    saving.remember_signals: MEGATRON_FSDP,
+    saving.keep_adam_state_alike: ADAM,
+    loading.run_no_pickles: EVERY_RUN,
+}
+"""The patches of megatron-core 0.19 and the runs that need them, in the order of installation."""

@@ -39,7 +39,7 @@ from megatron_muon.core.cost import (
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.megatron.gpu import bf16_tflops, no_transformer_engine
+from megatron_muon.megatron.run_device import bf16_tflops, no_transformer_engine
 from megatron_muon.shipped import QUICKSTART
 from megatron_muon.tools.train.processes import environment, pretrain_program
 from megatron_muon.tools.train.records import read_events

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from packaging.version import Version
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.megatron.gpu import no_transformer_engine, unusable_gpu
+from megatron_muon.megatron.run_device import no_transformer_engine, unusable_gpu
 from megatron_muon.tools.doctor import gpu
 from megatron_muon.tools.parser import positive, write_json
 
@@ -161,7 +161,7 @@ def _device(gpus: int) -> Finding:
             WRONG,
             f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu",
         )
-    from megatron_muon.megatron.flags.arguments import cpu_has_bf16
+    from megatron_muon.megatron.flags.command_line import cpu_has_bf16
 
     bf16 = "" if cpu_has_bf16() else "; it has no bf16 arithmetic, so Newton-Schulz runs in fp32"
     return Finding("device", NOTE, f"no GPU: training runs on the CPU, over gloo{bf16}")
@@ -191,14 +191,14 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
 
         from megatron_muon.checkpoint import content
 
-    folder = files.find(directory)
+    folder = folders.find(directory)
     try:
-        if wrong := files.problems(folder, threads=min(8, os.cpu_count() or 1)):
+        if wrong := folders.problems(folder, threads=min(8, os.cpu_count() or 1)):
             raise UserError("\n".join(wrong))
         entries = content.read_entries(folder)
         stored = content.read(folder, content.objects(entries))
     except Exception as error:  # damaged bytes raise whatever they happen to mean
-        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        hint = folders.resume_hint(folder.parent, but=folders.iteration_of(folder))
         for problem in (*str(error).splitlines(), hint):
             yield Finding("checkpoint", WRONG, problem)
         return
@@ -208,8 +208,8 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key)
     )
     yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
-    if files.read_checksums(folder) is None:
-        yield Finding("checksums", NOTE, files.without_checksums(folder))
+    if folders.read_checksums(folder) is None:
+        yield Finding("checksums", NOTE, folders.without_checksums(folder))
     slots = {content.plain(name): held for name, held in content.optimizer_slots(entries).items()}
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
     yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")

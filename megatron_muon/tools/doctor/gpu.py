@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_muon.errors import ExitStatus, UserError, quiet_imports
-from megatron_muon.megatron.gpu import settle_device, unusable_gpu
+from megatron_muon.megatron.run_device import settle_device, unusable_gpu
 from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.train import processes
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.dcp import Reader, SummedFiles
 from megatron_muon.errors import UserError
 
@@ -93,8 +93,8 @@ class Weights:
     """
 
     def __init__(self, directory: Path, *, verify: bool = True) -> None:
-        self.folder = folder = files.find(directory)
-        if wrong := files.problems(folder, verify=verify, threads=2):
+        self.folder = folder = folders.find(directory)
+        if wrong := folders.problems(folder, verify=verify, threads=2):
             raise UserError(f"this checkpoint cannot be read: {wrong[0]}")
         self._reader = Reader(folder)
         metadata = self._reader.read_metadata()
@@ -225,15 +225,15 @@ def write(
             name: [None] for name in _extra_states(places.values())
         }
     named = "release" if iteration is None else iteration
-    folder = files.iteration_folder(save_dir, named)
-    writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
+    folder = folders.iteration_folder(save_dir, named)
+    writer = FileSystemWriter(folders.begin(folder), per_thread_copy_ahead=0)
     writer.fs = written = SummedFiles()
     save(objects, storage_writer=writer, planner=_Planner(places, read, dtype), no_dist=True)
     if layout == TORCH_DIST:
         mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
         (Path(writer.path) / _TORCH_DIST_MARK).write_text(json.dumps(mark), "utf-8")
-    files.finish(folder, written.sums)
-    with files.written_at_once(save_dir / files.TRACKER) as stream:
+    folders.finish(folder, written.sums)
+    with folders.written_at_once(save_dir / folders.TRACKER) as stream:
         stream.write(str(named))
 
 

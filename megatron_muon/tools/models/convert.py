@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.tokenizers import HUGGING_FACE, IN_TRAINING
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
+from megatron_muon.megatron.flags.refusals import has_transformer_engine
 from megatron_muon.tools.models import mapping
 from megatron_muon.tools.models.architecture import (
     check_named,
@@ -138,7 +139,7 @@ def import_model(args: argparse.Namespace) -> None:
 
 def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The flags of a run that goes on from the import, as MODEL_ARGS."""
-    impl = "transformer_engine" if arguments.has_transformer_engine() else "local"
+    impl = "transformer_engine" if has_transformer_engine() else "local"
     # The factor of the shipped experiments: a rate then means about the same step as AdamW's.
     flags: dict[str, Any] = {"--optimizer": "muon", "--muon-extra-scale-factor": 0.2} | to_flags(
         config

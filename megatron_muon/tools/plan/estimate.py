@@ -27,7 +27,7 @@ from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER, Memory
 from megatron_muon.core.plan import LIFETIMES, MOMENTS, Plan, make_plan, moments_of, schedule
 from megatron_muon.core.slices import BlockSlice
 from megatron_muon.core.traffic import all_to_all_s
-from megatron_muon.megatron.gpu import BF16_TFLOPS
+from megatron_muon.megatron.run_device import BF16_TFLOPS
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -28,13 +28,13 @@ from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.fsdp.cuts import Places, bucket_shards
 from megatron_muon.megatron import prepare
-from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.model import gpt
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
 from megatron_muon.tools.plan.training_step import UNITS, Model, Parameters

@@ -27,7 +27,7 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap
-from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import Group, Hardware, node_pattern
 from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse.recorder import Orthogonalized, RankTrace, Recorder, place

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.offload.files import PAGE, MomentumFile, transfer_memory, unlock
+from megatron_muon.offload.disk import PAGE, MomentumFile, transfer_memory, unlock
 from tests.support.streams import Driver
 
 

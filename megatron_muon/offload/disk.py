@@ -1,15 +1,14 @@
-"""Files of momentum, and the memory that records pass through on their way: in whole pages, locked beside a GPU.
+"""Files of momentum, and memory for records on their way: whole pages, locked for a GPU.
 
-There is one file for each rank and kind of state, without a name, so that it is gone when the
-process is. It holds one record for each shard, at offsets of whole pages, and its space is taken
-before the first step. It is scratch: no run reads what another one left. No collectives here.
+Each rank has one file for each kind of state, without a name, so that it vanishes with the process.
+It holds one record for each shard, at offsets of whole pages, and its space is taken before the
+first step. It is scratch: no run reads the file of another. No collectives here.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any, cast
 import torch
 
 PAGE = 4096
-"""Alignment of offsets, lengths and addresses, as direct I/O needs it."""
+"""Alignment of offsets, lengths and addresses for direct I/O."""
 
 
 def in_pages(size: int) -> int:
@@ -30,10 +29,10 @@ def in_pages(size: int) -> int:
 
 
 def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """`size` zero bytes of host memory, at an address of whole pages, for direct I/O and for transfers to a GPU.
+    """`size` zero bytes of page-aligned host memory, for direct I/O and transfers to a GPU.
 
-    With `locked` it is locked and added there, so that transfers go on beside computation: see
-    `unlock`.
+    With `locked`, it is locked and added to that list, so that transfers run beside computation;
+    see `unlock`.
 
     Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may
     give this process new pages while the transfer goes on with the old ones (see "NOTES" in
@@ -46,7 +45,8 @@ def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> t
     pages.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]
     if locked is not None:
-        if status := int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        if status:
             raise RuntimeError(
                 f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {status}"
             )
@@ -55,7 +55,7 @@ def transfer_memory(size: int, *, locked: list[torch.Tensor] | None = None) -> t
 
 
 def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: int) -> None:
-    """Unlock memory once the transfers on `streams` are done; in a forked child, which does not have it, do nothing."""
+    """Unlock memory after the transfers on `streams`; does nothing in a fork, which has none."""
     if os.getpid() != process:
         return
     for stream in streams:
@@ -65,10 +65,9 @@ def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: i
 
 
 class MomentumFile:
-    """An open file of `size` bytes in `directory`; an OSError where that has no room for it.
+    """An open file of `size` bytes in `directory`; an OSError if that has no room for it.
 
-    `direct` says whether reads and writes go past the page cache, so that errors show at once and
-    where they happen.
+    With `direct`, reads and writes bypass the page cache, so that errors show at once.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -76,25 +75,24 @@ class MomentumFile:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
         descriptor = self._file.fileno()
         try:
-            if size:  # else the system calls it invalid
+            if size:  # 0 is an invalid size
                 os.posix_fallocate(descriptor, 0, size)
         except OSError:
             self.close()
             raise
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         try:
-            fcntl.fcntl(
-                descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT
-            )
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
             self.direct = True
         except OSError:  # a file system without direct I/O
             self.direct = False
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
+        """Fill `buffer`, uint8, page-aligned whole pages, from `offset`."""
         _move(os.preadv, self._file.fileno(), offset, buffer)
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer`, as `read` takes it, at `offset`."""
+        """Write `buffer`, as for `read`, at `offset`."""
         _move(os.pwritev, self._file.fileno(), offset, buffer)
 
     def close(self) -> None:
@@ -103,7 +101,8 @@ class MomentumFile:
 
 
 def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.Tensor) -> None:
-    view, done = memoryview(buffer.numpy()), 0
+    view = memoryview(buffer.numpy())
+    done = 0
     while done < len(view):
         count = move(descriptor, [view[done:]], offset + done)
         if count == 0:
@@ -111,35 +110,38 @@ def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.
         done += count
 
 
-# each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8
-_LOST = 0xFF
+LOST_BYTE = 0xFF
+"""Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are int8's scales."""
 
 
 class DiskRecords:
-    """Records in a file, read and written whatever the disk does; any thread may, one record in one thread at a time.
+    """Records in a file; a failing disk raises no errors. One thread at a time for each record.
 
-    When a write fails, the record stays in memory. When a read fails twice, the record is lost for
-    good: it reads as NaN in every storage format, so that no matrix is updated by it.
+    When a write fails, the record stays in memory. When a read fails twice, the record is lost: it
+    reads as NaN in every storage format, so that no matrix is updated by it.
 
     Args:
-        file: of all records; None where there are none.
+        file: of all records; None if there are none.
         sizes: bytes of each record, by index.
-        names: of the matrices, by index, and `what` is kept of them: for messages.
+        names: of the matrices, by index, for messages, like `what`, the kind of state.
 
     Attributes:
         lost: indices of lost records.
-        failure: what happened first, a loss before all else; None as long as all is well.
+        failure: a message on the first failure, or the first loss; None without failures.
     """
 
     def __init__(
         self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str
     ) -> None:
-        self.file, self._file = file, cast(MomentumFile, file)  # without one there are no records
+        self.file = file
+        self._file = cast(MomentumFile, file)  # without one there are no records
         self.failure: str | None = None
         self.lost: set[int] = set()
-        self._offsets = dict(
-            zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False)
-        )
+        self._offsets: dict[int, int] = {}
+        end = 0
+        for index, size in sizes.items():
+            self._offsets[index] = end
+            end += in_pages(size)
         self._names, self._what = names, what
         self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
         self._guard = threading.Lock()
@@ -152,20 +154,23 @@ class DiskRecords:
         if index in self._kept:
             buffer.copy_(self._kept[index])
         elif index not in self.lost:
-            try:
-                self._file.read(self._offsets[index], buffer)
-            except OSError as first:
-                try:
-                    self._file.read(self._offsets[index], buffer)
-                    self._fail("read", index, first, "nothing is lost, a second try worked")
-                except OSError:
-                    lost = (
-                        f"{self._what} of {self._names[index]} is lost on this rank; start again"
-                        " from a checkpoint"
-                    )
-                    self._fail("read", index, first, lost, is_lost=True)
+            self._read_twice(index, buffer)
         if index in self.lost:
-            buffer.fill_(_LOST)
+            buffer.fill_(LOST_BYTE)
+
+    def _read_twice(self, index: int, buffer: torch.Tensor) -> None:
+        offset = self._offsets[index]
+        try:
+            self._file.read(offset, buffer)
+        except OSError as first:
+            try:
+                self._file.read(offset, buffer)
+            except OSError:
+                lost = f"{self._what} of {self._names[index]} is lost on this rank"
+                outcome = f"{lost}; start again from a checkpoint"
+                self._fail("read", index, first, outcome, is_lost=True)
+            else:
+                self._fail("read", index, first, "nothing is lost, a second try worked")
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
@@ -176,9 +181,7 @@ class DiskRecords:
             self._kept.pop(index, None)
         except OSError as error:
             self._kept[index] = buffer.clone()
-            self._fail(
-                "write", index, error, "nothing is lost, what was to be written is kept in memory"
-            )
+            self._fail("write", index, error, "nothing is lost, the record stays in memory")
 
     def _fail(
         self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False
@@ -193,20 +196,17 @@ class DiskRecords:
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Memory for fp32 tensors of so many elements, in a file without a name that goes when they go.
+    """Memory for fp32 tensors of `sizes` elements, in a file that vanishes with them.
 
-    Where the directory has no room for them they are in memory, with a warning: a checkpoint comes
-    first.
+    If the directory has no room they are in main memory, with a warning: a checkpoint comes first.
     """
-    size = 4 * sum(sizes)
+    size = max(4 * sum(sizes), 4)
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, max(size, 1))
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), max(size, 1)), dtype=torch.uint8)
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
     except OSError as error:
-        why = (
-            f"{directory} has no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
-        )
-        print(f"megatron-muon: warning: {why}; they are taken from main memory", flush=True)
-        memory = torch.empty(size, dtype=torch.uint8)
-    return list(memory[:size].view(torch.float32).split(list(sizes)))
+        why = f"no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
+        print(f"megatron-muon: warning: {directory} has {why}; using main memory", flush=True)
+        memory = torch.empty(size // 4, dtype=torch.float32)
+    return list(memory[: sum(sizes)].split(list(sizes)))

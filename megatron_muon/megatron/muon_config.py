@@ -1,4 +1,4 @@
-"""The settings of Muon under Megatron-FSDP, filled from a run's flags, or by a script by name; see `flags.refusals`."""
+"""The settings of Muon under Megatron-FSDP as an optimizer's config."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.core.numbers import check_numbers
-from megatron_muon.megatron.flags import refusals
+from megatron_muon.megatron.flags.refusals import CheckedRun, check
 from megatron_muon.settings import TP_MODE, MuonSettings
 
 
 @dataclass
 class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name."""
+    """megatron-core's OptimizerConfig with this package's settings, each under its flag's name."""
 
     muon_tp_mode: str = TP_MODE  # a plain OptimizerConfig keeps megatron-core's default
 
@@ -24,31 +24,24 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
 def with_settings(
     config: OptimizerConfig, settings: Mapping[str, Any] | None = None
 ) -> MuonOptimizerConfig:
-    """A config of megatron-core or of a subclass with this package's settings: its own attributes, else `settings`.
+    """A config of megatron-core or of a subclass, completed by this package's `settings`.
 
-    Of some settings megatron-core has the name too; its default there says nothing.
+    Attributes of `config` win, except megatron-core's own defaults for settings that it names too.
     """
     if isinstance(config, MuonOptimizerConfig):
         return config
     names = {field.name for field in fields(MuonOptimizerConfig)}
-    unsaid = [
-        name
-        for name in settings or {}
-        if getattr(OptimizerConfig, name, names) == vars(config).get(name)
-    ]
-    given = {
-        **(settings or {}),
-        **{name: value for name, value in vars(config).items() if name not in unsaid},
-    }
+    given = dict(vars(config))
+    for name, value in (settings or {}).items():
+        if name not in given or given[name] == getattr(OptimizerConfig, name, names):
+            given[name] = value
     return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
-    """Refuse, by a UserError with the value and the remedy, what Muon under Megatron-FSDP does not support."""
+    """Refuse settings that Muon under Megatron-FSDP does not support, with value and remedy."""
     check_numbers(config)
     chunk = model_chunks[0]
-    on_cpu = next(chunk.parameters()).device.type == "cpu"
     values = SimpleNamespace(**{**vars(chunk.ddp_config), **vars(chunk.config), **vars(config)})
-    refusals.refuse(
-        refusals.muon_rules(refusals.MuonRun(values=values, on_cpu=on_cpu, has_model=True))
-    )
+    on_cpu = next(chunk.parameters()).device.type == "cpu"
+    check(CheckedRun(values, on_cpu=on_cpu, has_model=True))

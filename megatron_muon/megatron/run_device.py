@@ -1,4 +1,4 @@
-"""The device of a run: CUDA where torch can use it, else the CPU; and the peak rate of a GPU by its name."""
+"""The device of a run: CUDA where torch can use it, else the CPU; and peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -24,33 +24,31 @@ BF16_TFLOPS = {
     "GB200": 2500.0,
     "GB300": 2500.0,
 }
-"""Dense bf16 products of NVIDIA's data sheets, by what is in a GPU's name; without more, that of the SXM module."""
+"""Dense bf16 TFLOPS of NVIDIA's data sheets, by a part of a GPU's name; by default of the SXM."""
 
 
 def bf16_tflops(name: str) -> float | None:
-    """The peak rate of a whole GPU that calls itself so; None where it is not known."""
+    """The peak rate of a whole GPU of this name; None if unknown."""
     known = [key for key in BF16_TFLOPS if re.search(rf"(?<![A-Z0-9]){key}(?![A-Z0-9])", name)]
     return BF16_TFLOPS[max(known, key=len)] if known and " MIG " not in name else None
 
 
 def refuse_unusable_gpu(wanted: str) -> None:
-    """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
-    if wanted == "auto" and (why := unusable_gpu()) is not None:
+    """Refuse `--device auto` where it would take the CPU although the machine has a GPU."""
+    why = unusable_gpu() if wanted == "auto" else None
+    if why is not None:
         raise UserError(
-            f"--device auto: torch cannot use this machine's GPU: {why}; mend that, or use"
-            " --device cpu"
+            f"--device auto: torch cannot use this machine's GPU: {why}; fix that, or use --device"
+            " cpu"
         )
 
 
 def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why torch cannot use the NVIDIA GPU of this machine; None where it can, or there is none, or it is hidden."""
+    """Why torch cannot use this machine's NVIDIA GPU; None if it can, or none is visible."""
     import torch
 
-    if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in (
-        "",
-        "-1",
-        "NoDevFiles",
-    ):
+    is_hidden = environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
+    if torch.cuda.is_available() or is_hidden:
         return None
     if not any(_DEVICES.glob("nvidia[0-9]*")) and torch.cuda._device_count_nvml() < 1:
         return None
@@ -62,7 +60,7 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def no_transformer_engine() -> str:
-    """What keeps Transformer Engine, its attention and its FusedAdam from being imported; empty where nothing does."""
+    """Why Transformer Engine, its attention and its FusedAdam cannot be imported; or empty."""
     try:
         metadata.version("transformer-engine")
         te = importlib.import_module("transformer_engine.pytorch")
@@ -70,17 +68,19 @@ def no_transformer_engine() -> str:
         te.DotProductAttention  # noqa: B018
     except metadata.PackageNotFoundError:
         return "is not installed"
-    except Exception as error:  # a build that does not match torch raises whatever its loader does
+    except Exception as error:  # a build for another torch raises any loader error
         return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
     return ""
 
 
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
-    """Turn "auto" into "cuda" or "cpu", and install the CPU backend for the latter.
+    """Resolve "auto" to "cuda" or "cpu", and install the CPU backend for the latter.
 
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are
-    checked. A UserError for "cuda" without CUDA, fewer GPUs than ranks, or a GPU that cannot be
-    used for "auto".
+    `on_paper`: nothing is to run; without CUDA the CPU backend stands in while settings are
+    checked.
+
+    Raises:
+        UserError: "cuda" without CUDA, fewer GPUs than ranks, or "auto" with an unusable GPU.
     """
     import torch
 
@@ -88,8 +88,8 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
     if has_cuda and wanted != "cpu":
-        rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if rank >= count and not on_paper:
+        count = torch.cuda.device_count()
+        if int(os.environ.get("LOCAL_RANK", "0")) >= count and not on_paper:
             raise UserError(
                 f"each rank needs a GPU of its own, and this machine has {count}; use"
                 f" --nproc-per-node {count}"

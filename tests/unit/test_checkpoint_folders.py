@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.patching import Patches
@@ -40,14 +40,14 @@ def save_dir(tmp_path: Path, patches: Patches) -> Path:
     """Two checkpoints with checksums, the second the latest."""
     saving.save_beside_and_rename(patches)
     for iteration in (4, 8):
-        write(files.iteration_folder(tmp_path, iteration), iteration)
-    (tmp_path / files.TRACKER).write_text("8")
+        write(folders.iteration_folder(tmp_path, iteration), iteration)
+    (tmp_path / folders.TRACKER).write_text("8")
     return tmp_path
 
 
 @pytest.fixture
 def latest(save_dir: Path) -> Path:
-    return files.iteration_folder(save_dir, 8)
+    return folders.iteration_folder(save_dir, 8)
 
 
 def found_by_doctor(save_dir: Path, state: str = "wrong") -> list[str]:
@@ -56,20 +56,20 @@ def found_by_doctor(save_dir: Path, state: str = "wrong") -> list[str]:
 
 def test_complete_checkpoints(save_dir: Path, latest: Path) -> None:
     """The checksums are those that any other program finds."""
-    assert files.iterations(save_dir) == [4, 8]
-    assert files.latest(save_dir) == 8
-    assert files.newest_complete(save_dir) == 8
-    assert files.newest_complete(save_dir, but=8) == 4
-    assert files.problems(latest) == found_by_doctor(save_dir) == []
+    assert folders.iterations(save_dir) == [4, 8]
+    assert folders.latest(save_dir) == 8
+    assert folders.newest_complete(save_dir) == 8
+    assert folders.newest_complete(save_dir, but=8) == 4
+    assert folders.problems(latest) == found_by_doctor(save_dir) == []
     loading._require_sound(latest, verify=True)
     assert content.read(latest)["model.w"].tolist() == list(range(8, 1008))
     assert content.read(latest, ["iteration", "none"]) == {"iteration": 8}
     names = {entry.name for entry in latest.iterdir()}
-    assert names == {".metadata", "__0_0.distcp", files.CHECKSUMS}
-    sums = json.loads((latest / files.CHECKSUMS).read_text())["crc32"]
+    assert names == {".metadata", "__0_0.distcp", folders.CHECKSUMS}
+    sums = json.loads((latest / folders.CHECKSUMS).read_text())["crc32"]
     assert sums == {
         name: f"{zlib.crc32((latest / name).read_bytes()):08x}"
-        for name in names - {files.CHECKSUMS}
+        for name in names - {folders.CHECKSUMS}
     }
 
 
@@ -94,13 +94,13 @@ def test_complete_checkpoints(save_dir: Path, latest: Path) -> None:
     ],
 )
 def test_damage_without_checksums(save_dir: Path, latest: Path, damage, says: str) -> None:
-    (latest / files.CHECKSUMS).unlink()
+    (latest / folders.CHECKSUMS).unlink()
     damage(latest)
-    (found,) = files.problems(latest)
+    (found,) = folders.problems(latest)
     assert says in found
-    assert files.newest_complete(save_dir) == 4
-    assert "resume with --load" in files.resume_hint(save_dir)
-    assert "--ckpt-step 4" in files.resume_hint(save_dir)
+    assert folders.newest_complete(save_dir) == 4
+    assert "resume with --load" in folders.resume_hint(save_dir)
+    assert "--ckpt-step 4" in folders.resume_hint(save_dir)
 
 
 def test_thirty_flipped_bits(save_dir: Path, latest: Path) -> None:
@@ -126,23 +126,23 @@ def test_thirty_flipped_bits(save_dir: Path, latest: Path) -> None:
     assert found_by_doctor(save_dir) == []
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", files.CHECKSUMS])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", folders.CHECKSUMS])
 def test_a_file_of_another_iteration(save_dir: Path, latest: Path, name: str) -> None:
     """It has the right size and is sound in itself."""
-    of_4 = files.iteration_folder(save_dir, 4) / name
+    of_4 = folders.iteration_folder(save_dir, 4) / name
     assert of_4.stat().st_size == (latest / name).stat().st_size
     shutil.copyfile(of_4, latest / name)
-    accused = ".metadata" if name == files.CHECKSUMS else name
+    accused = ".metadata" if name == folders.CHECKSUMS else name
     assert f"{accused} is damaged: its CRC-32 is " in found_by_doctor(save_dir)[0]
 
 
 def test_one_that_was_written_without_loads_with_a_note(
     save_dir: Path, latest: Path, capsys
 ) -> None:
-    (latest / files.CHECKSUMS).unlink()
+    (latest / folders.CHECKSUMS).unlink()
     loading._require_sound(latest, verify=True)
     assert (
-        "iter_0000008 was written without checksums; what its files hold is not verified"
+        "iter_0000008 was written without checksums; the content of its files is not verified"
         in capsys.readouterr().out
     )
     assert "was written without checksums" in " ".join(found_by_doctor(save_dir, "note"))
@@ -151,7 +151,7 @@ def test_one_that_was_written_without_loads_with_a_note(
 @pytest.mark.parametrize("text", ["", "{}", "a directory"])
 def test_without_verification_damaged_checksums_do_not_count(latest: Path, text: str) -> None:
     """The message named no way on, and --no-verify-checkpoint was none."""
-    sums = latest / files.CHECKSUMS
+    sums = latest / folders.CHECKSUMS
     sums.unlink()
     sums.mkdir() if text == "a directory" else sums.write_text(text)
     with pytest.raises(
@@ -168,39 +168,39 @@ def test_ranks_share_the_files() -> None:
     """Each is read by one rank, which is the one that wrote it where the layout is the same."""
     sums = dict.fromkeys([".metadata", *(f"__{rank}_0.distcp" for rank in range(12))], 0)
     for ranks in (1, 5, 12, 20):
-        shares = [files.share(sums, rank, ranks) for rank in range(ranks)]
+        shares = [folders.share(sums, rank, ranks) for rank in range(ranks)]
         assert sorted(name for share in shares for name in share) == sorted(
             sums.keys() - {".metadata"}
         )
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert files.share(sums, 11, 12) == ["__11_0.distcp"]
+    assert folders.share(sums, 11, 12) == ["__11_0.distcp"]
 
 
 @pytest.mark.parametrize("text", ["", "8x", "iter_8", "\xff\xfe4"])
 def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
-    tracker = save_dir / files.TRACKER
+    tracker = save_dir / folders.TRACKER
     tracker.write_text(text, "latin1")
     with pytest.raises(
         UserError, match=rf"instead of an iteration; .* iteration 8: type echo 8 > {tracker}$"
     ):
-        files.latest(save_dir)
+        folders.latest(save_dir)
     tracker.unlink()
-    assert files.latest(save_dir) is None
+    assert folders.latest(save_dir) is None
     tracker.mkdir()
     with pytest.raises(UserError, match="Is a directory"):
-        files.latest(save_dir)
+        folders.latest(save_dir)
 
 
 def test_a_save_takes_its_place_when_it_is_whole(save_dir: Path) -> None:
-    folder = files.iteration_folder(save_dir, 12)
+    folder = folders.iteration_folder(save_dir, 12)
     folder.mkdir()  # megatron-core makes it first
-    aside = files.begin(folder)
-    assert files.iterations(save_dir) == [4, 8]
+    aside = folders.begin(folder)
+    assert folders.iterations(save_dir) == [4, 8]
     assert list(save_dir.glob("*.saving")) == [aside]
     write(aside)
-    files.finish(folder)
-    assert files.problems(folder) == []
+    folders.finish(folder)
+    assert folders.problems(folder) == []
     assert list(save_dir.glob("*.saving")) == []
 
 
@@ -209,34 +209,34 @@ def test_a_save_that_is_damaged_before_the_rename_replaces_nothing(
     save_dir: Path, latest: Path, has_sums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sizes, and the index with its checksum, are looked at once more."""
-    finish, before = files.finish, (latest / ".metadata").stat().st_ino
+    finish, before = folders.finish, (latest / ".metadata").stat().st_ino
 
     def damage_and_finish(folder: Path, sums: dict[str, int]) -> None:
-        aside = folder.with_name(folder.name + files.UNFINISHED)
+        aside = folder.with_name(folder.name + folders.UNFINISHED)
         os.truncate(aside / (".metadata" if has_sums else "__0_0.distcp"), 10)
         finish(folder, sums if has_sums else None)
 
-    monkeypatch.setattr(files, "finish", damage_and_finish)
+    monkeypatch.setattr(folders, "finish", damage_and_finish)
     with pytest.raises(OSError, match=r"\.metadata is damaged" if has_sums else "cut short: 10 of"):
         write(latest)
-    assert files.problems(latest) == []
+    assert folders.problems(latest) == []
     assert (latest / ".metadata").stat().st_ino == before
 
 
 def test_the_same_iteration_again(save_dir: Path, latest: Path) -> None:
     """A save used to write over the files of the checkpoint that latest names."""
     before = (latest / ".metadata").stat().st_ino
-    stale = files.begin(latest)
+    stale = folders.begin(latest)
     (stale / "__9_0.distcp").write_text("of a run with more ranks")
-    write(files.begin(latest))
+    write(folders.begin(latest))
     assert (latest / ".metadata").stat().st_ino == before
-    files.finish(latest)
+    folders.finish(latest)
     assert (latest / ".metadata").stat().st_ino != before
     assert sorted(entry.name for entry in latest.iterdir()) == [".metadata", "__0_0.distcp"]
     assert sorted(entry.name for entry in save_dir.iterdir()) == [
         "iter_0000004",
         "iter_0000008",
-        files.TRACKER,
+        folders.TRACKER,
     ]
 
 
@@ -244,22 +244,22 @@ def test_the_same_iteration_again(save_dir: Path, latest: Path) -> None:
 def test_a_kill_between_the_two_renames(save_dir: Path, latest: Path, is_whole: bool) -> None:
     """One of the two is whole: it gets the name back, the new one if it can."""
     old = (latest / ".metadata").stat().st_ino
-    aside = write(files.begin(latest))
+    aside = write(folders.begin(latest))
     new = (aside / ".metadata").stat().st_ino
     if not is_whole:
         (aside / "__0_0.distcp").unlink()
     latest.rename(latest.with_name(latest.name + ".replaced"))
-    files.recover(save_dir)
-    assert files.problems(latest) == []
+    folders.recover(save_dir)
+    assert folders.problems(latest) == []
     assert (latest / ".metadata").stat().st_ino == (new if is_whole else old)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    tracker = tmp_path / files.TRACKER
+    tracker = tmp_path / folders.TRACKER
     tracker.write_text("8")
 
     def fail() -> None:
-        with files.written_at_once(tracker) as stream:
+        with folders.written_at_once(tracker) as stream:
             stream.write("12")
             stream.flush()
             assert tracker.read_text() == "8"
@@ -268,7 +268,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         fail()
     assert tracker.read_text() == "8"
-    with files.written_at_once(tracker) as stream:
+    with folders.written_at_once(tracker) as stream:
         stream.write("12")
     assert tracker.read_text() == "12"
     assert list(tmp_path.iterdir()) == [tracker]

@@ -1,0 +1,220 @@
+"""State of the scalar optimizers: created at the start, and perhaps offloaded.
+
+Saving an fsdp_dtensor checkpoint runs collectives key by key, so ranks whose keys differ wait for
+each other for ever.
+
+With `--muon-offload-state all` each shard is cut into slices, of which a slot of staging memory
+holds at least one. A slice is one record with a row for its main weights and one for each slot:
+exp_avg, exp_avg_sq. A step borrows as many slices as a slot holds, has megatron-core's optimizer
+itself step them as parameters, and returns them. The arithmetic is elementwise, so it is the same
+to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.checkpoint.content import STEP
+from megatron_muon.core.layout import Shard
+from megatron_muon.core.rows import local_rows, sharded_like
+from megatron_muon.megatron.main_weights import MainWeights, ShardSlice
+from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import SLOTS
+
+_ALIGNED = 1024
+"""Slices begin at multiples of this, so that a CPU's vectors end where they end without slices."""
+
+type SlotsOf = Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+"""Slots of each parameter as a checkpoint holds them."""
+
+
+def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
+    """Create a scalar optimizer's state now, with step counters that are alike on every rank.
+
+    0.19 creates the step counter in the first step, which a resumed run must not take; without it
+    the run would not ask the checkpoint for it and count from 0 again.
+    """
+    wrapped.init_state_fn(wrapped.optimizer, wrapped.config)
+    keep_counters_alike(wrapped.optimizer)
+
+
+def keep_counters_alike(inner: torch.optim.Optimizer) -> None:
+    """Create step counters: torch's AdamW has one for each parameter, FusedAdam for each group.
+
+    torch's then also steps over shards without rows, where Megatron-FSDP sets no gradient: a
+    checkpoint keeps one counter for a parameter, and the rank that writes it may be without rows.
+    FusedAdam gets no such gradients: its kernel is not launched for what precedes an empty tensor
+    at a group's end.
+    """
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        for group in inner.param_groups:
+            on_device = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                device = parameter.device if on_device else "cpu"
+                step = torch.zeros((), dtype=torch.float32, device=device)
+                inner.state[parameter].setdefault("step", step)
+        inner.register_step_pre_hook(_give_empty_gradients)
+    elif type(inner).__name__ == "FusedAdam":
+        for group in inner.param_groups:
+            if group["params"]:
+                count = torch.zeros(1, dtype=torch.int, device=group["params"][0].device)
+                group.setdefault("step", count if getattr(inner, "capturable", False) else 0)
+
+
+def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None and local_rows(parameter).numel() == 0:
+                parameter.grad = torch.zeros_like(parameter.detach())
+
+
+class ScalarState:
+    """Keeps a scalar optimizer's state and the main weights of its parameters; takes its steps.
+
+    `wrapped` is megatron-core's optimizer, still without state; `slots` are the names of the
+    state's tensors. Collective where `offload` stores on disk.
+    """
+
+    def __init__(
+        self,
+        wrapped: MegatronOptimizer,
+        weights: MainWeights,
+        offload: OffloadRun,
+        names: Mapping[torch.Tensor, str],
+    ) -> None:
+        self._inner = wrapped.optimizer
+        self._group_of: dict[torch.Tensor, int] = {}
+        for number, group in enumerate(self._inner.param_groups):
+            self._group_of.update((parameter, number) for parameter in group["params"])
+        self.slots = self._make_state(wrapped)
+        first = next(iter(self._group_of))
+        counters = self._inner.state[first].items()
+        self._counters = {name: _copied(value) for name, value in counters}
+        rows = 1 + len(self.slots)
+        slot_elements = int(offload.buffer_mb * 2**20) // (SLOTS * 4 * rows)
+        most = max(slot_elements // _ALIGNED, 1) * _ALIGNED
+        self._sizes = {p: weights.shard(p).numel() for p in self._group_of}
+        self._slices: list[ShardSlice] = []
+        for p, size in self._sizes.items():
+            for start in range(0, size, most):
+                self._slices.append(ShardSlice(p, start, min(start + most, size)))
+        self.store = offload.make_records(
+            [names[part.parameter] for part in self._slices],
+            [Shard(0, 0, rows, part.start, part.stop - part.start) for part in self._slices],
+            first.device,
+            what="scalar state",
+        )
+        weights.keep(self.store, list(self._group_of), self._slices)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step the scalar optimizer slice by slice, and install the model's weights."""
+        counters: dict[torch.Tensor, dict[str, Any]] = {}  # of parameters, after the step
+        counts: dict[int, Any] = {}  # of groups
+        empty = [ShardSlice(p, 0, 0) for p, size in self._sizes.items() if not size]
+        if empty:
+            nothing = torch.empty(1 + len(self.slots), 0, device=empty[0].parameter.device)
+            self._step_slices(empty, [nothing] * len(empty), counters, counts)
+        for numbers, records in self.store.borrow(range(len(self._slices))):
+            slices = [self._slices[number] for number in numbers]
+            self._step_slices(slices, records, counters, counts)
+        self.store.end_step()
+        for parameter, after in counters.items():
+            self._inner.state[parameter].update(after)
+        for number, count in counts.items():
+            self._inner.param_groups[number][STEP] = count
+
+    def state(self, *, empty: bool = False) -> SlotsOf:
+        """Copies of each parameter's slots; `empty` leaves out the values."""
+        sizes = [size for size in self._sizes.values() for _ in self.slots]
+        memory = iter(self.store.scratch(sizes))
+        shards = {p: {slot: next(memory) for slot in self.slots} for p in self._sizes}
+        if not empty:
+            for number, part in enumerate(self._slices):
+                rows = self.store.read(number)[1:]
+                for slot, row in zip(self.slots, rows, strict=True):
+                    part.of_shard(shards[part.parameter][slot]).copy_(row)
+        return {
+            p: {slot: sharded_like(p, shard) for slot, shard in slots.items()}
+            for p, slots in shards.items()
+        }
+
+    def load(self, state: SlotsOf) -> None:
+        """Take a checkpoint's slots, as `state` returns them; missing parameters keep theirs."""
+        for parameter in self._group_of:  # one that starts afresh has lost its counters
+            for name, value in self._counters.items():
+                self._inner.state[parameter].setdefault(name, _copied(value))
+        for number, part in enumerate(self._slices):
+            if part.parameter not in state:
+                continue
+            record = self.store.read(number)
+            for slot, row in zip(self.slots, record[1:], strict=True):
+                row.copy_(part.of_shard(local_rows(state[part.parameter][slot])))
+            self.store.write(number, record)
+
+    def _make_state(self, wrapped: MegatronOptimizer) -> tuple[str, ...]:
+        """Create counters; the names of slots, from megatron-core's state of one parameter."""
+        smallest = min(self._group_of, key=torch.Tensor.numel)
+        alone = SimpleNamespace(param_groups=[{"params": [smallest]}], state=defaultdict(dict))
+        wrapped.init_state_fn(alone, wrapped.config)
+        keep_counters_alike(self._inner)
+        state = alone.state[smallest]
+        return tuple(name for name, value in state.items() if isinstance(value, torch.Tensor))
+
+    def _step_slices(
+        self,
+        slices: Sequence[ShardSlice],
+        records: Sequence[torch.Tensor],
+        counters: dict[torch.Tensor, dict[str, Any]],
+        counts: dict[int, Any],
+    ) -> None:
+        """Have the optimizer step slices; records are `(1 + slots, elements)`, weights first."""
+        groups, state = self._inner.param_groups, self._inner.state
+        params: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        for part, record in zip(slices, records, strict=True):
+            parameter = part.parameter
+            alone = _like(parameter, record[0])
+            if parameter.grad is not None:
+                gradient = part.of_shard(local_rows(parameter.grad))
+                alone.grad = _like(parameter.grad, gradient)
+            states[alone] = {name: _copied(value) for name, value in state[parameter].items()}
+            for slot, row in zip(self.slots, record[1:], strict=True):
+                states[alone][slot] = _like(parameter, row)
+            params[self._group_of[parameter]].append(alone)
+        stepped = {number: {**groups[number], "params": params[number]} for number in params}
+        for group in stepped.values():  # Transformer Engine's FusedAdam counts the steps of groups
+            if STEP in group:
+                group[STEP] = _copied(group[STEP])
+        self._inner.param_groups, self._inner.state = list(stepped.values()), states
+        try:
+            self._inner.step()
+        finally:
+            self._inner.param_groups, self._inner.state = groups, state
+        for part, record, after in zip(slices, records, states.values(), strict=True):
+            for slot, row in zip(self.slots, record[1:], strict=True):
+                values = local_rows(after.pop(slot))
+                if values.data_ptr() != row.data_ptr():
+                    row.copy_(values)
+            counters[part.parameter] = after
+        for number, group in stepped.items():
+            if STEP in group:
+                counts[number] = group[STEP]
+
+
+def _like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Elements of a shard, 1D, as a DTensor if the parameter is one: arithmetic depends on that."""
+    if not isinstance(parameter, DTensor):
+        return elements
+    return DTensor(elements, parameter._spec, requires_grad=False)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
