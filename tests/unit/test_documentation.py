@@ -24,8 +24,9 @@ OTHERS = {
     *("--nproc-per-node", "--standalone", "--shutdown-timeout", "--nnodes", "--node-rank"),
     *("--rdzv-backend", "--rdzv-endpoint"),
     *("--exclusive", "--export", "--wrap", "--signal", "--no-requeue"),  # SLURM
+    *("--account", "--array", "--gpus-per-node", "--nodes", "--partition", "--time"),
     *("--cpu-bind", "--cpus-per-task", "--qos"),
-    *("--pid", "--repeats"),  # py-spy, a test by hand
+    *("--pid", "--repeats", "--at-once"),  # py-spy, a test by hand
     *("--dion", "--only", "--experts"),  # benchmarks.any_model
     *("--trl", "--compile"),  # examples/trainers
     *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
