@@ -134,7 +134,6 @@ def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) 
         ("trian", "train"),
         ("sumary", "summary"),
         ("sweeps", "sweep"),
-        ("rehearsal", "rehearse"),
         ("deploy", None),
     ],
 )
