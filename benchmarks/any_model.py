@@ -134,7 +134,7 @@ def dion_on(mesh: DeviceMesh, *, gram: bool) -> Maker:
 
 def contenders(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Maker]:
     """Makers of the optimizers, from matrices and the other parameters."""
-    found = {OURS: ours}
+    found: dict[str, Maker] = {OURS: ours}
     if not args.experts:  # these take no stacks
         if importlib.util.find_spec("muon_fsdp2") is not None:
             found["muon-fsdp2"] = fsdp2
@@ -184,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         embedding, *matrices = parameters[name]
         optimizers[name] = make(matrices, [embedding])
     torch.manual_seed(1 + dist.get_rank())
-    shards: list[Any] = [parameter.to_local() for parameter in parameters[OURS]]
-    gradients = [1e-3 * torch.randn_like(shard) for shard in shards]
+    own: list[Any] = list(parameters[OURS])
+    gradients = [1e-3 * torch.randn_like(parameter.to_local()) for parameter in own]
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for repeat in range(args.warmup + args.repeat):
         for name, members in optimizers.items():

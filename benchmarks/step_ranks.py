@@ -211,7 +211,7 @@ def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
         patches.replace(optimizer, "probe", timer)
     total = sum(bench.seconds(optimizer) for _ in range(PROFILED_STEPS))
     patches.undo()
-    mine = [timer.seconds[phase] for phase in PHASES[:-1]]
+    mine: list[float] = [timer.seconds[phase] for phase in PHASES[:-1]]
     mine.append(total - sum(mine))  # other
     summed = bench.over_ranks(mine, dist.ReduceOp.SUM)
     steps = PROFILED_STEPS * bench.group.size()

@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         text = f"--warmup {args.warmup} leaves none of --steps {args.steps}"
         raise UserError(f"{text}; raise --steps or lower --warmup")
     in_config = [flag for flag, _ in load_config(args.config).flags]
-    arms = {MUON: [], ADAM: []}
+    arms: dict[str, list[str]] = {MUON: [], ADAM: []}
     if args.compare is not None:
         arms[COMPARED] = shlex.split(args.compare)
     runs: dict[str, list[TrainRun]] = {arm: [] for arm in arms}

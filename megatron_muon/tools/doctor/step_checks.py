@@ -166,8 +166,8 @@ def _simulated(context: Context, call: Callable[[], Weights]) -> Weights:
 
 def distance(found: Weights, expected: Weights) -> float:
     """The largest |found - expected| / |expected - start| of a weight; NaN if one is NaN."""
-    each = zip(found, itertools.cycle(zip(expected, values(0), strict=True)), strict=False)
-    errors = [(one - goal).norm() / (goal - start).norm() for one, (goal, start) in each]
+    each = zip(found, itertools.cycle(expected), itertools.cycle(values(0)), strict=False)
+    errors = [(one - goal).norm() / (goal - start).norm() for one, goal, start in each]
     return float(torch.stack(errors).max())
 
 
@@ -372,6 +372,16 @@ def cost(context: Context) -> None:
         figures[f"{model}: error of the estimate, %"] = 100 * (planned_ms / owner_ms - 1)
 
 
+COSTED: dict[str, Given] = {
+    "owner": {},
+    "all-gather": {"exchange": "allgather"},
+    "NorMuon": {"moment2_method": "normuon"},
+    "int8 momentum": {"momentum_dtype": "int8"},
+    "CUDA graph": {"cuda_graph": True},
+    "momentum on the host": {"offload": "cpu"},
+}
+
+
 def _optimizers(
     context: Context, shapes: Sequence[tuple[int, int]]
 ) -> dict[str, Callable[[], Any]]:
@@ -384,14 +394,10 @@ def _optimizers(
         weight.grad = weight.detach().clone()
         weights.append(weight)
     named = [(f"layers.{number}.weight", one) for number, one in enumerate(weights)]
-    names = ["owner", "all-gather", "NorMuon", "int8 momentum"]
-    if context.on_gpu:
-        names.append("CUDA graph")
-    settings = {name: VARIANTS[name] for name in names}
-    settings["momentum on the host"] = {"offload": "cpu"}
     made: dict[str, Callable[[], Any]] = {}
-    for name, given in settings.items():
-        made[name] = functools.partial(Muon, named, lr=1e-3, **given)
+    for name, given in COSTED.items():
+        if context.on_gpu or "cuda_graph" not in given:
+            made[name] = functools.partial(Muon, named, lr=1e-3, **given)
     if context.ranks == 1:
         made["torch.optim.Muon"] = functools.partial(torch.optim.Muon, weights, lr=1e-3)
     fused = context.on_gpu
@@ -402,7 +408,7 @@ def _optimizers(
 def _cost_of(context: Context, make: Callable[[], Any]) -> dict[str, float]:
     """Times of a step and of the host's part of it, memory left behind, and a GPU's figures."""
     gc.collect()
-    before = _allocated(context)
+    before = torch.cuda.memory_allocated() if context.on_gpu else 0
     optimizer = make()
     hosts = list[float]()
 
