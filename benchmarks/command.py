@@ -103,7 +103,13 @@ def torchrun(ranks: int, *program: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *processes.torchrun(ranks, *program)]
 
 
-def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
+def run_logged(
+    command: Sequence[str],
+    log: Path,
+    *,
+    env: Mapping[str, str],
+    what: str,
+) -> None:
     """Runs a command, named `what` in messages, with all output in `log`; see `processes.watch`.
 
     Raises:

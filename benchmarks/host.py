@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| model | ranks | host, ms |\n| --- | --- | --- |")
     for config in args.configs:
         for ranks in args.ranks:
-            print(f"| {config.stem} | {ranks:,} | {host_ms(config, ranks):.2f} |", flush=True)
+            ms = f"{host_ms(config, ranks):.2f}"
+            print(f"| {config.stem} | {ranks:,} | {ms} |", flush=True)
 
 
 if __name__ == "__main__":

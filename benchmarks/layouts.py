@@ -7,6 +7,13 @@ from collections.abc import Iterable
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
 
 HEAD_SIZE = 64
+SIDES = {
+    "qkv": (3, 1),
+    "proj": (1, 1),
+    "fc1": (4, 1),
+    "fc2": (1, 4),
+}
+"""Rows and columns of a GPT's matrices, in units of the hidden size."""
 
 
 def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
@@ -15,7 +22,7 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
     qkv = RowSplit(hidden_size // head_size, (head_size, head_size, head_size))
     matrices = []
     for layer in range(num_layers):
-        for name, rows, cols in (("qkv", 3, 1), ("proj", 1, 1), ("fc1", 4, 1), ("fc2", 1, 4)):
+        for name, (rows, cols) in SIDES.items():
             shape = rows * hidden_size, cols * hidden_size
             split = qkv if name == "qkv" else None
             matrices.append(_even(f"layers.{layer}.{name}", shape, ranks, split))
@@ -29,6 +36,12 @@ def layout_of(ranks: int, matrices: Iterable[tuple[int, int, int]]) -> Layout:
     return Layout(ranks, tuple(cut))
 
 
-def _even(name: str, shape: tuple[int, int], ranks: int, split: RowSplit | None = None) -> Matrix:
+def _even(
+    name: str,
+    shape: tuple[int, int],
+    ranks: int,
+    split: RowSplit | None = None,
+) -> Matrix:
     rows, rest = divmod(shape[0], ranks)
-    return row_sharded(name, shape, [rows + (rank < rest) for rank in range(ranks)], split)
+    cut = [rows + 1] * rest + [rows] * (ranks - rest)
+    return row_sharded(name, shape, cut, split)

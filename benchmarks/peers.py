@@ -20,29 +20,19 @@ DeepSpeed compiles its kernels in the first step, which is part of the warm-up.
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
+from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.patching import Patches
-
-_PHASES = {
-    "_partitioned_buffers_all_gather": "gather_wait",
-    # nested phases excluded: the updates' all-gather and copies
-    "_muon_update_sub_group": "scatter_wait",
-    "_optimizer_step": "apply",
-}
 
 
 class _Matrices(torch.nn.Module):
@@ -105,43 +95,6 @@ class DeepSpeedMuon:
     def step(self) -> None:
         """One step of Muon, and nothing else."""
         self.engine.step()
-
-    def attach(self, timer: PhaseTimer, patches: Patches) -> None:
-        """Times the phases of the step and counts the bytes that its all-gathers bring.
-
-        Momentum counts as `orthogonalize`.
-
-        Raises:
-            RuntimeError: a method that makes a phase is gone.
-        """
-        from deepspeed.comm import comm
-        from deepspeed.runtime.zero.muon import original_muon
-
-        for name, phase in _PHASES.items():
-            patches.wrap(self.engine.optimizer, name, functools.partial(_timed, timer, phase))
-        iteration = functools.partial(_timed, timer, "orthogonalize")
-        patches.wrap(original_muon, "muon_update", iteration)
-        for name in ("all_gather", "all_gather_into_tensor"):
-            patches.wrap(comm.cdb, name, functools.partial(_counted, timer))
-
-
-def _timed(timer: PhaseTimer, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def timed_call(*args: Any, **kwargs: Any) -> Any:
-        with timer.phase(phase):
-            return call(*args, **kwargs)
-
-    return timed_call
-
-
-def _counted(timer: PhaseTimer, call: Callable[..., Any]) -> Callable[..., Any]:
-    def counted_call(*args: Any, **kwargs: Any) -> Any:
-        # deepspeed.comm passes names; every rank sends as much as this one
-        sent: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else kwargs["input_tensor"]
-        others = dist.get_world_size(kwargs.get("group")) - 1
-        timer.received(others * sent.nbytes)
-        return call(*args, **kwargs)
-
-    return counted_call
 
 
 class UpstreamOrthogonalizer(Orthogonalizer):

@@ -38,9 +38,11 @@ def planned(config: Path, ranks: int) -> dict[str, Any]:
 
 def cells(model: str, figures: dict[str, Any]) -> list[str]:
     """A line of the table; of a plan without a training step the last two cells are dashes."""
-    times = (f"{figures[part]:,.1f}" for part in ("step_ms", "ns_ms", "exchange_ms"))
-    memory = f"{figures['extra_bytes'] / 2**20:,.0f}"
-    found = [model, f"{figures['world_size']:,}", *times, memory, f"{figures['max_over_mean']:.2f}"]
+    found = [model, f"{figures['world_size']:,}"]
+    for part in ("step_ms", "ns_ms", "exchange_ms"):
+        found.append(f"{figures[part]:,.1f}")
+    found.append(f"{figures['extra_bytes'] / 2**20:,.0f}")
+    found.append(f"{figures['max_over_mean']:.2f}")
     step = figures.get("training_step")
     if step is None:
         return [*found, "-", "-"]

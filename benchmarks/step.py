@@ -139,7 +139,8 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     for method, values in methods.items():
         ratio = results["ratios"].get(f"{method}_over_owner", 1.0)
         times = _ms(values["median_ms"]), _ms(values["min_ms"]), f"{ratio:.2f}"
-        sizes = _mb(values["received_bytes"]), _mb(values["peak_extra_bytes"])
+        received = "" if method in PEERS else _mb(values["received_bytes"])
+        sizes = received, _mb(values["peak_extra_bytes"])
         rows.append((method, *times, *sizes))
     title = f"Optimizer step, {_model(spec)}, {spec['ranks']} ranks, {spec['ns_dtype']}"
     columns = ("method", "median ms", "min ms", "/ owner", "received MB/rank", "peak extra MB")
@@ -157,7 +158,10 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
 def _model(spec: Mapping[str, Any]) -> str:
     if not spec["matrices"]:
         return f"H {spec['hidden_size']}, L {spec['num_layers']}"
-    return ", ".join(f"{count} of {rows}x{cols}" for count, rows, cols in spec["matrices"])
+    found = []
+    for count, rows, cols in spec["matrices"]:
+        found.append(f"{count} of {rows}x{cols}")
+    return ", ".join(found)
 
 
 def _ms(milliseconds: float) -> str:

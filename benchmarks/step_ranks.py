@@ -201,13 +201,12 @@ def measure(bench: Bench) -> dict[str, Any]:
 def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
     """Phases, received bytes and memory of a method, from steps that are not timed otherwise.
 
-    Phases are means over ranks of each rank's mean; they add up to the profiled step. Collective.
+    Phases are means over ranks of each rank's mean; they add up to the profiled step. Phases and
+    bytes are known of this package's schemes only. Collective.
     """
     timer = PhaseTimer(bench.device)
     patches = Patches()
-    if isinstance(optimizer, DeepSpeedMuon):
-        optimizer.attach(timer, patches)
-    elif isinstance(optimizer, ShardedMuon):
+    if isinstance(optimizer, ShardedMuon):
         patches.replace(optimizer, "probe", timer)
     total = sum(bench.seconds(optimizer) for _ in range(PROFILED_STEPS))
     patches.undo()

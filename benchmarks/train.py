@@ -1,8 +1,8 @@
 """`python -m benchmarks.train`: times whole training steps of a config, Muon and Adam in turn.
 
 Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the
-number of steps and the log, in a temporary directory. Times come from TensorBoard (Megatron's
-`iteration-time`), the number of Muon's parameters from the facts that a Muon run writes.
+number of steps and the log, in a temporary directory. Times are Megatron's `iteration-time`, read
+from TensorBoard.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import main, run_logged, table, torchrun
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import FACTS
-from megatron_muon.megatron.places import read_json
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import environment, pretrain_program
 from megatron_muon.tools.train.records import read_events
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MUON, ADAM, COMPARED = "muon", "adam", "muon with --compare"
-STATE_BYTES = {MUON: 4, ADAM: 8, COMPARED: 4}
-"""Optimizer state of an element: Muon's fp32 momentum, and Adam's two fp32 moments."""
 
 _NOT_MEASURED = ("--save", "--load", "--save-interval", "--timing-log-level", "--wandb-project")
 """Flags of a config that write, read, or add barriers to a step."""
@@ -67,11 +63,10 @@ def configure(parser: CommandParser) -> None:
 
 @dataclass(frozen=True)
 class TrainRun:
-    """The measurements of one run; Muon's parameters are None without Muon."""
+    """The measurements of one run."""
 
     step_ms: tuple[float, ...]  # after the warm-up
     tokens_per_step: int
-    muon_parameters: int | None
 
     @property
     def median_ms(self) -> float:
@@ -115,13 +110,12 @@ def _train(
         command = torchrun(args.ranks, *program)
         run_logged(command, Path(folder, "log"), env=environment(args.ranks), what=what)
         events = read_events(tensorboard)
-        facts = read_json(tensorboard / FACTS)
     times = events.points("iteration-time")
     step_ms = tuple(point.value * 1e3 for point in times if point.step > args.warmup)
     if not step_ms:
         raise UserError(f"{what} logged no step after --warmup {args.warmup}; raise --steps")
     batch = round(events.points("batch-size")[-1].value)
-    return TrainRun(step_ms, batch * int(events.args["seq_length"]), facts.get("muon_parameters"))
+    return TrainRun(step_ms, batch * int(events.args["seq_length"]))
 
 
 def run_flags(in_config: Sequence[str], optimizer: str, steps: int, tensorboard: Path) -> list[str]:
@@ -144,9 +138,6 @@ def figures(runs: Mapping[str, Sequence[TrainRun]]) -> dict[str, Any]:
 
     Ratios to plain Muon are medians over rounds, as runs of a round are neighbors in time.
     """
-    parameters = runs[MUON][0].muon_parameters
-    if parameters is None:
-        raise UserError("the Muon run recorded no parameters; does the config unset --muon-*?")
     medians = {}
     for arm, of in runs.items():
         medians[arm] = statistics.median(ms for run in of for ms in run.step_ms)
@@ -154,8 +145,6 @@ def figures(runs: Mapping[str, Sequence[TrainRun]]) -> dict[str, Any]:
         "step_ms": medians,
         "muon_over_adam": medians[MUON] / medians[ADAM],
         "tokens_per_step": runs[MUON][0].tokens_per_step,
-        "muon_parameters": parameters,  # of all ranks together
-        "state_bytes": {arm: STATE_BYTES[arm] * parameters for arm in runs},
         "rounds_ms": {arm: [run.median_ms for run in of] for arm, of in runs.items()},
     }
     if COMPARED in runs:
@@ -170,14 +159,13 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     rows = []
     for arm, median in results["step_ms"].items():
         rounds = " ".join(f"{ms:,.0f}" for ms in results["rounds_ms"][arm])
-        state = results["state_bytes"][arm] / 1e6
-        rows.append((arm, f"{median:,.1f}", rounds, f"{state:,.1f}"))
-    caption = f"Muon / Adam: {results['muon_over_adam']:.3f}; state of Muon's parameters"
+        rows.append((arm, f"{median:,.1f}", rounds))
+    caption = f"Muon / Adam: {results['muon_over_adam']:.3f}"
     if results["compared_flags"] is not None:
         ratio = f"{results['compared_over_muon']:.3f}"
         caption += f"\nMuon with {results['compared_flags']} / Muon: {ratio}"
     title = f"Training step, {results['tokens_per_step']:,} tokens"
-    return [table(title, ("optimizer", "median ms", "by run", "state MB"), rows, caption)]
+    return [table(title, ("optimizer", "median ms", "by run"), rows, caption)]
 
 
 def run(argv: Sequence[str] | None = None) -> int:

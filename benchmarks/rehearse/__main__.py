@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rehearse`: all ranks' real optimizers step on fake tensors; compares them."""
+"""`python -m benchmarks.rehearse`: steps all ranks' real optimizers on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 REHEARSED = {"muon_exchange": "owner", "muon_offload": "none", "muon_momentum_dtype": "fp32"}
 """The only values with which a step moves nothing but what is planned, on the device."""
-MAX_SHOWN = 8
-"""Findings of a check that are printed."""
+MAX_SHOWN = 20
+"""Findings, and ranks of one, that are printed."""
 ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "received_bytes": ("received", plan.size),
     "extra_bytes": ("extra memory", plan.size),
@@ -101,34 +101,21 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def figures_of(recorded: Recorded, findings: Sequence[Finding]) -> dict[str, Any]:
-    """The figures of the JSON file: maxima over ranks, planned and rehearsed, and each rank's."""
+    """The figures of the JSON file: maxima over ranks, planned and rehearsed, and findings."""
     planned = [recorded.planned(rank) for rank in recorded.traces]
-    by_rank = []
-    for rank, trace in recorded.traces.items():
-        if not trace.steps:
-            continue
-        last = trace.steps[-1]
-        of_rank = {
-            "rank": rank,
-            "received_bytes": trace.received_bytes,
-            "extra_bytes": last.extra_bytes,
-            "flops": last.flops,
-            "collectives": len(last.calls),
-            "operations": last.operations,
-        }
-        by_rank.append(of_rank)
+    rehearsed = [trace.figures() for trace in recorded.traces.values() if trace.steps]
     return {
         "digest": recorded.planned(0)["digest"],
         "planned": {name: max(of[name] for of in planned) for name in ROWS if name in planned[0]},
-        "rehearsed": {name: max((of[name] for of in by_rank), default=0) for name in ROWS},
+        "rehearsed": {name: max((of[name] for of in rehearsed), default=0) for name in ROWS},
         "findings": [finding._asdict() for finding in findings],
-        "by_rank": by_rank,
+        "ranks": list(recorded.traces),
     }
 
 
 def show(figures: dict[str, Any]) -> None:
     """Prints plan and rehearsal side by side, and the disagreements."""
-    count, world_size = len(figures["by_rank"]), figures["world_size"]
+    count, world_size = len(figures["ranks"]), figures["world_size"]
     title = f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps"
     plan.print_line(title, "bold")
     rows = []
@@ -139,16 +126,15 @@ def show(figures: dict[str, Any]) -> None:
     plan.print_line(f"digest {figures['digest']}")
     if count < world_size:
         plan.print_line("the other ranks' messages and matrices are not checked")
-    found = Counter[str]()
-    for finding in figures["findings"]:
-        name = finding["check"]
-        found[name] += 1
-        if found[name] <= MAX_SHOWN:
-            who = ", ".join(map(str, finding["ranks"][:MAX_SHOWN]))
-            plan.print_line(f"{name}, ranks {who}: {finding['text']}", "red")
-    for name, number in found.items():
-        plan.print_line(f"{name}: {number:,} in all", "red")
-    if not found:
+    found = figures["findings"]
+    for finding in found[:MAX_SHOWN]:
+        who = ", ".join(map(str, finding["ranks"][:MAX_SHOWN]))
+        plan.print_line(f"{finding['check']}, ranks {who}: {finding['text']}", "red")
+    if found:
+        each = Counter(finding["check"] for finding in found)
+        counts = ", ".join(f"{name}: {number:,}" for name, number in each.items())
+        plan.print_line(f"in all, {counts}", "red")
+    else:
         plan.print_line("ranks, layout and plan agree", "green")
 
 

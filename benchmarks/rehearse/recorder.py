@@ -59,8 +59,8 @@ NOTHING = Split(np.zeros(0, dtype=np.int64))
 class Call(NamedTuple):
     """A collective that has been started.
 
-    `nbytes` is the size of the reduced tensor, or of this rank's part of a gathered one, the same on
-    every rank. An all-to-all has `sent` and `received` instead.
+    `nbytes` is the size of the reduced tensor, or of this rank's part of a gathered one, the same
+    on every rank. An all-to-all has `sent` and `received` instead.
     """
 
     group: int  # index in the trace's groups
@@ -139,6 +139,17 @@ class RankTrace:
             own = self.groups[call.group].ranks.index(self.rank)
             total += sum(size for peer, size in call.received if peer != own)
         return total
+
+    def figures(self) -> dict[str, int]:
+        """The figures of the last step."""
+        last = self.steps[-1]
+        return {
+            "received_bytes": self.received_bytes,
+            "extra_bytes": last.extra_bytes,
+            "flops": last.flops,
+            "collectives": len(last.calls),
+            "operations": last.operations,
+        }
 
 
 class Recorder(FakeTensorMode):

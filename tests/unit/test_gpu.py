@@ -17,7 +17,7 @@ OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes this machine look like another: device files, NVML's count, availability, CUDA's error."""
+    """Makes this machine look like another: device files, NVML's count, CUDA's error."""
 
     def make(*, files=0, counted=-1, available=False, error=None):
         def init():

@@ -403,7 +403,7 @@ def test_plan_and_rehearsal_agree(tmp_path: Path, name: str, world_size: int) ->
     assert found["received_bytes"] == expected["received_bytes"] > 0
     assert found["extra_bytes"] == pytest.approx(expected["extra_bytes"], rel=0.1)
     assert found["flops"] == pytest.approx(expected["flops"], rel=1e-6)
-    assert [rank["rank"] for rank in figures["by_rank"]] == list(range(world_size))
+    assert figures["ranks"] == list(range(world_size))
 
 
 @pytest.mark.wide

@@ -153,7 +153,10 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         return
     yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
     args = stored.get("args")
-    layout = [f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key)]
+    layout = []
+    for key, name in _LAYOUT.items():
+        if hasattr(args, key):
+            layout.append(f"{name} {getattr(args, key)}")
     if layout:
         yield Finding("written by", OK, ", ".join(layout))
     else:

@@ -115,7 +115,6 @@ class Check(NamedTuple):
     """A check; the docstring of `run` explains the figures in the report."""
 
     run: Callable[[Context], None]
-    proves: str
     remedy: str  # if it fails
     limit: int = 1  # multiple of the usual time limit
 
@@ -213,8 +212,8 @@ def arithmetic(context: Context) -> None:
     "gram" evaluate the same polynomial. The error is |result - fp64| / |fp64|: of a random block
     less than 1e-4 in "highest", 0.005 in "high", 0.03 in "medium". If one direction dominates,
     rounding loses small components, and 0.1 to 0.3 is usual in bf16. No singular value may exceed
-    1.3. Only "quintic" is timed, in ms for a stack; TFLOP/s counts operations of dense products, and
-    the first two calls include compilation.
+    1.3. Only "quintic" is timed, in ms for a stack; TFLOP/s counts operations of dense products,
+    and the first two calls include compilation.
     """
     if not has_kernel(context):
         why = "not for this GPU" if context.on_gpu else "no GPU"
@@ -233,7 +232,8 @@ def _check_blocks(
     context: Context, label: str, count: int, shape: tuple[int, int], coefficients: str
 ) -> None:
     """Check a stack of random blocks; in the last one, one direction dominates."""
-    x = torch.randn(count, *shape, generator=torch.Generator().manual_seed(0)).to(context.device)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, *shape, generator=generator).to(context.device)
     x[-1] += 100.0 * torch.outer(x[0, :, 0], x[0, 0])
     x /= x.abs().amax(dim=(1, 2), keepdim=True)
     steps = max(5, len(muon_utils._COEFFICIENT_SETS[coefficients]))
@@ -271,8 +271,8 @@ def _check_iteration(
     direction = torch.linalg.matrix_power(gram, 64).sum(dim=2, keepdim=True)
     squared = (gram @ direction).norm(dim=1) / direction.norm(dim=1)
     largest = float(squared.max().sqrt())
-    distances = (made.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
-    *errors, dominated = distances.tolist()
+    distances = (made.double() - exact).norm(dim=(1, 2))
+    *errors, dominated = (distances / exact.norm(dim=(1, 2))).tolist()
     figures = {
         "largest singular value": largest,
         "error": max(errors),
@@ -300,7 +300,8 @@ def orthogonalized(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     ):
         made = Orthogonalizer(iteration, scale_mode="unit_rms_norm", device=x.device)
         stack = x.clone()
-        made.orthogonalize_stack(stack, BlockKind(x.shape[1], x.shape[2], 1.0, 0, (), x.shape[2]))
+        rows, cols = x.shape[1:]
+        made.orthogonalize_stack(stack, BlockKind(rows, cols, 1.0, 0, (), cols))
         return stack
 
 

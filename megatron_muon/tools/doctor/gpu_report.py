@@ -59,18 +59,16 @@ def run(args: argparse.Namespace) -> int:
             port = of_all_ranks(get_free_port())[0]
             limit = check.limit * (args.limit or LIMIT_S)
             of_ranks = of_all_ranks(_run_check(name, device, folder / name, port, limit))
-            text = {
-                "proves": check.proves,
-                "explanation": inspect.cleandoc(check.run.__doc__ or ""),
-                "remedy": check.remedy,
-            }
-            results[name] = _merged(of_ranks) | text
-            if results[name]["status"] == LATE:
+            found = _merged(of_ranks)
+            results[name] = found
+            found["explanation"] = inspect.cleandoc(check.run.__doc__ or "")
+            found["remedy"] = check.remedy
+            if found["status"] == LATE:
                 again = f"--only {name} --limit {max(240, 2 * (args.limit or 0))}"
-                hangs = "if it stops at the same place, it hangs"
-                remedy = f"on an idle machine repeat with {again}; {hangs}: {check.remedy}"
-                results[name]["remedy"] = remedy
-            say("\n    ".join(_lines(name, results[name])))
+                again = f"on an idle machine repeat with {again}"
+                hangs = f"if it stops at the same place, it hangs: {check.remedy}"
+                found["remedy"] = f"{again}; {hangs}"
+            say("\n    ".join(_lines(name, found)))
     where = f"{device}, ranks: {ranks}"
     report = {**provenance("megatron-muon"), "where": where, "checks": results}
     if not args.verbose:
@@ -109,7 +107,9 @@ def _check_arguments(args: argparse.Namespace, checks: Sequence[str]) -> None:
     if args.report is not None and args.report.suffix != ".md":
         raise UserError(f"--report {args.report}: the name must end in .md")
     for file in (args.report, args.write_profile):
-        if file is not None and (file.is_dir() or not os.access(file.resolve().parent, os.W_OK)):
+        if file is None:
+            continue
+        if file.is_dir() or not os.access(file.resolve().parent, os.W_OK):
             raise UserError(f"cannot write {str(file)!r}: give a file in a writable directory")
 
 
@@ -162,7 +162,8 @@ def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
     from megatron_muon.tools.doctor.gpu_checks import Context
     from megatron_muon.tools.doctor.step_checks import CHECKS
 
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     context = Context(torch.device(device), Path(folder), rank, ranks)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -183,7 +184,8 @@ def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
 
 def _lines(name: str, one: Result) -> Iterator[str]:
     """The printed lines of a check."""
-    yield f"{one['status']:<8} {name:<11}{one['seconds']:6.1f} s  {one['proves']}"
+    summary = one["explanation"].splitlines()[0]
+    yield f"{one['status']:<8} {name:<11}{one['seconds']:6.1f} s  {summary}"
     for why, names in one["skipped"].items():
         yield f"skipped: {why}: {'; '.join(names)}"
     for text in one["wrong"][:5]:
@@ -195,9 +197,8 @@ def _lines(name: str, one: Result) -> Iterator[str]:
 def _verdict(checks: Mapping[str, Result]) -> str:
     bad = {name: one["status"] for name, one in checks.items() if one["status"] != OK}
     if not bad:
-        parts = sum(len(names) for one in checks.values() for names in one["skipped"].values())
-        skipped = f" that can run here; skipped parts: {parts}" if parts else ""
-        return f"all checks pass{skipped}"
+        is_partial = any(one["skipped"] for one in checks.values())
+        return "all checks pass that can run here" if is_partial else "all checks pass"
     names = ", ".join(bad)
     send = "attach both files of --report to an issue on the project's issue tracker"
     if set(bad.values()) == {LATE}:
@@ -209,13 +210,15 @@ def markdown(report: Mapping[str, Any]) -> Iterator[str]:
     """The report: its origin, the verdicts, then each check's figures and faults."""
     checks: Mapping[str, Result] = report["checks"]
     yield f"# megatron-muon doctor --gpu\n\n**{_verdict(checks)}**\n"
-    yield f"{report['time']}, `{report['command']}`, {report['where']}, commit {report['commit']}"
-    yield f"\n{_text(report['versions'])}; {_text(report['machine'])}\n"
+    for key in ("time", "command", "where", "commit", "versions", "machine"):
+        yield f"- {key}: {_text(report[key])}"
     for name, one in checks.items():
         yield f"\n## {name}: {one['status']}\n\n{one['explanation']}\n"
-        for text in ("\n".join(_lines(name, one)), *one["wrong"], "\n".join(one["log"])):
-            if text:
-                yield f"```\n{text}\n```\n"
+        yield f"```\n{'\n'.join(_lines(name, one))}\n```\n"
+        for text in one["wrong"]:
+            yield f"```\n{text}\n```\n"
+        if one["log"]:
+            yield f"```\n{'\n'.join(one['log'])}\n```\n"
         for key, value in one["figures"].items():
             yield f"- {key}: {_text(value)}"
 
