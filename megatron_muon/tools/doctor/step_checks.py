@@ -351,7 +351,7 @@ def cost(context: Context) -> None:
     speed of a step with offload. Ratios and the planner's estimate are for information; memory may
     not grow.
     """
-    models = {"small matrices": [(256, 512)] * (64 if context.on_gpu else 4)}
+    models = {"small matrices": [(256, 512)] * 64 if context.on_gpu else [(64, 128)] * 4}
     if context.on_gpu:
         of_layer = 24 * sum(map(math.prod, LLAMA)) / context.ranks
         layers = min(32, int(0.6 * torch.cuda.mem_get_info()[0] / of_layer))
