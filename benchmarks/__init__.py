@@ -1,1 +1,1 @@
-"""Optimizer steps measured against other implementations and against the machine's own rates. Not in the wheel."""
+"""Benchmarks of optimizer steps, also against other implementations. Not in the wheel."""

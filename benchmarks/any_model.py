@@ -1,15 +1,15 @@
-"""Times the optimizer step of `megatron_muon.Muon` on FSDP2's shards of a transformer, beside others, in one run.
+"""Times the step of `megatron_muon.Muon` and others on FSDP2's shards of a transformer.
 
     torchrun --nproc-per-node 2 -m benchmarks.any_model --hidden-size 512 --num-layers 8 --repeat 9
 
-    torchrun ... --dion DIR        with microsoft/dion's Muon too, of a checkout, which has no package
-    torchrun ... --experts 16      of each layer a stack of experts alone, (16, hidden size, 2 x hidden size)
+    torchrun ... --dion DIR        also microsoft/dion's Muon, from a checkout (it has no package)
+    torchrun ... --experts 16      layers are stacks of experts, (16, hidden size, 2 x hidden size)
 
-The others: muon-fsdp2 (`pip install muon-fsdp2`, left out where it is missing), torch.optim.Muon on
-the DTensors, whose products gather whole matrices on every rank, and torch.optim.AdamW. All have
-the same shards and gradients, fp32, and Newton-Schulz of 5 steps in bf16; embeddings are AdamW's
-everywhere. Within a round the optimizers step one after the other; a step's time is that of the
-slowest rank. On CPU over gloo, or on GPUs over NCCL.
+The others: muon-fsdp2 (`pip install muon-fsdp2`, left out if missing), torch.optim.Muon on the
+DTensors, whose products gather whole matrices on every rank, and torch.optim.AdamW. All have the
+same shards and gradients, fp32, and Newton-Schulz of 5 steps in bf16; embeddings are AdamW's.
+Within a round the optimizers step one after the other; a step's time is that of the slowest rank.
+Runs on CPU over gloo, or on GPUs over NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megatron_muon
+from megatron_muon.core.probe import synchronize
 
-type Maker = Callable[[list[nn.Parameter], list[nn.Parameter]], list[torch.optim.Optimizer]]
+type Parameters = list[nn.Parameter]
+type Optimizers = list[torch.optim.Optimizer]
+type Maker = Callable[[Parameters, Parameters], Optimizers]
 
 LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
+MUON: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
 VOCABULARY = 8192
+OURS = "megatron_muon"
 
 
 class Block(nn.Module):
@@ -59,7 +64,7 @@ class Experts(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The parameters of a transformer, or of the experts of one; it is never run."""
+    """The parameters of a transformer, or of its experts; it is never run."""
 
     def __init__(self, hidden: int, layers: int, experts: int) -> None:
         super().__init__()
@@ -70,7 +75,7 @@ class Transformer(nn.Module):
 
 
 def model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> Transformer:
-    """A transformer that is sharded by layer."""
+    """A transformer, sharded by layer."""
     torch.manual_seed(0)
     with device:
         whole = Transformer(args.hidden_size, args.num_layers, args.experts)
@@ -80,157 +85,153 @@ def model(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> T
     return whole
 
 
-def optimizers(mesh: DeviceMesh, dion: str | None, *, stacks: bool) -> dict[str, Maker]:
-    """Makers, from matrices and the rest; `dion` is a checkout. Some do not take `stacks`."""
-    muon: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
+def ours(matrices: Parameters, rest: Parameters) -> Optimizers:
+    """This package's Muon."""
+    groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "adamw"}]
+    return [megatron_muon.Muon(groups, **MUON)]
 
-    def ours(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-        groups = [{"params": matrices, "optimizer": "muon"}, {"params": rest, "optimizer": "adamw"}]
-        return [megatron_muon.Muon(groups, **muon)]
 
-    def fsdp2(
-        matrices: list[nn.Parameter], rest: list[nn.Parameter]
-    ) -> list[torch.optim.Optimizer]:
-        import muon_fsdp2
+def fsdp2(matrices: Parameters, rest: Parameters) -> Optimizers:
+    """The package muon-fsdp2."""
+    import muon_fsdp2
 
-        of_matrices = {"params": matrices, "use_muon": True, "rms_scale": False, **muon}
-        return [
-            muon_fsdp2.Muon(
-                [of_matrices, {"params": rest, "use_muon": False, "lr": LR, "weight_decay": DECAY}]
-            )
-        ]
+    of_matrices = {"params": matrices, "use_muon": True, "rms_scale": False, **MUON}
+    of_rest = {"params": rest, "use_muon": False, "lr": LR, "weight_decay": DECAY}
+    return [muon_fsdp2.Muon([of_matrices, of_rest])]
 
-    def torchs(
-        matrices: list[nn.Parameter], rest: list[nn.Parameter]
-    ) -> list[torch.optim.Optimizer]:
-        return [
-            torch.optim.Muon(matrices, **muon),
-            torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY),
-        ]
 
-    def adamw(
-        matrices: list[nn.Parameter], rest: list[nn.Parameter]
-    ) -> list[torch.optim.Optimizer]:
-        return [torch.optim.AdamW([*matrices, *rest], lr=LR, weight_decay=DECAY)]
+def torchs(matrices: Parameters, rest: Parameters) -> Optimizers:
+    """torch's Muon on DTensors."""
+    return [torch.optim.Muon(matrices, **MUON), *adamw(rest, [])]
 
-    def dions(*, gram: bool) -> Maker:
-        def make(
-            matrices: list[nn.Parameter], rest: list[nn.Parameter]
-        ) -> list[torch.optim.Optimizer]:
-            from dion import Muon  # its elementwise passes are compiled by torch in the first step
 
-            of_rest = {"params": rest, "algorithm": "adamw", "lr": LR, "weight_decay": DECAY}
-            settings: dict[str, Any] = {
-                "lr": LR,
-                "mu": MOMENTUM,
-                "weight_decay": DECAY,
-                "nesterov": True,
-            }
-            groups = [{"params": matrices}, of_rest]
-            return [
-                Muon(groups, mesh, use_gram_newton_schulz=gram, use_polar_express=False, **settings)
-            ]
+def adamw(matrices: Parameters, rest: Parameters) -> Optimizers:
+    """AdamW for all parameters."""
+    return [torch.optim.AdamW([*matrices, *rest], lr=LR, weight_decay=DECAY)]
 
-        return make
 
-    found: dict[str, Maker] = {
-        "megatron_muon": ours,
-        "muon-fsdp2": fsdp2,
-        "torch.optim.Muon": torchs,
-        "torch.optim.AdamW": adamw,
-    }
-    if stacks or importlib.util.find_spec("muon_fsdp2") is None:
-        del found["muon-fsdp2"]
-    if stacks:
-        del found["torch.optim.Muon"]
-    if dion is not None and not Path(dion, "dion", "muon.py").is_file():
-        if dist.get_rank() == 0:
-            print(f"--dion {dion} is not a checkout of microsoft/dion: left out")
-    elif dion is not None:
-        sys.path.insert(0, dion)
-        found["dion"] = dions(gram=False)
+def dion_on(mesh: DeviceMesh, *, gram: bool) -> Maker:
+    """microsoft/dion's Muon, with the Gram iteration or the usual one."""
+
+    def make(matrices: Parameters, rest: Parameters) -> Optimizers:
+        from dion import Muon  # torch compiles its elementwise passes in the first step
+
+        of_rest = {"params": rest, "algorithm": "adamw", "lr": LR, "weight_decay": DECAY}
+        muon = Muon(
+            [{"params": matrices}, of_rest],
+            mesh,
+            lr=LR,
+            mu=MOMENTUM,
+            weight_decay=DECAY,
+            nesterov=True,
+            use_gram_newton_schulz=gram,
+            use_polar_express=False,
+        )
+        return [muon]
+
+    return make
+
+
+def contenders(args: argparse.Namespace, mesh: DeviceMesh) -> dict[str, Maker]:
+    """Makers of the optimizers, from matrices and the other parameters."""
+    found: dict[str, Maker] = {OURS: ours}
+    if not args.experts:  # these take no stacks
+        if importlib.util.find_spec("muon_fsdp2") is not None:
+            found["muon-fsdp2"] = fsdp2
+        found["torch.optim.Muon"] = torchs
+    found["torch.optim.AdamW"] = adamw
+    if args.dion is not None:
+        sys.path.insert(0, args.dion)
+        found["dion"] = dion_on(mesh, gram=False)
         if importlib.util.find_spec("gram_newton_schulz") is not None:
-            found["dion, Gram iteration"] = dions(gram=True)
-    return found
+            found["dion, Gram iteration"] = dion_on(mesh, gram=True)
+    wanted = (OURS, *(args.only or found))
+    return {name: make for name, make in found.items() if name in wanted}
 
 
-def main() -> None:
-    """Time all in turn, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8)
-    parser.add_argument(
-        "--experts", type=int, default=0, metavar="E", help="layers are stacks of so many experts"
-    )
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--dion", metavar="DIR", help="a checkout of microsoft/dion")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="megatron_muon and these alone")
-    args = parser.parse_args()
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the arguments."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    add = parser.add_argument
+    add("--hidden-size", type=int, default=512)
+    add("--num-layers", type=int, default=8)
+    add("--experts", type=int, default=0, metavar="E", help="layers are stacks of E experts")
+    add("--repeat", type=int, default=9)
+    add("--warmup", type=int, default=2)
+    add("--dion", metavar="DIR", help="a checkout of microsoft/dion")
+    add("--only", nargs="+", metavar="NAME", help="megatron_muon and these alone")
+    args = parser.parse_args(argv)
+    if args.dion is not None and not Path(args.dion, "dion", "muon.py").is_file():
+        parser.error(f"--dion {args.dion} is not a checkout of microsoft/dion")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Times all in turn, and prints a table."""
+    args = parse(argv)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    contenders: dict[str, Any] = {}
-    gradients: dict[int, torch.Tensor] = {}
-    for name, make in optimizers(mesh, args.dion, stacks=bool(args.experts)).items():
-        if args.only and name not in ("megatron_muon", *args.only):
-            continue
+    optimizers: dict[str, Optimizers] = {}
+    parameters: dict[str, Parameters] = {}
+    for name, make in contenders(args, mesh).items():
         module = model(args, mesh, device)
-        matrices = [p for key, p in module.named_parameters() if "embed" not in key]
-        contenders[name] = (
-            make(matrices, [p for key, p in module.named_parameters() if "embed" in key]),
-            list(module.parameters()),
-        )
-    for number, parameter in enumerate(next(iter(contenders.values()))[1]):
-        torch.manual_seed(number * dist.get_world_size() + dist.get_rank())
-        gradients[number] = 1e-3 * torch.randn_like(parameter.to_local())
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+        parameters[name] = list(module.parameters())
+        embedding, *matrices = parameters[name]
+        optimizers[name] = make(matrices, [embedding])
+    torch.manual_seed(1 + dist.get_rank())
+    own: list[Any] = list(parameters[OURS])
+    gradients = [1e-3 * torch.randn_like(parameter.to_local()) for parameter in own]
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
     for repeat in range(args.warmup + args.repeat):
-        for name, (members, parameters) in contenders.items():
-            for number, parameter in enumerate(parameters):  # muon-fsdp2 changes them
-                parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.to_local().copy_(gradients[number])
+        for name, members in optimizers.items():
+            set_gradients(parameters[name], gradients)
             elapsed = timed(members, device)
             if repeat >= args.warmup:
-                times[name].append(elapsed)
+                times[name].append(1e3 * elapsed)
     if dist.get_rank() == 0:
-        ours = statistics.median(times["megatron_muon"])
-        layers = f"{args.num_layers} layers" + (
-            f" of {args.experts} experts" if args.experts else ""
-        )
-        print(
-            f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {layers},"
-            f" {device.type}"
-        )
-        print(f"{'optimizer step':<20}{'median ms':>10}{'min ms':>10}{'/ megatron_muon':>18}")
-        for name, found in times.items():
-            median = statistics.median(found)
-            print(
-                f"{name:<20}{1e3 * median:>10,.1f}{1e3 * min(found):>10,.1f}{median / ours:>18.2f}",
-                flush=True,
-            )
-    dist.barrier()  # docs/any-model.md says why
+        show(args, times, device)
+    dist.barrier()  # docs/any-model.md explains why
     dist.destroy_process_group()
 
 
-def timed(members: list[torch.optim.Optimizer], device: torch.device) -> float:
+def set_gradients(parameters: Parameters, gradients: Sequence[torch.Tensor]) -> None:
+    """Sets the gradients of all parameters anew: muon-fsdp2 changes them."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        made: Any = torch.zeros_like(parameter)
+        made.to_local().copy_(gradient)
+        parameter.grad = made
+
+
+def timed(members: Optimizers, device: torch.device) -> float:
     """Seconds that the slowest rank takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     dist.barrier()
     start = time.perf_counter()
     for optimizer in members:
         optimizer.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     elapsed = torch.tensor(time.perf_counter() - start, device=device)
     dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
     return float(elapsed)
+
+
+def show(args: argparse.Namespace, times: dict[str, list[float]], device: torch.device) -> None:
+    """Prints the table."""
+    experts = f" of {args.experts} experts" if args.experts else ""
+    layers = f"{args.num_layers} layers{experts}"
+    size = f"{dist.get_world_size()} ranks, hidden size {args.hidden_size}, {layers}"
+    print(f"{size}, {device.type}")
+    print(f"{'optimizer step':<20}{'median ms':>10}{'min ms':>10}{'/ megatron_muon':>18}")
+    base = statistics.median(times[OURS])
+    for name, found in times.items():
+        median = statistics.median(found)
+        figures = f"{median:>10,.1f}{min(found):>10,.1f}{median / base:>18.2f}"
+        print(f"{name:<20}{figures}", flush=True)
 
 
 if __name__ == "__main__":

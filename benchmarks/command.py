@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share: arguments, errors of one line, where figures come from, tables."""
+"""Shared by the benchmarks: arguments, provenance of figures, tables, child processes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_muon.tools.train import processes
 if TYPE_CHECKING:
     from rich.table import Table
 
+MODELS = ("llama3-8b", "llama3-70b", "moe-large")
 TAIL_LINES = 40
 
 
@@ -28,20 +29,16 @@ def main(
     tables: Callable[[Mapping[str, Any]], Iterable[Table]],
     argv: Sequence[str] | None = None,
 ) -> int:
-    """Runs `python -m benchmarks.NAME`: measures, shows tables, writes --json. Returns the exit status."""
+    """Runs `python -m benchmarks.NAME`: measures, shows tables, writes --json."""
     program = f"python -m benchmarks.{name}"
 
     def run() -> int:
         parser = CommandParser(prog=program)
         configure(parser)
-        parser.add_argument(
-            "--json", type=Path, metavar="FILE", help="also write the figures to FILE"
-        )
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write figures to FILE")
         args = parser.parse_args(argv)
-        if args.json is not None and not (folder := args.json.resolve().parent).is_dir():
-            raise UserError(
-                f"cannot write {str(args.json)!r}: there is no directory {str(folder)!r}"
-            )
+        if args.json is not None and not args.json.resolve().parent.is_dir():
+            raise UserError(f"cannot write {str(args.json)!r}: its directory does not exist")
         source = provenance(program)
         results = {"bench": name, **measure(args), **source}
         write_json(args.json, results)
@@ -59,32 +56,44 @@ def show(results: Mapping[str, Any], tables: Iterable[Table]) -> None:
     for one in tables:
         console.print(one)
     machine = results["machine"]
-    console.print(
-        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']}"
-        f" before; commit {results['commit']}{'-dirty' if results.get('dirty') else ''}",
-        style="dim",
-    )
+    load = machine["load_average_before"]
+    dirty = "-dirty" if results.get("dirty") else ""
+    source = f"{machine['processor']}, {machine['cores']} cores, load {load} before"
+    console.print(f"{source}; commit {results['commit']}{dirty}", style="dim")
 
 
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None
 ) -> Table:
-    """A column of names, and numbers beside it."""
+    """A column of names, and columns of numbers."""
     from rich.table import Table
 
-    made = Table(columns[0], title=title, caption=caption)
+    made = Table(title=title, caption=caption)
+    made.add_column(columns[0], no_wrap=True)
     for column in columns[1:]:
         made.add_column(column, justify="right")
     for row in rows:
         made.add_row(*row)
-    made.columns[0].no_wrap = True
     return made
 
 
+def parse_models(
+    description: str | None, ranks: Sequence[int], argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Arguments of a benchmark of the shipped models: `configs` and `ranks`."""
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=plain)
+    configs = [Path(f"configs/{model}.yaml") for model in MODELS]
+    parser.add_argument("--configs", type=Path, nargs="+", default=configs)
+    parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
+    return parser.parse_args(argv)
+
+
 def buffer_mb(text: str) -> float:
-    """A buffer's size in MiB, for argparse."""
+    """The size of a buffer in MiB, for argparse."""
     number = float(text)
-    if not (possible := RANGES["muon_exchange_buffer_mb"]).holds(number):
+    possible = RANGES["muon_exchange_buffer_mb"]
+    if not possible.holds(number):
         raise argparse.ArgumentTypeError(f"{text} is out of range; choose {possible}")
     return number
 
@@ -94,11 +103,17 @@ def torchrun(ranks: int, *program: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *processes.torchrun(ranks, *program)]
 
 
-def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
-    """Runs a command, `what` in messages, to its end with all output in `log`; see `processes.watch`.
+def run_logged(
+    command: Sequence[str],
+    log: Path,
+    *,
+    env: Mapping[str, str],
+    what: str,
+) -> None:
+    """Runs a command, named `what` in messages, with all output in `log`; see `processes.watch`.
 
     Raises:
-        RunFailedError: it ended with another status than 0; the end of its output has been printed.
+        RunFailedError: its status is not 0; the end of its output has been printed.
         KeyboardInterrupt, SystemExit: a signal ended it.
     """
     ended = processes.watch(command, log, env=env)
@@ -107,7 +122,5 @@ def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], wha
     if ended.status:
         lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         print("\n".join(lines), file=sys.stderr)
-        raise RunFailedError(
-            f"{what} ended with status {ended.status}; the last {len(lines)} lines of its log are"
-            " above"
-        )
+        text = f"{what} ended with status {ended.status}"
+        raise RunFailedError(f"{text}; the last {len(lines)} lines of its log are above")

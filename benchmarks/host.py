@@ -1,16 +1,15 @@
-"""What the host of rank 0 takes for an optimizer step of the shipped models.
+"""Times the host's work in an optimizer step of rank 0 of the shipped models.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--configs FILE.yaml ...] [--ranks N ...]
 
 The rank's real optimizer steps with the owners and waves of the plan, on matrices of as many rows
 and a few columns, so that products and copies take next to nothing, in a process group that answers
-at once. The time is that of the processor, the least of some steps. On a CPU there is no driver to
-launch kernels, nor are blocks iterated in the same parts as on a GPU.
+at once. The time is the processor's, the minimum over some steps. A CPU has no driver that launches
+kernels, and iterates blocks in other batches than a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import time
@@ -21,20 +20,20 @@ from unittest import mock
 
 import torch
 
+from benchmarks.command import parse_models
+from benchmarks.rehearse import machine, rank
+from benchmarks.rehearse.recorder import Recorder
 from megatron_muon import cpu
-from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.layout import Layout
 from megatron_muon.tools.plan.command import settings_of
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, node_pattern, plan_group
+from megatron_muon.tools.plan.estimate import HARDWARE, node_pattern, plan_group
 from megatron_muon.tools.plan.matrices import read_model
-from megatron_muon.tools.rehearse import machine
-from megatron_muon.tools.rehearse import rank as of_rank
-from megatron_muon.tools.rehearse.recorder import Recorder
 
 STEPS, COLUMNS = 8, 8
 
 
-class _Timed(Recorder):
-    """Notes how long steps take, and records nothing."""
+class _TimedSteps(Recorder):
+    """Times steps, and records nothing."""
 
     def __init__(self) -> None:
         super().__init__(0, torch.device("cpu"))
@@ -49,18 +48,15 @@ class _Timed(Recorder):
 
 
 def narrow(layout: Layout) -> Layout:
-    """The same matrices with few columns, as many as there are different widths, so that kinds of blocks stay apart."""
-    widths = {
-        width: COLUMNS * (1 + place)
-        for place, width in enumerate(sorted({m.shape[1] for m in layout.matrices}))
-    }
-
-    def matrix(one: Matrix) -> Matrix:
-        rows, width = one.shape
-        shards = tuple(replace(shard, cols=widths[width]) for shard in one.shards)
-        return replace(one, shape=(rows, widths[width]), shards=shards)
-
-    return Layout(layout.world_size, tuple(map(matrix, layout.matrices)))
+    """The same matrices with few columns; different widths stay different."""
+    widths = sorted({matrix.shape[1] for matrix in layout.matrices})
+    matrices = []
+    for matrix in layout.matrices:
+        rows, width = matrix.shape
+        cols = COLUMNS * (1 + widths.index(width))
+        shards = tuple(replace(shard, cols=cols) for shard in matrix.shards)
+        matrices.append(replace(matrix, shape=(rows, cols), shards=shards))
+    return Layout(layout.world_size, tuple(matrices))
 
 
 def host_ms(config: Path, ranks: int) -> float:
@@ -68,42 +64,35 @@ def host_ms(config: Path, ranks: int) -> float:
     hardware = HARDWARE["h100-sxm"]
     settings, groups, _ = read_model(config, ranks)
     settings.lr = settings.lr or 0.0
-    narrowed: list[Group] = [replace(group, layout=narrow(group.layout)) for group in groups]
-    rehearsal = of_rank.Rehearsal(settings, narrowed, ranks, hardware)
-    for group, narrow_one in zip(groups, narrowed, strict=True):
+    rehearsal = rank.Rehearsal(settings, [], ranks, hardware)
+    narrowed = []
+    for group in groups:
+        layout = narrow(group.layout)
+        narrowed.append(replace(group, layout=layout))
         key = group.name, node_pattern(group.members(0), hardware)
         plan = plan_group(group, settings_of(settings, hardware), hardware).plan
-        rehearsal.plans[key] = replace(plan, layout=narrow_one.layout)
-    recorder = _Timed()
+        rehearsal.plans[key] = replace(plan, layout=layout)
+    rehearsal.groups = narrowed
+    recorder = _TimedSteps()
     with (
         machine.world(ranks, recorder),
         mock.patch.object(machine, "DEVICE", torch.device("cpu")),
-        mock.patch.object(of_rank, "STEPS", STEPS),
+        mock.patch.object(rank, "STEPS", STEPS),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        of_rank.run(rehearsal, recorder)
+        rank.run(rehearsal, recorder)
     return min(recorder.seconds) * 1e3
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print a table, line by line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    models = ("llama3-8b", "llama3-70b", "moe-large")
-    parser.add_argument(
-        "--configs",
-        type=Path,
-        nargs="+",
-        default=[Path(f"configs/{model}.yaml") for model in models],
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=(64, 1024))
-    args = parser.parse_args(argv)
+    """Prints a table, line by line."""
+    args = parse_models(__doc__, (64, 1024), argv)
     cpu.install(force=True)
     print("| model | ranks | host, ms |\n| --- | --- | --- |")
     for config in args.configs:
         for ranks in args.ranks:
-            print(f"| {config.stem} | {ranks:,} | {host_ms(config, ranks):.2f} |", flush=True)
+            ms = f"{host_ms(config, ranks):.2f}"
+            print(f"| {config.stem} | {ranks:,} | {ms} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The memory that a step takes beside what was there before it."""
+"""The memory that a step takes on top of what was allocated before it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 
 
 def peak_extra_bytes(step: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that `step` holds beyond what was there before it.
+    """The peak of the bytes that `step` holds on top of those allocated before it.
 
-    On CUDA the caching allocator's count of allocated bytes; on CPU the sum of the allocations and
-    releases that the profiler sees in this thread. Allocations of gloo and of the math libraries
-    themselves are in neither.
+    On CUDA as the caching allocator counts; on CPU the allocations and releases that the profiler
+    sees in this thread, which leaves out those within gloo and the math libraries.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -22,18 +21,13 @@ def peak_extra_bytes(step: Callable[[], Any], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         step()
-    results = profile.profiler.kineto_results
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in results.events()
-        if event.name() == "[memory]"
-    ]
+    events = profile.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
     held = peak = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        held += size
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
         peak = max(peak, held)
     return peak

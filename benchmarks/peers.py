@@ -1,190 +1,104 @@
-"""Other implementations on the same matrices: DeepSpeed's, and below it the iteration of megatron-core's Muon.
+"""Other implementations: DeepSpeed's ZeRO-3 Muon, and the iteration of megatron-core's Muon.
 
-DeepSpeed's ZeRO-3 Muon is a method of `python -m benchmarks.step`.
-
-A real engine holds the benchmark's weights, its backward delivers the benchmark's gradients, and
-its `step()` is timed. As of DeepSpeed 0.19.8 that call has all of Muon's work and nothing of
-forward or backward: backward averages gradients and leaves each rank its partition;
+A real DeepSpeed engine holds the benchmark's weights, its backward delivers the benchmark's
+gradients, and its `step()` is timed. As of DeepSpeed 0.19.8 that call has all of Muon's work and
+nothing of forward or backward: backward averages gradients and leaves each rank its partition;
 `DeepSpeedZeroOptimizer_Stage3.step` gathers gradients and momentum, runs momentum and Newton-Schulz
 on every N-th matrix, N being the ranks, gathers updates and momentum, and applies them. A step uses
-its gradients up, so `prepare()` runs a forward and a backward before each, outside the time. CPU
-over gloo only.
+its gradients up, so `prepare()` runs an untimed forward and backward before each. CPU over gloo.
 
-What differs from `owner`, beyond the scheme:
+Differences from `owner`, apart from the scheme:
 
 - Everything travels in the dtype of the model, fp32 here.
-- Newton-Schulz has 5 steps and Keller Jordan's coefficients. "standard" runs in bf16 whatever
-  `--ns-dtype` says; "gram", DeepSpeed's default, in fp16 where oneDNN multiplies in it, else in
-  fp32. The figures' `ns_dtype` says which.
+- Newton-Schulz has 5 steps and Keller Jordan's coefficients, in bf16 whatever `--ns-dtype` is.
 - A qkv matrix is one block of `(3H, H)`, not three of `(H, H)`: that is fewer operations.
-- A step also takes the norm of the update, which ZeRO-3 cannot leave out. Its scalars are not in
-  the bytes.
+- A step also takes the norm of the update, which ZeRO-3 cannot leave out.
 - Buffers that it keeps from step to step, up to 256 MiB, are not in `peak_extra_bytes`.
 
-DeepSpeed compiles its kernels at the first step (a C++ compiler is needed), which belongs to the
-warm-up.
+DeepSpeed compiles its kernels in the first step, which is part of the warm-up.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
-import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
+from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.patching import Patches
-
-NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}
-"""The `ns_method` of each peer's name. "standard" is first: it is the faster on CPU, and bf16 as the other methods."""
-
-_PHASES = {
-    "_partitioned_buffers_all_gather": "gather_wait",
-    # without what is within it: the updates' all-gather and copies
-    "_muon_update_sub_group": "scatter_wait",
-    "_optimizer_step": "apply",
-}
-_GATHERS = ("all_gather", "all_gather_into_tensor")
-_COMPILATIONS = 64
 
 
 class _Matrices(torch.nn.Module):
-    """Holds matrices; its output is a scalar whose gradient with respect to each of them is the one given."""
+    """Holds matrices; outputs a scalar whose gradients with respect to them are those given."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.matrices = torch.nn.ParameterList(
-            torch.nn.Parameter(weight.clone()) for weight in weights
-        )
+        parameters = (torch.nn.Parameter(weight.clone()) for weight in weights)
+        self.matrices = torch.nn.ParameterList(parameters)
 
     def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        products = [
-            (matrix * gradient).sum()
-            for matrix, gradient in zip(self.matrices, gradients, strict=True)
-        ]
-        return torch.stack(products).sum()
+        both = zip(self.matrices, gradients, strict=True)
+        return torch.stack([(matrix * gradient).sum() for matrix, gradient in both]).sum()
 
 
 class DeepSpeedMuon:
-    """A ZeRO-3 engine with DeepSpeed's Muon, to be used as `prepare()`, `step()`, `prepare()`, ...
+    """A ZeRO-3 engine with DeepSpeed's Muon, used as `prepare()`, `step()`, `prepare()`, ...
 
-    Both are collective. Making one imports DeepSpeed, on torch's process group, which must exist.
-
-    Args:
-        weights, gradients: whole matrices `(rows, cols)`, fp32, the same on every rank.
-        ns_method: "standard" or "gram".
-        momentum: Muon's beta; Nesterov's look-ahead is always on.
-        weight_decay: decoupled.
+    Both calls are collective. The constructor needs torch's process group. Weights and gradients
+    are whole matrices `(rows, cols)`, fp32, the same on every rank; decay is decoupled, and
+    Nesterov's look-ahead is always on.
     """
 
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
-        *,
-        ns_method: str,
         lr: float,
         momentum: float,
         weight_decay: float,
     ) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"  # read once, when deepspeed is imported
         import deepspeed
-        from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
-        # One compiled function serves every shape and both methods; beyond torch's limit of 8 it
-        # would run uncompiled.
-        torch._dynamo.config.recompile_limit = max(
-            torch._dynamo.config.recompile_limit, _COMPILATIONS
-        )
+        # One compiled function serves every shape; beyond torch's limit it would run uncompiled.
+        torch._dynamo.config.recompile_limit = 64
         self._gradients = tuple(gradients)
         elements = sum(weight.numel() for weight in weights)
+        muon = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {
-                "type": "Muon",
-                "params": {
-                    "lr": lr,
-                    "momentum": momentum,
-                    "weight_decay": weight_decay,
-                    "ns_method": ns_method,
-                },
-            },
+            "optimizer": {"type": "Muon", "params": muon | {"ns_method": "standard"}},
             "zero_optimization": {
                 "stage": 3,
                 "reduce_scatter": False,  # Muon refuses it
-                # DeepSpeed's 5e8 elements, or all there are: the buffer of that size is allocated
-                # at the start.
+                # the buffer of this size is allocated at the start
                 "reduce_bucket_size": min(elements, 500_000_000),
-                # No parameter stays whole between steps, else a step would end with gathering
-                # those.
+                # no parameter stays whole between steps, else a step would end with gathering it
                 "stage3_param_persistence_threshold": 0,
             },
             "gradient_clipping": 0.0,  # by default it clips the norm of all updates together to 1
             "steps_per_print": 2**31,
         }
-        self._engine: Any = deepspeed.initialize(model=_Matrices(weights), config=config)[0]
-        self.ns_dtype: torch.dtype = ns_compute_dtype(ns_method)
+        self.engine: Any = deepspeed.initialize(model=_Matrices(weights), config=config)[0]
 
     def prepare(self) -> None:
         """Brings the gradients to where backward leaves them."""
-        self._engine.backward(self._engine(self._gradients))
+        self.engine.backward(self.engine(self._gradients))
 
     def step(self) -> None:
         """One step of Muon, and nothing else."""
-        self._engine.step()
-
-    def attach(self, timer: PhaseTimer) -> Patches:
-        """Time the phases of the step and count what its all-gathers bring, until the result's `undo()`.
-
-        Momentum counts as `orthogonalize`.
-
-        Raises:
-            RuntimeError: a method that makes a phase is gone.
-        """
-        from deepspeed.comm import comm
-        from deepspeed.runtime.zero.muon import original_muon
-
-        patches = Patches()
-        for name, phase in _PHASES.items():
-            patches.wrap(self._engine.optimizer, name, functools.partial(timed, timer, phase))
-        patches.wrap(original_muon, "muon_update", functools.partial(timed, timer, "orthogonalize"))
-        for name in _GATHERS:
-            patches.wrap(comm.cdb, name, functools.partial(_counted, timer))
-        return patches
-
-
-def timed(timer: PhaseTimer, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with its time added to `phase`."""
-
-    def timed_call(*args: Any, **kwargs: Any) -> Any:
-        with timer.phase(phase):
-            return call(*args, **kwargs)
-
-    return timed_call
-
-
-def _counted(timer: PhaseTimer, call: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # deepspeed.comm passes names; what this rank sends is of the size that each other rank
-        # sends.
-        sent: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else kwargs["input_tensor"]
-        timer.received((dist.get_world_size(kwargs.get("group")) - 1) * sent.nbytes)
-        return call(*args, **kwargs)
-
-    return counted
+        self.engine.step()
 
 
 class UpstreamOrthogonalizer(Orthogonalizer):
-    """Blocks are orthogonalised as megatron-core's Muon does it, one after the other; no update is looked at.
+    """Orthogonalizes blocks as megatron-core's Muon does, one after the other; checks no update.
 
     Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls
     emerging-optimizers' iteration.
@@ -199,13 +113,14 @@ class UpstreamOrthogonalizer(Orthogonalizer):
         probe: Probe = SILENT,
         work: Work | None = None,
     ) -> torch.Tensor:
-        """As `Orthogonalizer`, for blocks that no team cuts."""
+        """As in `Orthogonalizer`, for blocks that no team cuts."""
+        iteration = self.iteration
         for block in stack:
-            with eo_utils.fp32_matmul_precision(self.iteration.precision):
+            with eo_utils.fp32_matmul_precision(iteration.precision):
                 orthogonal = muon_utils.newton_schulz(
                     block,
-                    steps=self.iteration.steps,
-                    coefficient_type=self.iteration.coefficient_type,
+                    steps=iteration.steps,
+                    coefficient_type=iteration.coefficient_type,
                 )
             torch.mul(orthogonal, kind.scale, out=block)
         return torch.zeros(len(stack), dtype=torch.float32, device=stack.device)

@@ -1,13 +1,12 @@
-"""The plans of the shipped models at many sizes as a table, as docs/performance.md has it.
+"""Prints the plans of the shipped models at many sizes as a table.
 
     OMP_NUM_THREADS=1 python -m benchmarks.plans
 
-Each line is `megatron-muon plan --config configs/NAME.yaml --world-size N`, with its defaults.
+Each line is `megatron-muon plan --config configs/NAME.yaml --world-size N` with its defaults.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -16,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parse_models
 from megatron_muon import cli
 
-MODELS = ("llama3-8b", "llama3-70b", "moe-large")
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096)
 HEADINGS = (
     *("model", "ranks", "step, ms", "Newton-Schulz, ms", "exchange, ms"),
@@ -26,22 +25,12 @@ HEADINGS = (
 )
 
 
-def planned(config: Path, ranks: int, hardware: str) -> dict[str, Any]:
+def planned(config: Path, ranks: int) -> dict[str, Any]:
     """The figures of a plan."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        file = Path(folder) / "plan.json"
-        given = [
-            "plan",
-            "--config",
-            config,
-            "--world-size",
-            ranks,
-            "--hardware",
-            hardware,
-            "--json",
-            file,
-        ]
-        if status := cli.main([str(word) for word in given]):
+        file = Path(folder, "plan.json")
+        given = ("--config", config, "--world-size", ranks, "--json", file)
+        if status := cli.main(["plan", *map(str, given)]):
             raise SystemExit(status)
         figures: dict[str, Any] = json.loads(file.read_text("utf-8"))
     return figures
@@ -49,43 +38,26 @@ def planned(config: Path, ranks: int, hardware: str) -> dict[str, Any]:
 
 def cells(model: str, figures: dict[str, Any]) -> list[str]:
     """A line of the table; of a plan without a training step the last two cells are dashes."""
+    found = [model, f"{figures['world_size']:,}"]
+    for part in ("step_ms", "ns_ms", "exchange_ms"):
+        found.append(f"{figures[part]:,.1f}")
+    found.append(f"{figures['extra_bytes'] / 2**20:,.0f}")
+    found.append(f"{figures['max_over_mean']:.2f}")
     step = figures.get("training_step")
-    return [
-        model,
-        f"{figures['world_size']:,}",
-        *(f"{figures[part]:,.1f}" for part in ("step_ms", "ns_ms", "exchange_ms")),
-        f"{figures['extra_bytes'] / 2**20:,.0f}",
-        f"{figures['max_over_mean']:.2f}",
-        *(
-            (f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}")
-            if step
-            else "--"
-        ),
-    ]
+    if step is None:
+        return [*found, "-", "-"]
+    return [*found, f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table, line by line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--configs",
-        type=Path,
-        nargs="+",
-        default=[Path(f"configs/{model}.yaml") for model in MODELS],
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--hardware", default="h100-sxm")
-    args = parser.parse_args(argv)
+    """Prints the table, line by line."""
+    args = parse_models(__doc__, RANKS, argv)
     for row in (HEADINGS, ["---"] * len(HEADINGS)):
         print(f"| {' | '.join(row)} |")
     for config in args.configs:
         for ranks in args.ranks:
-            print(
-                f"| {' | '.join(cells(config.stem, planned(config, ranks, args.hardware)))} |",
-                flush=True,
-            )
+            row = cells(config.stem, planned(config, ranks))
+            print(f"| {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

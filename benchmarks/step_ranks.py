@@ -1,9 +1,9 @@
 """The ranks of `python -m benchmarks.step`: times optimizer steps on the same shards and gradients.
 
-Run under torchrun as `python -m benchmarks.step_ranks SPEC OUTPUT`, SPEC being a `StepSpec` as
-JSON; the first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL.
-Within a repeat the methods run one after the other, so that a machine that slows down slows all of
-them; a step's time is that of the slowest rank.
+Run under torchrun as `python -m benchmarks.step_ranks SPEC OUTPUT`, SPEC being the arguments of
+`benchmarks.step` as JSON; the first rank writes the figures to OUTPUT. Runs on CPU over gloo and on
+CUDA over NCCL. Within a repeat the methods run one after the other, so that a machine that slows
+down slows all of them.
 """
 
 from __future__ import annotations
@@ -16,255 +16,264 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.floor import Floor, sum_bytes
+from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.methods import Peer, Problem, exchange_of, make_optimizer, make_peer, make_problem
-from benchmarks.offload import DiskProbe, momentum_figures
-from benchmarks.step import StepSpec
+from benchmarks.peers import DeepSpeedMuon, UpstreamOrthogonalizer
+from megatron_muon.core.build import exchange_by, make_exchange
+from megatron_muon.core.cost import AUTO, Iteration
+from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
+from megatron_muon.core.layout import Matrix
 from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.plan import Plan
+from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
+from megatron_muon.core.rules import chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError, end_alone
 from megatron_muon.megatron.run_device import refuse_unusable_gpu
-from megatron_muon.offload.run import OffloadRun
-from megatron_muon.offload.store import RecordStore
 from megatron_muon.patching import Patches
 
-type Steps = torch.optim.Optimizer | Peer
-"""What has a step to be timed."""
+type Steps = torch.optim.Optimizer | DeepSpeedMuon
 
+LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
 PROFILED_STEPS = 3
 
 
-def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """All figures of a run; the same on every rank. Collective."""
-    problem = make_problem(spec, group, device)
-    optimizers: dict[str, Steps] = {
-        method: make_optimizer(method, problem) for method in spec.methods
-    }
-    for size in spec.team_size:
-        optimizers[f"team-{size}"] = make_optimizer("owner", problem, team_size=size)
-    optimizers |= {
-        variant: make_optimizer("owner", problem, variant=variant) for variant in spec.variants
-    }
-    optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
-    runs = {
-        f"owner+{offload}": OffloadRun(
-            offload,
-            spec.momentum_dtype,
-            directory=spec.offload_dir if offload == "nvme" else None,
-            buffer_mb=spec.offload_buffer_mb,
+class Bench:
+    """The matrices that every method steps on, rows cut evenly over the ranks, fp32.
+
+    Weights and gradients come from a seed for each matrix: whole matrices are the same for any
+    number of ranks.
+    """
+
+    def __init__(self, spec: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.spec = spec
+        self.group = group
+        self.device = device
+        ranks = group.size()
+        if spec.matrices:
+            self.layout = layout_of(ranks, spec.matrices)
+        else:
+            self.layout = gpt_layout(ranks, spec.hidden_size, spec.num_layers)
+        precision = "medium" if spec.ns_dtype == "bf16" else "highest"
+        self.iteration = Iteration(precision=precision)
+        self.whole = [self._values(at, one) for at, one in enumerate(self.layout.matrices)]
+        self.gradients = [gradient for _, gradient in self._own_rows()]
+
+    def _values(self, seed: int, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weight and gradient of a whole matrix, `(rows, cols)`."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        both = torch.randn(2, *matrix.shape, generator=generator, device=self.device)
+        return 0.02 * both[0], 1e-3 * both[1]
+
+    def _own_rows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of this rank's rows of each weight and gradient."""
+        found = []
+        for matrix, (weight, gradient) in zip(self.layout.matrices, self.whole, strict=True):
+            shard = matrix.shard_of(self.group.rank())
+            rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
+            found.append((weight[rows].clone(), gradient[rows].clone()))
+        return found
+
+    def optimizer(self, method: str) -> Steps:
+        """The optimizer of a method, on its own copy of the weights. Collective."""
+        spec = self.spec
+        if method in spec.peers:
+            weights, gradients = zip(*self.whole, strict=True)
+            return DeepSpeedMuon(weights, gradients, LR, MOMENTUM, WEIGHT_DECAY)
+        parameters = []
+        for weight, gradient in self._own_rows():
+            parameter = torch.nn.Parameter(weight)
+            parameter.grad = gradient
+            parameters.append(parameter)
+        if method == "adam":
+            return megatron_adam(parameters)
+        team_size = method.removeprefix("team-") if method.startswith("team-") else AUTO
+        is_hyperball = method == "hyperball"
+        rules = chosen_rules(cautious=method == "cautious", hyperball=is_hyperball)
+        matrices = self.layout.matrices
+        held = Held(self.layout, self.group, self.device, [1] * len(matrices))
+        decay = 0.0 if is_hyperball else WEIGHT_DECAY
+        return ShardedMuon(
+            [{"params": parameters}],
+            self.exchange(gathers=method == "allgather", team_size=team_size),
+            make_rules(rules, held, {"nesterov": True}),
+            defaults={"lr": LR, "momentum": MOMENTUM, "weight_decay": decay},
+            names={one: matrix.name for one, matrix in zip(parameters, matrices, strict=True)},
         )
-        for offload in spec.offload
-    }
-    optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
-    disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
-    owner = exchange_of("owner", problem)
-    assert owner.plan is not None
-    floor = Floor(owner.plan, problem.orthogonalizer, group, device)
-    for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
+
+    def exchange(self, *, gathers: bool, team_size: str) -> Exchange:
+        """Upstream's exchange with upstream's iteration if `gathers`, else that of training."""
+        buffers = Buffers(self.device)
+        if gathers:
+            upstream = UpstreamOrthogonalizer(self.iteration, device=self.device)
+            return exchange_by(GATHERED, self.layout, self.group, upstream, buffers)
+        return make_exchange(
+            OWNER,
+            self.layout,
+            self.group,
+            Orthogonalizer(self.iteration, device=self.device),
+            buffers,
+            buffer_mb=self.spec.buffer_mb,
+            wire=AUTO,
+            team_size=team_size,
+        )
+
+    def seconds(self, optimizer: Steps) -> float:
+        """Seconds of one step on this rank, from a barrier on."""
+        if isinstance(optimizer, DeepSpeedMuon):
+            optimizer.prepare()
+        else:
+            self._restore_gradients(optimizer)
+        synchronize(self.device)
+        dist.barrier(self.group)
+        start = time.perf_counter()
+        optimizer.step()
+        synchronize(self.device)
+        elapsed = time.perf_counter() - start
+        dist.barrier(self.group)
+        return elapsed
+
+    def _restore_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hyperball overwrites gradients."""
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            parameter.grad.copy_(gradient)
+
+    def over_ranks(self, values: Sequence[float], operation: Any) -> list[float]:
+        """Values reduced over the ranks. Collective."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=operation, group=self.group)
+        return tensor.tolist()
+
+
+def megatron_adam(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """Transformer Engine's Adam if it is installed and CUDA is available, else torch's.
+
+    Source: megatron/core/optimizer/__init__.py, which passes torch's AdamW neither `foreach` nor
+    `fused`.
+    """
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": WEIGHT_DECAY}
+    if torch.cuda.is_available():
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        except ImportError:
+            pass
+        else:
+            return FusedAdam(parameters, **settings)  # type: ignore[no-any-return]
+    return torch.optim.AdamW(parameters, **settings)
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """All figures of a run; the same on every rank. Collective."""
+    spec = bench.spec
+    teams = [f"team-{size}" for size in spec.team_size]
+    methods = dict.fromkeys((*spec.methods, *teams, *spec.variants, *spec.peers))
+    optimizers = {method: bench.optimizer(method) for method in methods}
+    for _ in range(spec.warmup):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
-            _timed(optimizer, problem)
-        floor.probe()
-    floor.forget()
-
+            bench.seconds(optimizer)
     seconds: dict[str, list[float]] = {method: [] for method in optimizers}
-    for repeat in range(spec.repeat):
+    for _ in range(spec.repeat):
         for method, optimizer in optimizers.items():
-            seconds[method].append(_timed(optimizer, problem))
-        floor.probe()
-        if disk is not None:
-            disk.probe()
-        if group.rank() == 0:
-            latest = ", ".join(
-                f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()
-            )
-            print(f"repeat {repeat + 1} of {spec.repeat}: {latest}", flush=True)
-
-    floor_ms, rates = floor.result()
+            seconds[method].append(bench.seconds(optimizer))
     results = {}
     for method, optimizer in optimizers.items():
-        slowest = _over_ranks(seconds[method], dist.ReduceOp.MAX, problem)
-        results[method] = {
-            "median_ms": statistics.median(slowest) * 1e3,
-            "min_ms": min(slowest) * 1e3,
-            "times_ms": [second * 1e3 for second in slowest],
-            **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
-        }
-        if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
-            results[method]["plan"] = _plan_figures(optimizer.exchange.plan, problem)
-        if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.store, RecordStore):
-            results[method] |= momentum_figures(optimizer.store, group, device)
-    for run in runs.values():
-        run.close()
-    on_disk = results.get("owner+nvme", {}).get("momentum_bytes_all_ranks", {}).get("disk")
+        slowest = bench.over_ranks(seconds[method], dist.ReduceOp.MAX)
+        times = [second * 1e3 for second in slowest]
+        figures = {"median_ms": statistics.median(times), "min_ms": min(times), "times_ms": times}
+        results[method] = figures | profile(bench, optimizer) | teams_of(optimizer)
+    cuda = bench.device.type == "cuda"
     return {
-        "floor_ms": floor_ms,
-        "rates": rates,
         "methods": results,
-        **({"disk": disk.result(on_disk)} if disk is not None else {}),
-        "plan": _plan_figures(owner.plan, problem),
-        "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "parameters": sum(matrix.numel for matrix in bench.layout.matrices),
+        "device": torch.cuda.get_device_name(bench.device) if cuda else "cpu",
         "threads_per_rank": torch.get_num_threads(),
     }
 
 
-def _plan_figures(plan: Plan, problem: Problem) -> dict[str, Any]:
-    sizes = Counter(len(team.ranks) for team in plan.teams)
-    return {
-        "load_max_over_mean": plan.imbalance,
-        "matrices_of_teams": {size: count for size, count in sorted(sizes.items()) if size > 1},
-        "waves": len(plan.waves),
-        "buffer_mb": plan.buffer_bytes / 2**20,
-    }
+def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
+    """Phases, received bytes and memory of a method, from steps that are not timed otherwise.
 
-
-def _timed(optimizer: Steps, problem: Problem) -> float:
-    """Seconds of one step on this rank, from a barrier on."""
-    if isinstance(optimizer, Peer):
-        optimizer.prepare()
-    synchronize(problem.device)
-    dist.barrier(problem.group)
-    start = time.perf_counter()
-    optimizer.step()
-    synchronize(problem.device)
-    elapsed = time.perf_counter() - start
-    dist.barrier(problem.group)
-    return elapsed
-
-
-def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dict[str, Any]:
-    """Phases, bytes and memory of a method, from steps that are not timed otherwise. Collective.
-
-    Phases are means over ranks of each rank's mean, so that they add up to the profiled step.
-
-    Raises:
-        RuntimeError: the bytes counted at the collectives are not those that the plan promises.
+    Phases are means over ranks of each rank's mean; they add up to the profiled step. Phases and
+    bytes are known of this package's schemes only. Collective.
     """
-    timer = PhaseTimer(problem.device)
-    patches = optimizer.attach(timer) if isinstance(optimizer, Peer) else Patches()
+    timer = PhaseTimer(bench.device)
+    patches = Patches()
     if isinstance(optimizer, ShardedMuon):
         patches.replace(optimizer, "probe", timer)
-    seconds = [_timed(optimizer, problem) for _ in range(steps)]
+    total = sum(bench.seconds(optimizer) for _ in range(PROFILED_STEPS))
     patches.undo()
-    total = sum(seconds) / steps
-    if method == "adam":
-        timer.seconds["apply"] = total * steps  # type: ignore[assignment]  # a Counter of floats
-    mine = [timer.seconds[phase] / steps for phase in PHASES[:-1]]
-    mine.append(total - sum(mine))
-    ranks = problem.group.size()
-    phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
-
-    counted = timer.bytes_received // steps
-    if isinstance(optimizer, Peer):
-        planned = counted
+    mine: list[float] = [timer.seconds[phase] for phase in PHASES[:-1]]
+    mine.append(total - sum(mine))  # other
+    summed = bench.over_ranks(mine, dist.ReduceOp.SUM)
+    steps = PROFILED_STEPS * bench.group.size()
+    phases = {name: 1e3 * value / steps for name, value in zip(PHASES, summed, strict=True)}
+    if isinstance(optimizer, DeepSpeedMuon):
         optimizer.prepare()
-    else:
-        planned = _received_bytes(method, optimizer, problem)
-    dist.barrier(problem.group)
-    peak = peak_extra_bytes(optimizer.step, problem.device)
-    wrong, planned_max, counted_max, peak_max = _over_ranks(
-        [float(counted != planned), planned, counted, peak], dist.ReduceOp.MAX, problem
-    )
-    if wrong:
-        raise RuntimeError(
-            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes"
-            f" in a step, its collectives carried {counted:,}"
-        )
+    dist.barrier(bench.group)
+    peak = peak_extra_bytes(optimizer.step, bench.device)
+    received = timer.bytes_received // PROFILED_STEPS
+    received_max, peak_max = bench.over_ranks([received, peak], dist.ReduceOp.MAX)
     return {
-        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value},
-        "exchange_bytes_per_rank": int(planned_max),
-        "exchange_bytes_counted_per_rank": int(counted_max),
+        "phases_ms": {name: value for name, value in phases.items() if value},
+        "received_bytes": int(received_max),
         "peak_extra_bytes": int(peak_max),
-        **(
-            {"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")}
-            if isinstance(optimizer, Peer)
-            else {}
-        ),
     }
 
 
-def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Problem) -> int:
-    """Bytes that this rank receives in a step, by arithmetic on the plan or the layout.
-
-    The all-gather scheme pads every shard to the largest, and gathers fp32.
-    """
-    rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
-    if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
-        plan = optimizer.exchange.plan
-        slices = (
-            block_slice for index in range(len(plan.teams)) for block_slice in plan.slices(index)
-        )
-        sums = sum(
-            sum_bytes(block_slice, orthogonalizer.iteration)
-            for block_slice in slices
-            if block_slice.rank == rank
-        )
-        return plan.exchanged_bytes()[rank] + sums
-    if method.startswith("allgather"):
-        padded = sum(
-            max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices
-        )
-        return (ranks - 1) * padded * torch.float32.itemsize
-    return 0
-
-
-def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
-    dist.all_reduce(tensor, op=operation, group=problem.group)
-    return tensor.tolist()
+def teams_of(optimizer: Steps) -> dict[str, Any]:
+    """How many matrices teams own, by the size of the team."""
+    plan = optimizer.exchange.plan if isinstance(optimizer, ShardedMuon) else None
+    if plan is None:
+        return {}
+    sizes = Counter(len(team.ranks) for team in plan.teams)
+    return {"matrices_of_teams": {size: count for size, count in sizes.items() if size > 1}}
 
 
 def settle_device(wanted: str, ranks: int) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: CUDA is not there or cannot be used, or there are fewer GPUs than ranks.
+        UserError: CUDA is unavailable or cannot be used, or there are fewer GPUs than ranks.
     """
     refuse_unusable_gpu(wanted)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if torch.cuda.device_count() < ranks:
-        raise UserError(
-            f"--ranks {ranks} needs as many GPUs, this machine has {torch.cuda.device_count()}; "
-            "lower --ranks, or use --device cpu"
-        )
+    count = torch.cuda.device_count()
+    if count < ranks:
+        text = f"--ranks {ranks} needs as many GPUs, and torch finds {count}"
+        raise UserError(f"{text}; lower --ranks, or use --device cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
-    spec = StepSpec(**json.loads(argv[0]))
+    """Measures as the specification in `argv[0]` says, and writes `argv[1]`."""
+    spec = SimpleNamespace(**json.loads(argv[0]))
     try:
         device = settle_device(spec.device, spec.ranks)
         if spec.peers and device.type != "cpu":
-            raise UserError(
-                f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu"
-            )
+            raise UserError("--peers: measured on CPU only; add --device cpu")
     except UserError as error:
         print(f"benchmarks.step: error: {error}", file=sys.stderr)
         return 2
     if device.type == "cpu":
         keep_freed_memory()  # as a training does
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,
-    )
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("nccl", device_id=device)
     try:
         group = dist.group.WORLD
         assert group is not None
-        results = measure(spec, group, device)
+        results = measure(Bench(spec, group, device))
         if group.rank() == 0:
             Path(argv[1]).write_text(json.dumps(results), "utf-8")
         dist.barrier(group)

@@ -52,13 +52,10 @@ GROUPS = {
     },
     "plan and measure": {
         "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),
-        "rehearse": Command(
-            "rehearse.command", "run every rank's real step without a GPU, and compare"
-        ),
     },
     "prepare and check": {
         "data": Command("data", "prepare text for training"),
-        "doctor": Command("doctor.command", "check this environment, a checkpoint, a GPU"),
+        "doctor": Command("doctor.doctor_command", "check this environment, a checkpoint, a GPU"),
     },
 }
 """The subcommands by name, in groups as `megatron-muon --help` shows them."""

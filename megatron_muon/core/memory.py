@@ -1,8 +1,8 @@
 """What orthogonalising takes of a rank's memory, by arithmetic: matrices as they are assembled, and temporaries.
 
 The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the
-buffers of `core.exchange` and the tensors of `core.newton_schulz` on a GPU; `megatron-muon
-rehearse` counts by running that code, within 10 %.
+buffers of `core.exchange` and the tensors of `core.newton_schulz` on a GPU; `benchmarks.rehearse`
+counts by running that code, within 10 %.
 """
 
 from __future__ import annotations

@@ -37,14 +37,12 @@ ELSEWHERE = {
     r"(torchrun --nproc-per-node 2|python) examples/": "functional/test_examples.py",
     r"torchrun --nproc-per-node 2 -m benchmarks\.": "functional/test_examples.py",
     r"megatron-muon doctor --gpu": "unit/test_gpu_checks.py",
-    r"torchrun --nproc-per-node 8 -m megatron_muon\.tools\.doctor\.gpu": (
-        "functional/test_doctor_gpu.py"
-    ),
+    r"torchrun --nproc-per-node 8 -m megatron_muon\.cli doctor": ("functional/test_doctor_gpu.py"),
     r"megatron-muon plan --config .* --hardware my-h100.yaml": "unit/test_gpu_checks.py",
     r"megatron-muon plan --config configs/moe-large.yaml --world-size 128": (
         "unit/test_plan_command.py"
     ),
-    r"megatron-muon rehearse --config": "unit/test_plan_command.py",
+    r"python -m benchmarks\.rehearse": "unit/test_plan_command.py",
     r"(CONFIG|SEEDS)=.* \./examples/|(RECIPES=.* )?\./examples/": "unit/test_sweep_loops.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
     r".*--wandb-project": "functional/test_wandb.py",

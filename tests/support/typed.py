@@ -45,7 +45,7 @@ def shortened(text: str) -> str:
     ours, _, flags = text.partition(" -- ")
     if ours.startswith("python -m benchmarks.train"):
         return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags} {SMALL}"
-    if "-m benchmarks." in ours:
+    if "-m benchmarks." in ours and "benchmarks.rehearse" not in ours:
         smaller = "--matrices 512x64" if "--matrices" in ours else "--hidden-size 64 --num-layers 1"
         return f"{ours} {smaller} --warmup 1 --repeat 1"
     if ours.startswith("megatron-muon eval"):

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.rehearse import machine
+from benchmarks.rehearse.recorder import Recorder
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
@@ -24,8 +26,6 @@ from megatron_muon.fsdp.step import put_on_device
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import HARDWARE
-from megatron_muon.tools.rehearse import machine
-from megatron_muon.tools.rehearse.recorder import Recorder
 
 RANKS = 4
 SHAPES = [(64, 32), (32, 64), (512, 256), (48, 16)]

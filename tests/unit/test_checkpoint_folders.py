@@ -22,7 +22,7 @@ from megatron_muon.checkpoint import content, folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.patching import Patches
-from megatron_muon.tools.doctor import command as doctor
+from megatron_muon.tools.doctor import doctor_command as doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -34,7 +34,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.patching import Patches
-from megatron_muon.tools.doctor import command as doctor
+from megatron_muon.tools.doctor import doctor_command as doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -1,4 +1,4 @@
-"""`megatron-muon doctor`: what it finds, and that it can find something wrong."""
+"""`megatron-muon doctor`: its findings, and that it can find something wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_muon import cli
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.doctor import command as doctor
+from megatron_muon.tools.doctor import doctor_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,24 +25,21 @@ ARGS = argparse.Namespace(
     tensor_model_parallel_size=2,
     expert_model_parallel_size=1,
 )
+FC1, NORM, EMBEDDING = "mlp.linear_fc1.weight", "norm.weight", "embedding.weight"
 
 
 def state(**changes: Any) -> dict[str, Any]:
-    """What megatron-core saves of a model of one SwiGLU projection, a norm and a frozen embedding."""
+    """A checkpoint of a model of one SwiGLU projection, a norm and a frozen embedding."""
     tensor = torch.ones(2, 3)
-    fc1, norm, embedding = (
-        "module.mlp.linear_fc1.weight",
-        "module.norm.weight",
-        "module.embedding.weight",
-    )
     adam = {"exp_avg": tensor, "exp_avg_sq": tensor, "step": torch.tensor(8.0)}
     muon = {"momentum_buffer": tensor}
+    names = (f"{FC1}_w", f"{FC1}_v", NORM, EMBEDDING)
+    prefix = "module.module."
+    states = {f"{prefix}{FC1}_w": muon, f"{prefix}{FC1}_v": muon, f"{prefix}{NORM}": adam}
+    groups = {f"{prefix}{name}": {"lr": 0.1} for name in (FC1, NORM)}
     return {
-        "model": {f"{fc1}_w": tensor, f"{fc1}_v": tensor, norm: tensor, embedding: tensor},
-        "optimizer": {
-            "state": {f"module.{fc1}_w": muon, f"module.{fc1}_v": muon, f"module.{norm}": adam},
-            "param_to_group_meta": {f"module.{fc1}": {"lr": 0.1}, f"module.{norm}": {"lr": 0.1}},
-        },
+        "model": {f"module.{name}": tensor for name in names},
+        "optimizer": {"state": states, "param_to_group_meta": groups},
         "iteration": 8,
         "args": ARGS,
         **changes,
@@ -62,9 +59,8 @@ def write(tmp_path: Path):
 
 
 def findings(directory: Path) -> dict[str, tuple[str, str]]:
-    return {
-        finding.about: (finding.state, finding.text) for finding in doctor.checkpoint(directory)
-    }
+    found = doctor_command.checkpoint(directory)
+    return {finding.about: (finding.state, finding.text) for finding in found}
 
 
 def test_a_sound_checkpoint(write) -> None:
@@ -77,15 +73,12 @@ def test_a_sound_checkpoint(write) -> None:
     assert "missing state" not in found
 
 
-def test_missing_momentum(write) -> None:
+def test_missing_momentum_and_weights_alone(write) -> None:
     optimizer = state()["optimizer"]
-    del optimizer["state"]["module.module.mlp.linear_fc1.weight_v"]
-    found = findings(write(optimizer=optimizer))
-    assert found["missing state"][0] == "wrong"
-    assert found["missing state"][1].startswith("1: mlp.linear_fc1.weight_v; ")
-
-
-def test_weights_alone(write) -> None:
+    del optimizer["state"][f"module.module.{FC1}_v"]
+    status, text = findings(write(optimizer=optimizer))["missing state"]
+    assert status == "wrong"
+    assert text.startswith(f"1: {FC1}_v; ")
     found = findings(write(optimizer={}, args=None))
     assert found["optimizer state"] == ("note", "none: load it with --no-load-optim")
     assert found["written by"][0] == "note"
@@ -93,17 +86,15 @@ def test_weights_alone(write) -> None:
 
 def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
     save_dir = write()
-    assert cli.main(["doctor", "--checkpoint", str(save_dir)]) == ExitStatus.OK
+    command = ["doctor", "--checkpoint", str(save_dir)]
+    assert cli.main(command) == ExitStatus.OK
     os.truncate(save_dir / "iter_0000008" / "__0_0.distcp", 100)
     report = tmp_path / "report.json"
-    assert (
-        cli.main(["doctor", "--checkpoint", str(save_dir), "--json", str(report)])
-        == ExitStatus.FAILURE
-    )
-    wrong = [finding for finding in json.loads(report.read_text()) if finding["state"] == "wrong"]
-    assert len(wrong) == 2
-    assert "cut short" in wrong[0]["text"]
-    assert "--ckpt-step 4" in wrong[1]["text"]
+    assert cli.main([*command, "--json", str(report)]) == ExitStatus.FAILURE
+    found = json.loads(report.read_text())
+    damage, remedy = (one["text"] for one in found if one["state"] == "wrong")
+    assert "cut short" in damage
+    assert "--ckpt-step 4" in remedy
     assert "megatron-core 0.19" in capsys.readouterr().out
 
 
@@ -112,9 +103,3 @@ def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["doctor", "--checkpoint", directory]) == ExitStatus.USAGE
     assert "error: " in capsys.readouterr().err
-
-
-def test_an_environment_that_keeps_a_run_from_starting(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.10.1")
-    wrong = [finding.text for finding in doctor.environment() if finding.state == "wrong"]
-    assert wrong == ["2.10.1; 2.11 is needed"]

@@ -129,7 +129,6 @@ def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) 
         ("trian", "train"),
         ("sumary", "summary"),
         ("compares", "compare"),
-        ("rehearsal", "rehearse"),
         ("deploy", None),
     ],
 )

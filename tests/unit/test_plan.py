@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from megatron_muon import cpu
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import Iteration
@@ -23,7 +24,6 @@ from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, extra_bytes, plan_group
-from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
 from tests.support.buffers import smallest_bytes
 
 STANDARD = Iteration(method="standard")

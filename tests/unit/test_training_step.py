@@ -266,7 +266,7 @@ def test_steps_that_cannot_be_and_vocabularies_that_nobody_knows_warn(tmp_path: 
 
 def test_muon_takes_little_of_a_large_step() -> None:
     """4 M tokens of Llama 3 8B on 1,024 H100: Muon takes at most 1.02 times Adam's step."""
-    figures = plans.planned(CONFIGS / "llama3-8b.yaml", 1024, "h100-sxm")
+    figures = plans.planned(CONFIGS / "llama3-8b.yaml", 1024)
     step = figures["training_step"]
     assert step["tokens"] == 4_194_304
     assert 1.0 < step["muon_over_adam"] <= 1.02
@@ -280,6 +280,6 @@ def test_the_table_of_plans_has_their_figures(capsys: pytest.CaptureFixture[str]
     heading, _, two, four = capsys.readouterr().out.splitlines()
     assert heading == f"| {' | '.join(plans.HEADINGS)} |"
     for line, ranks in ((two, 2), (four, 4)):
-        figures = plans.planned(quickstart, ranks, "h100-sxm")
+        figures = plans.planned(quickstart, ranks)
         assert line == f"| {' | '.join(plans.cells('quickstart', figures))} |"
         assert f"{figures['extra_bytes'] / 2**20:,.0f}" in line

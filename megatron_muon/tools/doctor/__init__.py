@@ -1,1 +1,1 @@
-"""`megatron-muon doctor`: the environment and checkpoints (`command`), and with `--gpu` proof on a GPU (`gpu`)."""
+"""`megatron-muon doctor`: checks the environment and checkpoints, and with `--gpu` the GPU."""

@@ -3,7 +3,7 @@
 The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's
 products beside them. Elementwise work, launches and other traffic are left out. An estimate ranks
 configurations; `python -m benchmarks.step` measures. Memory adds up the buffers of all ranks' waves
-that are in use at the same time; `megatron-muon rehearse` has the places that buffers get, and a
+that are in use at the same time; `benchmarks.rehearse` has the places that buffers get, and a
 test holds the two within 10 %.
 """
 

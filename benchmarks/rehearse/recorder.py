@@ -1,6 +1,6 @@
-"""Records what a rank does on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
+"""Records a rank's products, collectives, waits and memory on fake tensors.
 
-A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors of
+A `Recorder` is torch's fake mode that also inspects each operation with its fake result. Tensors of
 the host are real. Memory of the device is counted by storage, until nothing refers to it any more.
 The record is plain data.
 """
@@ -18,57 +18,71 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, override
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import megatron_muon
 from megatron_muon.core.layout import Ints
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.slices import BlockSlice
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(megatron_muon.__file__).resolve().parent
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
 class Members(NamedTuple):
-    """A process group, the same on each of its ranks: their global ranks, and how many such groups came before it."""
+    """A process group by its global ranks and the number of earlier groups of these."""
 
     ranks: tuple[int, ...]
     number: int
 
 
-class Split(NamedTuple):
-    """Bytes for peers, or from them: the peers' ranks in the group, ascending, and the bytes of each, never zero."""
+class Split:
+    """Bytes to or from peers; iterates over `(rank in the group, bytes)`, without zeros."""
 
-    peers: Ints
-    sizes: Ints
+    def __init__(self, sizes: Ints) -> None:
+        (self._peers,) = sizes.nonzero()
+        self._sizes = sizes[self._peers]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return zip(self._peers.tolist(), self._sizes.tolist(), strict=True)
+
+
+NOTHING = Split(np.zeros(0, dtype=np.int64))
 
 
 class Call(NamedTuple):
     """A collective that has been started.
 
-    `nbytes` is the size of the tensor that is reduced, or of this rank's part of what is gathered,
-    the same on every rank. An all-to-all has `sent` and `received` instead.
+    `nbytes` is the size of the reduced tensor, or of this rank's part of a gathered one, the same
+    on every rank. An all-to-all has `sent` and `received` instead.
     """
 
     group: int  # index in the trace's groups
     op: str
     dtype: str
     nbytes: int = 0
-    sent: Split | None = None
-    received: Split | None = None
+    sent: Split = NOTHING
+    received: Split = NOTHING
 
     @property
     def signature(self) -> tuple[str, str, int]:
-        """What must be the same on every member."""
+        """Everything that must be the same on every member."""
         return self.op, self.dtype, self.nbytes
 
 
-type Part = tuple[str, int, int, int]
-"""A matrix, its block, and which of how many parts of that; a block that is not cut is one part."""
+class BlockPart(NamedTuple):
+    """A part of a block: its place among `parts`; a block that is not cut is one part."""
+
+    matrix: str
+    block: int
+    place: int
+    parts: int
 
 
 @dataclass
@@ -77,8 +91,8 @@ class StepTrace:
 
     # collectives, and waits for them by number, as enqueued
     events: list[Call | int] = field(default_factory=list)
-    # how often this rank has done which part
-    orthogonalized: Counter[Part] = field(default_factory=Counter)
+    # how often this rank has done each part
+    orthogonalized: Counter[BlockPart] = field(default_factory=Counter)
     flops: int = 0  # of all products
     operations: int = 0  # of torch that are not views
     begin_bytes: int = 0
@@ -98,7 +112,7 @@ class StepTrace:
 
     @property
     def extra_bytes(self) -> int:
-        """The most memory beyond weights, gradients and state: buffers, and what is made within the step."""
+        """Peak memory beyond weights, gradients and state: buffers and temporary tensors."""
         return max(self.taken.values(), default=0)
 
 
@@ -106,8 +120,8 @@ class StepTrace:
 class RankTrace:
     """One rank: its process groups, the digest of its plans, its steps.
 
-    `failure` says in a line why it did not finish, `synchronizations` where the host waited for the
-    device in a step.
+    `failure` is the error of a rank that did not finish, `synchronizations` the lines at which the
+    host waited for the device in a step.
     """
 
     rank: int
@@ -120,18 +134,26 @@ class RankTrace:
     @property
     def received_bytes(self) -> int:
         """Bytes that the rank receives from others in the all-to-alls of its last step."""
-        all_to_alls = [
-            (call.received, self.groups[call.group])
-            for call in self.steps[-1].calls
-            if call.received
-        ]
-        return sum(
-            int(got.sizes[got.peers != of.ranks.index(self.rank)].sum()) for got, of in all_to_alls
-        )
+        total = 0
+        for call in self.steps[-1].calls:
+            own = self.groups[call.group].ranks.index(self.rank)
+            total += sum(size for peer, size in call.received if peer != own)
+        return total
+
+    def figures(self) -> dict[str, int]:
+        """The figures of the last step."""
+        last = self.steps[-1]
+        return {
+            "received_bytes": self.received_bytes,
+            "extra_bytes": last.extra_bytes,
+            "flops": last.flops,
+            "collectives": len(last.calls),
+            "operations": last.operations,
+        }
 
 
 class Recorder(FakeTensorMode):
-    """The record of one rank; memory of `device` counts. `now` is the step under way; between steps it is dropped."""
+    """The record of one rank, with the memory of `device`; `now` is dropped between steps."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)  # copies between host and device
@@ -147,8 +169,8 @@ class Recorder(FakeTensorMode):
         if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
         result: Any = super().__torch_dispatch__(func, types, args, kwargs)
-        if func.namespace == "aten":
-            self.now.operations += not func.is_view
+        if func.namespace == "aten" and not func.is_view:
+            self.now.operations += 1
         if func.overloadpacket in _PRODUCTS:
             self.now.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         if _makes_memory(func):
@@ -160,34 +182,36 @@ class Recorder(FakeTensorMode):
         return result
 
     def _is_of_host(self, args: Any, kwargs: Any) -> bool:
-        if (args and isinstance(args[0], FakeTensor)) or torch.device(
-            kwargs.get("device") or "cpu"
-        ).type != "cpu":
+        if args and isinstance(args[0], FakeTensor):
+            return False  # the usual case, without a walk through all arguments
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a step is under way."""
+        """True during a step."""
         return self.now is not self._dropped
 
-    def host_waits(self, what: str) -> None:
-        """Note that the host waits for the device."""
+    def host_waits(self, call: str) -> None:
+        """Note that the host waits for the device in a call."""
         if self.is_in_step:
-            where = place(traceback.extract_stack(sys._getframe(1)))
-            self.trace.synchronizations.append(f"{what} at {where}")
+            where = location(traceback.extract_stack(sys._getframe(1)))
+            self.trace.synchronizations.append(f"{call} at {where}")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step."""
-        self.now = step = StepTrace(begin_bytes=self._live_bytes)
+        step = StepTrace(begin_bytes=self._live_bytes)
+        self.now = step
         yield
-        step.end_bytes, self.now = self._live_bytes, self._dropped
+        step.end_bytes = self._live_bytes
+        self.now = self._dropped
         self.trace.steps.append(step)
 
     @contextlib.contextmanager
     def group(self, name: str, kept_bytes: int) -> Iterator[None]:
-        """Around what a step does with a group of matrices, in so many bytes of buffers that are kept between steps."""
+        """Around a step's work on a group of matrices, with `kept_bytes` of lasting buffers."""
         self._peak_bytes = self._live_bytes
         yield
         self.now.taken[name] = kept_bytes + max(self._peak_bytes - self.now.begin_bytes, 0)
@@ -204,7 +228,7 @@ class Recorder(FakeTensorMode):
         self._live_bytes -= self._live.pop(key)[1]
 
     def _look_for_wait(self, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A blocking copy between device and host makes the host wait; what the first step brings to the device may."""
+        """Note blocking copies between device and host, after the first step in both directions."""
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
         non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         if non_blocking or source.device.type == result.device.type:
@@ -220,30 +244,27 @@ def _makes_memory(func: Any) -> bool:
     return any(value.alias_info is None for value in func._schema.returns)
 
 
-class Orthogonalized(Probe):
-    """Records which parts of the matrices of these names a step orthogonalises."""
+class OrthogonalizedParts(Probe):
+    """Records which parts of the matrices of these names a step orthogonalizes."""
 
     def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
-        self._recorder, self._names = recorder, names
+        self._recorder = recorder
+        self._names = names
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
         if self._recorder.is_in_step:
-            parts = (
-                (self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks))
-                for slot in slots
-            )
-            self._recorder.now.orthogonalized.update(parts)
+            for slot in slots:
+                name = self._names[slot.index]
+                part = BlockPart(name, slot.block or 0, slot.place, len(slot.ranks))
+                self._recorder.now.orthogonalized[part] += 1
 
 
-def place(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of this package on a stack, but for those that record."""
-    here = str(Path(__file__).parent)
-    ours = [
-        frame
-        for frame in stack
-        if frame.filename.startswith(str(PACKAGE)) and here not in frame.filename
-    ]
+def location(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of the package on a stack, else of any file."""
+    ours = [frame for frame in stack if Path(frame.filename).is_relative_to(PACKAGE)]
     frame = ours[-1] if ours else stack[-1]
     file = Path(frame.filename)
-    return f"{file.relative_to(PACKAGE.parent) if file.is_relative_to(PACKAGE) else file}:{frame.lineno}"
+    if ours:
+        file = file.relative_to(PACKAGE.parent)
+    return f"{file}:{frame.lineno}"

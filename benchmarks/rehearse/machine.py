@@ -1,8 +1,8 @@
-"""Stands in for the machine of a profile: a GPU that fake tensors are on, and ranks that carry nothing and record all.
+"""Stand-ins for a machine: a GPU for fake tensors, and process groups that only record.
 
 A fake tensor needs no driver, but compute capability, streams and the symmetric kernel do. Process
 groups are torch's, made by `init_process_group` and `new_group`, with a backend of their own:
-torch's fake one has no way to tell that a collective has been waited for.
+torch's fake backend cannot report that a collective has been waited for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.rehearse.recorder import Call, Members, Recorder, Split
 from megatron_muon import cpu
 from megatron_muon.core import collectives, newton_schulz
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import Hardware
-from megatron_muon.tools.rehearse.recorder import Call, Members, Recorder, Split
 
 DEVICE = torch.device("cuda", 0)
 """Where the tensors of a rank are."""
@@ -38,35 +38,37 @@ _current: list[Recorder] = []
 def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     """Fake tensors on the machine's GPU, recorded; its nodes as torchrun names them.
 
-    Kernels of Triton take real memory; here the product is recorded and its result made.
+    A Triton kernel needs real memory, so only the operations of its product are recorded.
     """
     assert not cpu.installed(), "the CPU stands in for the device that fake tensors are to be on"
-    stream = mock.MagicMock()  # on a stream, what is enqueued has happened
+    stream = mock.MagicMock()  # on a stream, enqueued work has happened
     stream.record_event.return_value = stream
-    stream.synchronize.side_effect = lambda: recorder.host_waits(
-        "synchronize of a stream or an event"
-    )
+    synchronized = partial(recorder.host_waits, "synchronize of a stream or an event")
+    stream.synchronize.side_effect = synchronized
 
     def kernel(
         a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
         assert a.dtype == out.dtype == torch.bfloat16
-        assert all(one is None or one.is_contiguous() for one in (a, c, out))
+        assert a.is_contiguous()
+        assert out.is_contiguous()
+        assert c is None or c.is_contiguous()
         recorder.now.flops += len(a) ** 2 * a.shape[1]
 
-    # as `newton_schulz.products_on` tells them apart
+    # `newton_schulz.products_on` distinguishes machines by it
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)
+    stand_ins: dict[str, Any] = {
+        "get_device_capability": lambda device=None: capability,
+        "synchronize": lambda device=None: recorder.host_waits("torch.cuda.synchronize"),
+        "Stream": lambda *_, **__: stream,
+        "Event": lambda *_, **__: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_device": lambda device: None,
+    }
     nodes = mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(hardware.node_ranks)})
     with Patches() as patches, recorder, nodes:
-        for name, value in {
-            "get_device_capability": lambda device=None: capability,
-            "synchronize": lambda device=None: recorder.host_waits("torch.cuda.synchronize"),
-            "Stream": lambda *_, **__: stream,
-            "Event": lambda *_, **__: stream,
-            "current_stream": lambda device=None: stream,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "set_device": lambda device: None,
-        }.items():
+        for name, value in stand_ins.items():
             patches.replace(torch.cuda, name, value)
         patches.replace(newton_schulz, "symmetric_kernel", kernel)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
@@ -75,22 +77,19 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def world(world_size: int, recorder: Recorder) -> Iterator[None]:
-    """torch.distributed as the recorder's rank of `world_size` has it, its collectives recorded."""
+    """torch.distributed on the recorder's rank of `world_size`, with recorded collectives."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     _current.append(recorder)
     with Patches() as patches:
-        patches.replace(
-            dist, "all_gather_object", _gather_own_object, takes=("object_list", "obj", "group")
-        )
-        patches.replace(
-            collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True)
-        )
+        takes = ("object_list", "obj", "group")
+        patches.replace(dist, "all_gather_object", _gather_own_object, takes=takes)
+        all_to_all = partial(dist.all_to_all_single, async_op=True)
+        patches.replace(collectives, "exchange_pairs", all_to_all)
         # torch puts one of its own before it, for every rank
         patches.replace(sys, "excepthook", sys.excepthook)
-        dist.init_process_group(
-            BACKEND, rank=recorder.trace.rank, world_size=world_size, store=FakeStore()
-        )
+        rank = recorder.trace.rank
+        dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield
         finally:
@@ -104,36 +103,35 @@ def _create(options: Any, _: Any) -> RecordingGroup:
 
 
 def _gather_own_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    """For objects, whose bytes torch cannot put into a tensor in its fake mode."""
+    """Gathers objects, whose bytes torch cannot put into a tensor in fake mode."""
     object_list[:] = [obj] * len(object_list)
 
 
 class RecordingGroup(dist.ProcessGroup):
     """A process group whose collectives are recorded.
 
-    Values of the host, exchanged while optimizers are made, are answered as if all ranks had sent
-    the same; tensors of the device are fake, and left alone.
+    Host values, exchanged while optimizers are built, are answered as if all ranks had sent the
+    same; tensors of the device are fake and stay unchanged.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # an overload that torch does not annotate
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # torch lacks this overload
         groups = recorder.trace.groups
-        groups.append(
-            Members(tuple(ranks), sum(members.ranks == tuple(ranks) for members in groups))
-        )
-        self._index, self._recorder = len(groups) - 1, recorder
+        self._index = len(groups)
+        self._recorder = recorder
+        number = sum(members.ranks == tuple(ranks) for members in groups)
+        groups.append(Members(tuple(ranks), number))
 
     def getBackendName(self) -> str:  # noqa: N802
-        """What torch.distributed calls the group's backend."""
+        """The name of the group's backend."""
         return BACKEND
 
     def _start(self, op: str, tensor: torch.Tensor, **details: Any) -> _Started:
         step = self._recorder.now
         if not self._recorder.is_in_step:
             return _Started(self._recorder, 0)
-        step.events.append(
-            Call(self._index, op, str(tensor.dtype).removeprefix("torch."), **details)
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        step.events.append(Call(self._index, op, dtype, **details))
         return _Started(self._recorder, len(step.calls) - 1)
 
     @override
@@ -157,7 +155,8 @@ class RecordingGroup(dist.ProcessGroup):
         input_sizes: Any,
         opts: Any = None,
     ) -> _Started:
-        sent, received = self._split(tensor, input_sizes), self._split(output, output_sizes)
+        sent = self._split(tensor, input_sizes)
+        received = self._split(output, output_sizes)
         return self._start("all_to_all", tensor, sent=sent, received=received)
 
     # As torch 2.13 calls them.
@@ -165,21 +164,22 @@ class RecordingGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def _split(self, tensor: torch.Tensor, counts: Sequence[int]) -> Split:
-        each = np.array(counts or [len(tensor) // self.size()] * self.size(), dtype=np.int64)
+        equal = [len(tensor) // self.size()] * self.size()
+        each = np.array(counts or equal, dtype=np.int64)
         if each.sum() != len(tensor):
-            raise ValueError(
-                f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}"
-            )
-        (peers,) = each.nonzero()
-        return Split(peers, each[peers] * tensor.itemsize)
+            text = f"splits of an all-to-all add up to {each.sum()}, the buffer has {len(tensor)}"
+            raise ValueError(text)
+        return Split(each * tensor.itemsize)
 
 
 class _Started(dist.Work):
-    """A collective of a step that is recorded as waited for where it is."""
+    """A started collective, whose wait is recorded within its step."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         super().__init__()
-        self._recorder, self._step, self._number = recorder, recorder.now, number
+        self._recorder = recorder
+        self._step = recorder.now
+        self._number = number
 
     @override
     def wait(self, timeout: Any = None) -> bool:

@@ -1,0 +1,1 @@
+"""`python -m benchmarks.rehearse`: a step of all ranks' real optimizers on fake tensors."""

@@ -1,0 +1,185 @@
+"""`megatron-muon doctor`: checks this environment or a checkpoint, and with `--gpu` the GPU.
+
+Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 if
+something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_muon.checkpoint import folders
+from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.megatron.run_device import no_transformer_engine, unusable_gpu
+from megatron_muon.tools.doctor import gpu_report
+from megatron_muon.tools.parser import positive, write_json
+
+EXAMPLES = """\
+examples:
+  megatron-muon doctor --checkpoint runs/quickstart
+  megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
+
+  one GPU, with a report in report.md and report.json:
+    megatron-muon doctor --gpu --report report.md
+  eight GPUs; on several nodes add torchrun's --nnodes, and set TMPDIR to a shared directory:
+    torchrun --nproc-per-node 8 -m megatron_muon.cli doctor --gpu --report report.md
+"""
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+_LAYOUT = {
+    "world_size": "ranks",
+    "data_parallel_sharding_strategy": "strategy",
+    "tensor_model_parallel_size": "TP",
+    "expert_model_parallel_size": "EP",
+    "num_distributed_optimizer_instances": "instances",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report: the subject, its state, and details or the remedy."""
+
+    about: str
+    state: str
+    text: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon doctor`."""
+    parser.description = (
+        "Check this environment; with --checkpoint, whether a checkpoint can be loaded;"
+        " with --gpu, this package on the GPU."
+    )
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="run folder, --save directory or iter_ folder",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+    add(
+        "--gpu",
+        action="store_true",
+        help="check this package on the GPU; under torchrun on several",
+    )
+    add = parser.add_argument_group("with --gpu").add_argument
+    add("--device", choices=("cuda", "cpu"), help="cpu: try the checks on small sizes (cuda)")
+    add("--only", nargs="+", metavar="CHECK", help="some checks by name (all)")
+    add("--report", type=Path, metavar="FILE.md", help="write all figures here and to FILE.json")
+    add(
+        "--write-profile",
+        type=Path,
+        metavar="FILE.yaml",
+        help="write measured rates, for plan --hardware FILE.yaml",
+    )
+    add("--limit", type=positive, metavar="S", help="seconds of a check, some take more (120)")
+    add("--verbose", action="store_true", help="keep host names and paths in the report")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings; returns 1 if something is wrong."""
+    if args.gpu:
+        if args.checkpoint or args.json:
+            raise UserError("--gpu takes neither --checkpoint nor --json; use --report FILE.md")
+        return gpu_report.run(args)
+    for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} goes with --gpu; type megatron-muon doctor --gpu {flag} ...")
+    findings = list(environment())
+    if args.checkpoint is not None:
+        findings += checkpoint(args.checkpoint)
+    for about, state, text in findings:
+        print(f"{state:<6} {about:<16} {text}")
+    write_json(args.json, [finding._asdict() for finding in findings])
+    return int(any(finding.state == WRONG for finding in findings))
+
+
+def environment() -> Iterator[Finding]:
+    """Versions and device."""
+    from megatron_muon.megatron.provenance import check_versions
+
+    try:
+        check_versions()
+    except UserError as error:
+        yield Finding("versions", WRONG, str(error))
+        return
+    core = metadata.version("megatron-core")
+    yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
+    with quiet_imports():
+        import torch
+    yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def _device(gpus: int) -> Finding:
+    if gpus:
+        te = no_transformer_engine() or "can be used"
+        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {te}")
+    why = unusable_gpu()
+    if why is not None:
+        remedy = "fix that, or train with --device cpu"
+        return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; {remedy}")
+    from megatron_muon.megatron.flags.command_line import cpu_has_bf16
+
+    bf16 = "" if cpu_has_bf16() else "; it lacks bf16 arithmetic, so Newton-Schulz runs in fp32"
+    return Finding("device", NOTE, f"no GPU: training runs on the CPU, over gloo{bf16}")
+
+
+def checkpoint(directory: Path) -> Iterator[Finding]:
+    """The state of a checkpoint: complete or which one to use instead, its origin and contents."""
+    with quiet_imports():
+        import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
+
+        from megatron_muon.checkpoint import content
+
+    folder = folders.find(directory)
+    try:
+        if wrong := folders.problems(folder, threads=min(8, os.cpu_count() or 1)):
+            raise UserError("\n".join(wrong))
+        entries = content.read_entries(folder)
+        stored = content.read(folder, content.objects(entries))
+    except Exception as error:  # damaged bytes can raise anything
+        hint = folders.resume_hint(folder.parent, but=folders.iteration_of(folder))
+        for problem in (*str(error).splitlines(), hint):
+            yield Finding("checkpoint", WRONG, problem)
+        return
+    yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
+    args = stored.get("args")
+    layout = []
+    for key, name in _LAYOUT.items():
+        if hasattr(args, key):
+            layout.append(f"{name} {getattr(args, key)}")
+    if layout:
+        yield Finding("written by", OK, ", ".join(layout))
+    else:
+        yield Finding("written by", NOTE, "unknown: it holds no arguments")
+    if folders.read_checksums(folder) is None:
+        yield Finding("checksums", NOTE, folders.without_checksums(folder))
+    weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
+    yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")
+    optimizers = {}
+    for name, slots in content.optimizer_slots(entries).items():
+        optimizers[content.plain(name)] = content.optimizer_of(slots)
+    counts = sorted(Counter(optimizers.values()).items())
+    if counts:
+        text = ", ".join(f"{name} has {count}" for name, count in counts)
+        yield Finding("optimizer state", OK, f"of these, {text}")
+    else:
+        yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
+    known = {content.plain(name) for name in content.optimized(entries)}
+    without = weights - optimizers.keys()
+    missing = {weight for weight in without if content.whole_name(weight, known) in known}
+    if "adam" in optimizers.values():
+        # Adam's state without the second moment is that of Lion
+        missing |= {name for name, optimizer in optimizers.items() if optimizer == "lion"}
+    if missing:
+        remedy = "--muon-allow-missing-state starts it at zero"
+        yield Finding("missing state", WRONG, f"{len(missing)}: {content.some(missing)}; {remedy}")

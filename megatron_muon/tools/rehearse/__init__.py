@@ -1,1 +1,0 @@
-"""`megatron-muon rehearse`: every rank's real optimizer, on fake tensors, recorded and compared."""
