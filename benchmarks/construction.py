@@ -41,7 +41,8 @@ from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.fsdp.cuts import BufferCut, check_alike, placed_shards
+from megatron_muon.fsdp.buckets import BufferCut
+from megatron_muon.fsdp.cuts import check_alike, placed_shards
 from megatron_muon.fsdp.views import View
 
 HIDDEN, EXPERT, SHARED, LATENT = 2048, 512, 1024, 512

@@ -4,11 +4,12 @@ Name, choices, default and help (the docstring) stand here alone. The factory re
 time, so annotations are no strings; neither torch nor megatron-core is imported.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import UserError, word_settings
 
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates do not depend on the tensor parallel size. That of 0.19 is blockwise."""
@@ -148,6 +149,15 @@ class MuonSettings:
     muon_momentum_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically;
     computed with in fp32"""
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+word_as_flags = functools.partial(word_settings, flag_of)
+"""Rewords errors about settings with their flags, for Megatron's command line and scripts."""
 
 
 def iteration_of(settings: Any) -> Iteration:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp.names import (
+from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
     EMBEDDING,
     OUTPUT,
@@ -24,21 +24,12 @@ LEAST_SHARE = 0.5
 LARGEST_KERNEL = 16
 """Side of a convolution's kernel, above which a parameter of more than two dimensions counts as a stack of matrices."""
 
-_NOT_COUNTED = (
-    BY_GROUP,
-    BY_NAME,
-    "--muon-exclude",
-    OUTPUT,
-    VECTOR,
-    "vectors",
-    "table",
-    "no elements",
-)
-"""Reasons that users gave, and those of weights that are no matrices inside the network."""
+_NOT_COUNTED = (BY_GROUP, BY_NAME, OUTPUT, VECTOR, "vectors", "table", "no elements")
+"""Reasons that users gave, and those of weights that are not matrices inside the network."""
 
 
 class Inside(NamedTuple):
-    """A matrix inside the network, or a stack, and why Muon leaves it; empty where it does not."""
+    """A matrix inside the network, or a stack, and why Muon leaves it, if it does."""
 
     name: str
     elements: int
@@ -48,12 +39,10 @@ class Inside(NamedTuple):
 def warn_if_few(selection: Selection) -> None:
     """Warn, once, where under half of the elements of matrices inside the network go to Muon."""
     inside = []
-    for parameter, name in selection.names.items():
-        why = selection.why.get(parameter, "")
-        if parameter in selection.views or is_left(
-            name, parameter, why, selection.roles.get(name, "")
-        ):
-            inside.append(Inside(name, parameter.numel(), why))
+    for parameter, choice in selection.choices.items():
+        name = choice.name
+        if choice.view is not None or is_left(name, parameter, choice.why, choice.role):
+            inside.append(Inside(name, parameter.numel(), choice.why))
     remedy = (
         "name what Muon is to take in matrices= or stacks=, and put the rest into a group with"
         " optimizer='adamw'"
@@ -78,7 +67,7 @@ def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
 
 
 def is_left(name: str, parameter: torch.Tensor, why: str, role: str = "") -> bool:
-    """Whether AdamW got what looks like a matrix inside the network, or a stack, though the user did not say so."""
+    """Whether AdamW takes an apparent matrix or stack inside the network that no user excluded."""
     if not why or why in _NOT_COUNTED or parameter.ndim < 2:
         return False
     if parameter.ndim > 2:

@@ -37,11 +37,6 @@ LOOKS_FUSED = re.compile(
 )
 """Names of layers, megatron-core's and others, that keep several matrices in one weight."""
 
-_ONE_MATRIX = re.compile(
-    r"(q|k|v|o|query|key|value|up|gate|down|out)(_[a-z]+)?_(proj|lin|linear)|query|key|value|dense"
-)
-"""Names of layers that make one thing, whatever their sizes add up to."""
-
 Divide = Callable[[Any, int], RowSplit]
 """The split of a weight from the module whose forward splits its output, and the number of rows."""
 
@@ -260,15 +255,9 @@ def is_stored_transposed(name: str, modules: Modules) -> bool:
     )
 
 
-def note_of(name: str, matrix: tuple[int, int], modules: Modules) -> str:
-    """A note for a matrix that is one block and looks fused; empty for others."""
-    layer = _owner(name, modules)[1]
-    is_named_fused = LOOKS_FUSED.search(layer) is not None
-    if _ONE_MATRIX.fullmatch(layer) and not is_named_fused:
-        return ""
-    if parts := _sum_of_sizes(matrix, modules):
-        return f'looks fused: split={{"{layer}": {parts}}} would divide it'
-    if not is_named_fused:
+def note_of(name: str, modules: Modules) -> str:
+    """A note for a matrix that is one block and looks fused by its name; empty for others."""
+    if not LOOKS_FUSED.search(_owner(name, modules)[1]):
         return ""
     if modules:
         return "looks fused, by its name: see split="
@@ -287,23 +276,3 @@ def _is_a(module: nn.Module | None, pattern: str) -> bool:
     return any(
         fnmatchcase(f"{kind.__module__}.{kind.__name__}", pattern) for kind in type(module).__mro__
     )
-
-
-def _sum_of_sizes(matrix: tuple[int, int], modules: Modules) -> tuple[int, ...]:
-    """Sizes of the model's config that add up to the rows of a projection of hidden states; none where one size does.
-
-    As fused projections have them: queries, keys and values; gate and up; keys and values.
-    """
-    config: Any = getattr(modules.get(""), "config", None)
-    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
-    rows, cols = matrix
-    if not isinstance(heads, int) or not heads or cols != hidden:
-        return ()
-    head = getattr(config, "head_dim", None) or hidden // heads
-    queries = heads * head
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head
-    gate = getattr(config, "intermediate_size", None) or 4 * hidden
-    if rows in (hidden, queries, keys, gate):
-        return ()
-    possible = (queries, keys, keys), (gate, gate), (keys, keys)
-    return next((parts for parts in possible if sum(parts) == rows), ())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from megatron_muon.fsdp.names import (
+from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
     EMBEDDING,
     LINEAR,

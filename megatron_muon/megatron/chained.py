@@ -18,10 +18,11 @@ from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, refuse_copy
 from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
+from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights, ScalarState
-from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.offload.store import RecordStore, worst_failure
+from megatron_muon.settings import word_as_flags
 
 
 class MuonChainedOptimizer(ChainedOptimizer):
@@ -56,7 +57,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._grad_norm: float | torch.Tensor = 0.0
         self._weights, self._scalar_state = weights, scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
-        self.qk_clip: QKClip | None = None
+        self.qk_clip: AttentionLogits | None = None
         self._has_stepped = False
         # noted once the step in which it happened is finished
         self.offload_failure: OffloadError | None = None
@@ -76,8 +77,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
             store.verify()
         self._look_for_failures()
         # by now a checkpoint is loaded
-        for muon in self._sharded.values() if not self._has_stepped else ():
-            muon.check_weights()
+        if not self._has_stepped:
+            with word_as_flags():
+                for muon in self._sharded.values():
+                    muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.megatron.flags import refusals
-from megatron_muon.settings import TP_MODE, MuonSettings
+from megatron_muon.settings import TP_MODE, MuonSettings, word_as_flags
 
 
 @dataclass
@@ -43,6 +43,7 @@ def with_settings(
     return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 
+@word_as_flags()
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
     """Refuse, by a UserError with the value and the remedy, what Muon under Megatron-FSDP does not support."""
     check_numbers(config)

@@ -54,7 +54,8 @@ def one_rank_without(
         before, momenta = training.weights(), training.optimizer.momentum_state()
         momenta = {p: local(momentum).clone() for p, momentum in momenta.items()}
         names = {
-            p: name.replace("module.", "") for p, name in training.optimizer.selection.names.items()
+            p: each.name.replace("module.", "")
+            for p, each in training.optimizer.selection.choices.items()
         }
         if number == 1 and rank == world_size - 1:
             p = next(p for p, name in names.items() if name == VICTIM)
@@ -140,9 +141,9 @@ def made_by_some(rank: int, world_size: int) -> str | None:
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_muon.fsdp import checks
+    from megatron_muon.fsdp import guards
 
-    checks.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
+    guards.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
     net = nn.Linear(8, 8, bias=False)
     fully_shard(net)
     said = None

@@ -77,7 +77,7 @@ class Training:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole weights by name, as the optimizer has them. Collective."""
-        names = self.optimizer.selection.names
+        names = {p: each.name for p, each in self.optimizer.selection.choices.items()}
         return {
             name.replace("module.", ""): self.whole(parameter).clone()
             for parameter, name in names.items()

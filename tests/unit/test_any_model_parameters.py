@@ -38,7 +38,7 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
-        return [selection.names[p] for p in selection.views]
+        return [selection.name(p) for p in selection.views]
 
     assert taken() == ["layers.0.weight", "layers.1.weight"]
     assert taken(matrices=["layers.*.weight", "lm_head"]) == [
@@ -92,7 +92,7 @@ def test_patterns_choose_among_matrices() -> None:
     """Biases and norms that a pattern finds too are no mistake."""
     layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
     selection = select(layers, matrices=["layers.*"])
-    assert [selection.names[p] for p in selection.views] == ["layers.0.weight"]
+    assert [selection.name(p) for p in selection.views] == ["layers.0.weight"]
 
 
 def wrong(**given: Any) -> Callable[[], Any]:
@@ -287,7 +287,7 @@ def test_wrong_input_is_refused_by_name(case: str) -> None:
 def test_frozen_weights_may_have_any_dtype(dtype: torch.dtype) -> None:
     """As of the base model under LoRA: fp16, or codes of a quantization."""
     base = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
-    assert select([("base", base), ("lora", ONE)]).frozen == [base]
+    assert select([("base", base), ("lora", ONE)]).frozen == {base: "base"}
 
 
 @pytest.fixture

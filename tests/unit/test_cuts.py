@@ -23,8 +23,8 @@ from megatron_muon.core.layout import (
     from_rectangles,
 )
 from megatron_muon.core.layout import Shard as Held
-from megatron_muon.fsdp import cuts
-from megatron_muon.fsdp.cuts import Places, bucket_shards
+from megatron_muon.fsdp import buckets as cuts
+from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 
 
 @given(
@@ -74,7 +74,7 @@ def test_every_rank_gets_its_rows_of_a_bucket(
         if held:
             row, col = divmod(held[0], shape[1])
             rectangles[places[instance, number, of_part]] = (row, len(held) // cols, col, cols)
-    found = bucket_shards(start, piece, part, shape, Places(places))
+    found = bucket_shards(start, piece, part, shape, PieceHolders(places))
     assert found == tuple(sorted(as_shards(rectangles), key=lambda shard: shard.rank))
     Layout(len(ranks), (Matrix("w", shape, found),))
 

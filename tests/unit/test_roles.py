@@ -47,7 +47,8 @@ class Language(nn.Module):
 def left_of(model: Any, **given: Any) -> dict[str, str]:
     """The matrices that go to AdamW, with their reasons."""
     selection = select(model, **given)
-    return {selection.names[p]: why for p, why in selection.why.items() if p.ndim == 2}
+    chosen = selection.choices.items()
+    return {each.name: each.why for p, each in chosen if each.why and p.ndim == 2}
 
 
 def stacked(*modules: nn.Module) -> nn.Module:

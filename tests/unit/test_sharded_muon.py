@@ -176,7 +176,7 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     [
         (lambda: sharded(parameters()).step(), "matrix0 has no gradient"),
         (lambda: sharded(parameters()).step(lambda: 0.0), "closure"),
-        (lambda: sharded(parameters(), momentum=95.0), "--muon-momentum 95 is out of range"),
+        (lambda: sharded(parameters(), momentum=95.0), "muon_momentum 95 is out of range"),
         (
             lambda: sharded([torch.nn.Parameter(torch.zeros(3))]),
             r"matrix0: Muon takes 2D .*, got shape \(3,\)",

@@ -21,7 +21,7 @@ from megatron_muon.errors import UserError, install
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, Rules, muon_rules, refuse
-from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings
+from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings, word_as_flags
 
 MODEL_FLAGS = (
     *("--num-layers", "--hidden-size", "--num-attention-heads", "--hybrid-layer-pattern"),
@@ -139,6 +139,7 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+@word_as_flags()
 def check_settings(
     args: argparse.Namespace,
     *,

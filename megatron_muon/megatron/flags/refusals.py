@@ -13,9 +13,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_muon.core.numbers import check_number, flag_of
+from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError
-from megatron_muon.settings import MuonSettings, choices_of, default_of, iteration_of, steps_for
+from megatron_muon.settings import (
+    MuonSettings,
+    choices_of,
+    default_of,
+    flag_of,
+    iteration_of,
+    steps_for,
+    word_as_flags,
+)
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
@@ -124,6 +132,7 @@ class MuonRun:
         return [flag_of(name) for name in names if getattr(self.values, name) != default_of(name)]
 
 
+@word_as_flags()
 def refuse(rules: Iterable[tuple[Any, str]]) -> None:
     """Raise a `UserError` with a line for every rule that applies."""
     if lines := [message for applies, message in rules if applies]:
