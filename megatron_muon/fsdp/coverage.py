@@ -1,4 +1,4 @@
-"""A warning where Muon takes few of the matrices inside a network, though nobody asked for that."""
+"""A warning if Muon takes few of the matrices inside a network by default."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megatron_muon.fsdp.name_rules import (
 from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
 
 LEAST_SHARE = 0.5
-"""Of the elements of matrices inside the network, below which a warning says what is left."""
+"""Share of the elements of matrices inside the network below which a warning names the largest rest."""
 
 LARGEST_KERNEL = 16
-"""Side of a convolution's kernel, above which a parameter of more than two dimensions counts as a stack of matrices."""
+"""Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
 
 _NOT_COUNTED = (BY_GROUP, BY_NAME, OUTPUT, VECTOR, "vectors", "table", "no elements")
 """Reasons that users gave, and those of weights that are not matrices inside the network."""
@@ -37,7 +37,7 @@ class Inside(NamedTuple):
 
 
 def warn_if_few(selection: Selection) -> None:
-    """Warn, once, where under half of the elements of matrices inside the network go to Muon."""
+    """Warn, once, if under half of the elements of matrices inside the network go to Muon."""
     inside = []
     for parameter, choice in selection.choices.items():
         name = choice.name
@@ -52,11 +52,11 @@ def warn_if_few(selection: Selection) -> None:
 
 
 def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
-    """The warning, or nothing where at least half of the elements go to Muon."""
+    """The warning; empty if at least half of the elements go to Muon."""
     inside = list(inside)
     left = [each for each in inside if each.why]
     total = sum(each.elements for each in inside)
-    taken = total - sum(each.elements for each in left)
+    taken = sum(each.elements for each in inside if not each.why)
     if not left or taken >= LEAST_SHARE * total:
         return ""
     largest = max(left, key=lambda each: each.elements)

@@ -92,35 +92,6 @@ def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(
     optimizer.close()
 
 
-def test_a_read_that_fails_in_a_step_leaves_its_matrix_alone(
-    on_disk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the buffer does not hold is read in the step, when other matrices may have moved."""
-    net, optimizer, _ = on_disk
-    optimizer.stores[0].read(0)  # what was read ahead is dropped
-    optimizer.stores[0]._order = []  # nothing is read ahead
-    give_gradients(net.parameters(), 1)
-    before = values(net)
-    read = os.preadv
-
-    def failing(descriptor: int, buffers: Any, offset: int) -> int:
-        if offset == optimizer.stores[0].disk._offsets[1]:
-            raise OSError(5, "Input/output error")
-        return read(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(
-        OffloadError, match=r"Input/output error; momentum of down.weight is lost on this rank"
-    ):
-        optimizer.step()
-    assert torch.equal(net["down"].weight, before[3])
-    assert all(value.isfinite().all() for value in values(net))
-    monkeypatch.undo()
-    with pytest.raises(OffloadError):  # for good: the record's place is not to be trusted
-        optimizer.state_dict()
-    optimizer.close()
-
-
 def test_a_write_that_fails_is_told_once_and_loses_nothing(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,6 @@ FAMILIES = {
         {"model_type": "phi3", **TEXT},
         {"qkv_proj.weight": parts(24, 12, 12), "gate_up_proj.weight": parts(20, 20)},
     ),
-    "glm": Family({"model_type": "glm", **TEXT}, {"gate_up_proj.weight": parts(20, 20)}),
     "falcon, grouped": Family(
         {"model_type": "falcon", **FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
         {"query_key_value.weight": heads(2, 12, 6, 6)},
@@ -171,9 +170,6 @@ FAMILIES = {
     "qwen3-moe": Family(
         {"model_type": "qwen3_moe", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(10, 10)}
     ),
-    "mixtral": Family(
-        {"model_type": "mixtral", **TEXT, **EXPERTS}, {"experts.gate_up_proj": parts(20, 20)}
-    ),
     "deepseek-v3": Family(
         {"model_type": "deepseek_v3", **TEXT, **EXPERTS, **LATENT},
         {
@@ -197,16 +193,6 @@ FAMILIES = {
     "mamba": Family(
         {
             "model_type": "mamba",
-            **TEXT,
-            "intermediate_size": 48,
-            "state_size": 4,
-            "time_step_rank": 3,
-        },
-        {"in_proj.weight": parts(48, 48), "x_proj.weight": parts(3, 4, 4)},
-    ),
-    "falcon-mamba": Family(
-        {
-            "model_type": "falcon_mamba",
             **TEXT,
             "intermediate_size": 48,
             "state_size": 4,

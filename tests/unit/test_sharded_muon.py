@@ -129,22 +129,6 @@ def test_gradients_are_left_alone() -> None:
         assert torch.equal(p.grad, gradient)
 
 
-def test_groups_have_rates_of_their_own() -> None:
-    mine = parameters()
-    groups = [
-        {"params": mine[:1], "lr": 0.5, "weight_decay": 0.0},
-        {"params": mine[1:], "lr": 0.0, "weight_decay": 0.3},
-    ]
-    before = [p.detach().clone() for p in mine]
-    optimizer = sharded(groups)
-    for p, gradient in zip(mine, gradients(0), strict=True):
-        p.grad = gradient
-    optimizer.step()
-    assert not torch.equal(mine[0], before[0])
-    assert torch.equal(mine[1], before[1])
-    assert torch.equal(mine[2], before[2])
-
-
 def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
     mine = [
         torch.nn.Parameter(torch.zeros(0, 4)),
