@@ -237,15 +237,6 @@ def test_state_that_is_missing_or_frozen_later() -> None:
     trained(optimizer, steps=1)
 
 
-def test_frozen_parameters_have_no_state() -> None:
-    model = Model()
-    model.layers[0].requires_grad_(False)
-    optimizer = megatron_muon.Muon(model.named_parameters())
-    assert model.layers[0].weight not in optimizer.state
-    assert list(optimizer.selection.frozen) == [model.layers[0].weight, model.layers[0].bias]
-    assert re.search(r"^frozen +2$", optimizer.table(), re.MULTILINE)
-
-
 KEPT: list[dict[str, Any]] = [
     *(
         {},

@@ -64,12 +64,21 @@ NAMES = {
         BIAS,
         "to_logits",
         "fc",
+        "value_head",
+        "v_head.summary",
+        "score",
+        "generator",
+        "generator.proj",
+        "lm_heads",
+        "logits",
+        "reward_head",
     ),
     "muon": (
         "layers.0.fc1",
         "encoder.layer.0.output.dense",
         "h.3.attn.c_proj",
         "shared_experts.up_proj",
+        "generator.fc1",
     ),
 }
 
@@ -188,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "turned": (wrong(ns_coefficients=(-3.4445, 4.775, -2.0315)), "singular values between"),
     "blown up": (wrong(ns_coefficients=(2.0, 0.0, 0.0)), "singular values between"),
-    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), "are not numbers"),
+    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), r"is not \(a, b, c\), or a sequence"),
     "unproven": (
         wrong(ns_coefficients="cans"),
         "^ns_coefficients cans is not stable with fp32_matmul_prec",

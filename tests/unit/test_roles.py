@@ -131,28 +131,6 @@ def test_a_linear_layer_is_no_table_whatever_its_name() -> None:
     assert left_of(model.named_parameters()) == {"embedder.0.weight": "embedding"}
 
 
-OUTPUTS = (
-    "value_head",
-    "v_head.summary",
-    "score",
-    "generator",
-    "generator.proj",
-    "lm_heads",
-    "logits",
-    "reward_head",
-)
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_names_of_output_layers(name: str) -> None:
-    """Story: these went to Muon."""
-    inside = [("layers.0.up.weight", nn.Parameter(torch.ones(5, 6)))]
-    # of a network that is called so
-    inside.append(("generator.fc1.weight", nn.Parameter(torch.ones(5, 6))))
-    head = (f"{name}.weight", nn.Parameter(torch.ones(3, 6)))
-    assert left_of([*inside, head]) == {head[0]: "output layer"}
-
-
 def test_a_gate_of_one_row_is_a_vector_on_both_paths() -> None:
     """Story: the gate of shared experts went to Muon in any model and to Adam under Megatron."""
     model = nn.Sequential()

@@ -15,7 +15,6 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.rows import with_own_storage
 from tests.support.small_model import Model, give_gradients
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -73,17 +72,6 @@ def test_state_is_in_the_memory_of_the_step() -> None:
     fresh.step()
     assert all(map(torch.equal, net.parameters(), theirs))
     assert all(slots["momentum_buffer"].any() for slots in kept["state"].values())
-
-
-def test_a_view_in_its_own_storage_keeps_the_memory_alive() -> None:
-    flat = torch.arange(12.0)
-    view = with_own_storage(flat[4:10].view(2, 3))
-    assert view.data_ptr() == flat[4:].data_ptr()
-    assert view.storage_offset() == 0
-    del flat
-    assert torch.equal(view, torch.arange(4.0, 10.0).view(2, 3))
-    whole = torch.empty(3)
-    assert with_own_storage(whole) is whole
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
