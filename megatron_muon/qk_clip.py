@@ -1,4 +1,4 @@
-"""QK-clip: after a step, shrinks the rows that make queries and keys until attention logits are small enough.
+"""QK-clip: after a step, shrinks rows that make queries and keys, to bound attention logits.
 
 The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the
 factor gamma = min(1, threshold / S). Its query rows are scaled by gamma ** alpha and its key rows
@@ -45,7 +45,7 @@ CHUNK = 128
 
 
 class Scaled(NamedTuple):
-    """A weight or bias; for each of its rows on this rank the index of its factor; the rows' dimension."""
+    """A weight or bias, the index of the factor of each row here, and the dimension of rows."""
 
     tensor: torch.Tensor
     factors: torch.Tensor
@@ -181,7 +181,14 @@ def watch_attention() -> None:
         return
 
     @functools.wraps(attend)
-    def watched(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+    def watched(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        **given: Any,
+    ) -> Any:
         kept = getattr(module, "largest_attention_logits", None)
         if kept is not None and module.training and torch.is_grad_enabled():
             _record(kept, module, query.detach(), key.detach(), mask, given)
@@ -192,7 +199,12 @@ def watch_attention() -> None:
 
 
 def _record(
-    kept: torch.Tensor, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, given: Any
+    kept: torch.Tensor,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: Any,
+    given: Any,
 ) -> None:
     kind = type(module).__name__
     heads = query.shape[1]
@@ -211,7 +223,8 @@ def _record(
         causal = getattr(module, "is_causal", True)
     causal = causal and mask is None and query.shape[2] > 1  # as SDPA is called
     scaling = given.get("scaling") or query.shape[-1] ** -0.5
-    torch.maximum(kept, largest_logits(query, key, mask, scaling, causal=causal), out=kept)
+    largest = largest_logits(query, key, mask, scaling, causal=causal)
+    torch.maximum(kept, largest, out=kept)
 
 
 class QKClip:

@@ -12,7 +12,7 @@ class UserError(ValueError):
 
 
 class SettingError(UserError):
-    """A setting whose value does not work; each front end words it by the names that its users type.
+    """A setting whose value does not work; each front end words it by the names that users type.
 
     Attributes:
         setting: its name in `MuonSettings` or in torch, and after a space, if needed, where it was

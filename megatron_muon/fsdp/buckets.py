@@ -45,12 +45,16 @@ class PieceHolders:
     def __init__(self, ranks: Ranks) -> None:
         by_part = np.sort(ranks, axis=0).transpose(1, 2, 0)
         by_piece = np.sort(by_part.reshape(len(by_part), -1))
-        self.of_part = [[tuple(holders) for holders in parts] for parts in by_part.tolist()]
-        self.of_all = [tuple(holders) for holders in by_piece.tolist()]
+        self.of_part = [list(map(tuple, parts)) for parts in by_part.tolist()]
+        self.of_all = list(map(tuple, by_piece.tolist()))
 
 
 def bucket_shards(
-    start: int, piece_size: int, part: tuple[int, int], shape: tuple[int, int], held: PieceHolders
+    start: int,
+    piece_size: int,
+    part: tuple[int, int],
+    shape: tuple[int, int],
+    held: PieceHolders,
 ) -> tuple[Shard, ...]:
     """The shards of a matrix in a bucket; a cut falls between rows.
 
@@ -174,7 +178,10 @@ def number_in(members: Any, parameter: torch.Tensor) -> int:
 
 
 def dbuffer_shards(
-    buffer: Any, number: int, shape: tuple[int, int], group: dist.ProcessGroup
+    buffer: Any,
+    number: int,
+    shape: tuple[int, int],
+    group: dist.ProcessGroup,
 ) -> tuple[Shard, ...]:
     """The shards of a matrix in a DBuffer, on a mesh of all the group's ranks.
 
@@ -182,10 +189,12 @@ def dbuffer_shards(
     last one cuts first.
     """
     ranks = ranks_in(buffer.mesh, group)
-    flat = sum(type(placement).__name__ == "Flat" for placement in buffer.placements)
+    kinds = [type(placement).__name__ for placement in buffer.placements]
+    flat = kinds.count("Flat")
     cut = ranks.shape[ranks.ndim - flat :]  # the last axes of the mesh
     pieces = ranks.reshape(-1, *cut)
-    pieces = pieces.transpose(0, *range(flat, 0, -1)).reshape(len(pieces), -1, 1)
+    pieces = pieces.transpose(0, *reversed(range(1, flat + 1)))
+    pieces = pieces.reshape(len(pieces), -1, 1)
     start = buffer.layout.tensor_to_offset[number]
     piece_size = buffer.layout.size // pieces.shape[1]
     return bucket_shards(start, piece_size, shape, shape, PieceHolders(pieces))

@@ -19,7 +19,7 @@ from megatron_muon.fsdp.name_rules import (
 from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
 
 LEAST_SHARE = 0.5
-"""Share of the elements of matrices inside the network below which a warning names the largest rest."""
+"""Share of the elements of matrices inside the network below which there is a warning."""
 
 LARGEST_KERNEL = 16
 """Largest side of a convolution's kernel; parameters with larger ones count as stacks."""

@@ -106,7 +106,9 @@ def layout_of(
 
 
 def _one_below_the_other(
-    shape: tuple[int, int], offsets: Sequence[int], sizes: Sequence[int]
+    shape: tuple[int, int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
 ) -> Rectangle:
     """This rank's rectangle of a parameter, or of a stack whose matrices follow one another.
 
@@ -137,7 +139,8 @@ class _Cutter:
             buffer = model.param_and_grad_buffer
             if buffer not in self._buffers:
                 self._buffers[buffer] = BufferCut(buffer, self._group)
-            return _unfolded(view, self._buffers[buffer].shards(parameter, folded), ranks)
+            shards = self._buffers[buffer].shards(parameter, folded)
+            return _unfolded(view, shards, ranks)
         if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
             number = number_in(members, parameter)
             shards = dbuffer_shards(members.main_weight, number, folded, self._group)
@@ -235,7 +238,11 @@ def placed_shards(
     return _as_matrices(view, boxes)
 
 
-def _unfolded(view: View, shards: tuple[Shard, ...], ranks: int) -> list[tuple[Shard, ...]]:
+def _unfolded(
+    view: View,
+    shards: tuple[Shard, ...],
+    ranks: int,
+) -> list[tuple[Shard, ...]]:
     """The shards of each matrix of a parameter that `shards` have folded to two dimensions."""
     if view.is_itself:
         return [shards]
@@ -264,9 +271,13 @@ def _as_matrices(view: View, boxes: Sequence[Box]) -> list[tuple[Shard, ...]]:
 
 
 def check_alike(
-    layout: Layout, mine: Sequence[Rectangle], group: dist.ProcessGroup | Alone, *, remedy: str
+    layout: Layout,
+    mine: Sequence[Rectangle],
+    group: dist.ProcessGroup | Alone,
+    *,
+    remedy: str,
 ) -> None:
-    """Check that this rank holds `mine` by the layout, and that all ranks have the same. Collective.
+    """Check that this rank holds `mine` by the layout, and that all ranks agree. Collective.
 
     Raises:
         UserError: on every rank if one rank holds something else, or has another layout; the
@@ -313,14 +324,17 @@ def _shown(rectangle: Rectangle) -> str:
     row, rows, col, cols = rectangle
     if not (rows and cols):
         return "no rows"
-    return f"rows {row} to {row + rows - 1}, columns {col} to {col + cols - 1}"
+    last_row = row + rows - 1
+    last_col = col + cols - 1
+    return f"rows {row} to {last_row}, columns {col} to {last_col}"
 
 
 def _difference(first: Sequence[Matrix], second: Sequence[Matrix], other: int) -> str:
     if len(first) != len(second):
         return f"rank 0 gives {len(first)} matrices and rank {other} gives {len(second)}"
-    one, two = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
-    if (one.name, one.shape) != (two.name, two.shape):
+    pairs = zip(first, second, strict=True)
+    one, two = next(pair for pair in pairs if pair[0] != pair[1])
+    if one.name != two.name or one.shape != two.shape:
         return (
             f"rank 0 gives {one.name} {one.shape} where rank {other} gives {two.name} {two.shape}"
         )

@@ -1,4 +1,4 @@
-"""The core's step for the matrices of one set of ranks, as views of the parameters that hold them."""
+"""The core's step for the matrices of one set of ranks, as views of their parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class ViewedParameter:
             self.held = [first]
             return
         views = self._views()
-        numbers = [number for number, (_, rows, _, cols) in enumerate(rectangles) if rows and cols]
+        numbers = []
+        for number, (_, rows, _, cols) in enumerate(rectangles):
+            if rows and cols:
+                numbers.append(number)
         numbers = numbers or list(range(len(views)))  # any will do for matrices without rows
         self.held = [first + number for number in numbers]
         self.matrices = [local_part(parameter).new_empty(0, 0) for _ in range(view.count)]

@@ -1,4 +1,4 @@
-"""Checks of `Muon`: settings that differ between ranks, parameters that changed, gradients, a scaler.
+"""Checks of `Muon`: settings between ranks, parameters that changed, gradients, a scaler.
 
 Settings are compared before the first collective, which may hang or abort where they differ,
 through the store by which the ranks found each other: a few small requests from each rank, with a
@@ -35,7 +35,9 @@ _OF_RANKS = ("params", "process_group", "offload_dir", "muon_offload_dir")
 
 
 def compare_settings(
-    settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], ranks: Sequence[int]
+    settings: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    ranks: Sequence[int],
 ) -> None:
     """Compare settings, and those of parameter groups, between ranks. Collective over these.
 
@@ -67,7 +69,8 @@ def compare_settings(
             store.set("all", "")
         store.wait(["all"], TIME_LIMIT)
     except RuntimeError as error:
-        absent = [other for other in ranks if other != rank and not store.check([f"rank {other}"])]
+        others = [other for other in ranks if other != rank]
+        absent = [other for other in others if not store.check([f"rank {other}"])]
         raise UserError(
             f"rank {rank} has waited {TIME_LIMIT.total_seconds():g} s for ranks"
             f" {reprlib.repr(absent)} to make this Muon; make it on each of the ranks"
@@ -151,7 +154,8 @@ def check_orphans(members: Sequence[torch.Tensor], selection: Selection) -> None
     Raises a UserError if none has a gradient and none is sharded: no other rank waits for this one
     then. If some are sharded, a warning: a step may not need every parameter.
     """
-    plain = [p for p in members if p.requires_grad and p.numel() and not isinstance(p, DTensor)]
+    trained = [p for p in members if p.requires_grad and p.numel()]
+    plain = [p for p in trained if not isinstance(p, DTensor)]
     orphans = [p for p in plain if p.grad is None]
     if not orphans:
         return

@@ -69,7 +69,11 @@ def _returned(model: nn.Module, method: str) -> set[torch.Tensor]:
     return matrices
 
 
-def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]) -> set[str]:
+def _outputs_by_width(
+    model: nn.Module,
+    roles: Mapping[str, str],
+    tied: set[int],
+) -> set[str]:
     """Names of output layers: linear layers as wide as the labels, and one as wide as a vocabulary.
 
     The vocabulary is that of a config, or the rows of an embedding for a layer of its shape. Its
@@ -106,7 +110,10 @@ def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]
 
 
 def _as_wide(
-    names: Sequence[str], shapes: Mapping[str, torch.Size], size: int, path: str = ""
+    names: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    size: int,
+    path: str = "",
 ) -> list[str]:
     """The weights below `path` with so many outputs, and not as many inputs, which say nothing."""
     found = []

@@ -42,7 +42,7 @@ _SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
 
 
 class Muon(MuonState):
-    """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
+    """Muon for the matrices inside a network, AdamW for embeddings, output layer and vectors.
 
         model = fully_shard(model)                                  # or DDP, Megatron-FSDP, nothing
         optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-4)
@@ -174,8 +174,11 @@ class Muon(MuonState):
         return select(params, **{name: self._settings[name] for name in _SELECTING})
 
     def _build(self, selection: Selection) -> None:
-        """Make everything, or nothing: a refused optimizer leaves no file and no folder. Collective."""
-        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        """Make everything, or nothing: a failure leaves no file and no folder. Collective."""
+        hooks = {}
+        for name, value in vars(self).items():
+            if name.endswith("_hooks"):
+                hooks[name] = value
         self.close()
         self._building = True
         self._has_stepped = False
@@ -218,12 +221,14 @@ class Muon(MuonState):
                 self._run.group = self._state_groups[number]
             self.parts.append(self._make_part(each, groups[number]))
         exchanges = [part.exchange for part in self.parts]
-        if given["team_size"] != AUTO and OWNER not in [each.scheme for each in exchanges]:
+        schemes = {each.scheme for each in exchanges}
+        if given["team_size"] != AUTO and OWNER not in schemes:
             raise UserError(
                 f"team_size={given['team_size']!r} has no effect here: no rank owns what others"
                 " hold; leave it out"
             )
-        self.digest = "-".join(each.plan.digest() for each in exchanges if each.plan is not None)
+        plans = [each.plan for each in exchanges if each.plan is not None]
+        self.digest = "-".join(plan.digest() for plan in plans)
         first = next(iter(self.selection.views))
         self._from_megatron_fsdp = hasattr(first, "_megatron_fsdp_model")
 

@@ -1,4 +1,4 @@
-"""Arguments of `Muon`: validation, the settings and the iteration that they give, their names in messages."""
+"""Arguments of `Muon`: validation, their settings and iteration, their names in messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NS_STEPS = 5
 """Defaults of torch.optim.Muon, which are the set "simple" of emerging-optimizers."""
 
 EPS = 1e-7
-"""The default `eps` of torch.optim.Muon: there, momentum of a smaller norm makes a smaller update."""
+"""The default `eps` of torch.optim.Muon; momentum of a smaller norm makes a smaller update."""
 
 _SETTINGS = {
     "ns_coefficients": "muon_coefficient_type",
@@ -144,14 +144,15 @@ def _check_combinations(given: Mapping[str, Any]) -> None:
         )
     if is_shared and not dist.is_initialized():
         raise UserError(
-            "share_replicated needs ranks to share with; call torch.distributed.init_process_group()"
+            "share_replicated needs ranks to share with; call"
+            " torch.distributed.init_process_group()"
         )
 
 
 def without_shared_settings(
     state_dict: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A state dict to load, without settings of torch.optim.Muon's groups that hold for all groups here.
+    """A state dict to load, without settings of torch.optim.Muon's groups that are shared here.
 
     Raises a UserError if they differ from this Muon's, or if the state is another optimizer's.
     """
@@ -169,7 +170,8 @@ def without_shared_settings(
             if name == "eps" and theirs == EPS and ours == 0.0:  # the default of each
                 continue
             raise UserError(
-                f"the state to load has {name}={theirs!r}; make this Muon with it, not with {ours!r}"
+                f"the state to load has {name}={theirs!r}; make this Muon with it, not with"
+                f" {ours!r}"
             )
         for name in (*OF_ALL, "eps"):
             group.pop(name, None)
@@ -187,7 +189,9 @@ def check_groups(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) 
 
 
 def _differing(
-    group: Mapping[str, Any], given: Mapping[str, Any], names: Sequence[str]
+    group: Mapping[str, Any],
+    given: Mapping[str, Any],
+    names: Sequence[str],
 ) -> Iterator[tuple[str, Any, Any]]:
     """The settings of a group that differ from this optimizer's, with both values."""
     for name in names:

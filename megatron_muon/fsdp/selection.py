@@ -104,14 +104,20 @@ class Selection:
     @property
     def views(self) -> dict[torch.Tensor, View]:
         """How Muon reads each of its parameters."""
-        return {p: each.view for p, each in self.choices.items() if each.view is not None}
+        views = {}
+        for p, choice in self.choices.items():
+            if choice.view is not None:
+                views[p] = choice.view
+        return views
 
     def name(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of the groups."""
         return self.choices[parameter].name
 
     def exchanged(
-        self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]
+        self,
+        before: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
     ) -> Selection:
         """The same choices for `groups` with other parameters in the places of those before."""
         pairs = list(zip(before, members_of(groups), strict=True))
@@ -156,7 +162,11 @@ class Selection:
 
 
 def why_not_muon(
-    name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = ""
+    name: str,
+    parameter: torch.Tensor,
+    *,
+    is_named: bool = False,
+    role: str = "",
 ) -> str:
     """Why a parameter is not a matrix inside the network, or a stack of these; empty if it is.
 
@@ -232,7 +242,8 @@ def select(
     if not trained:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat, stacked = _read_as(trained, flatten or {}, stacks)
-    by_name = {each.name: each for each in trained if each.name and each.optimizer is None}
+    free = [each for each in trained if each.name and each.optimizer is None]
+    by_name = {each.name: each for each in free}
     included = _included(by_name.values(), matrices, flat | stacked, roles)
     excluded = matching("exclude", exclude, included, others=by_name)
     selection = Selection(grouped=any(each.options for each in given))
@@ -271,7 +282,9 @@ def select(
 
 
 def _read_as(
-    trained: Sequence[Given], flatten: Mapping[str, bool], stacks: Sequence[str]
+    trained: Sequence[Given],
+    flatten: Mapping[str, bool],
+    stacks: Sequence[str],
 ) -> tuple[set[str], set[str]]:
     """The names that `flatten=` and `stacks=` find; of several patterns the last holds."""
     names = [each.name for each in trained if each.name]

@@ -25,7 +25,7 @@ type Slots = dict[str, Any]
 
 
 class MuonState(torch.optim.Optimizer):
-    """The state of matrices, which `parts` have, and of AdamW, as state dicts of torch's optimizers."""
+    """State of matrices, which `parts` have, and of AdamW, as state dicts of torch's optimizers."""
 
     parts: list[GroupMuon]  # the matrices of each set of ranks
     selection: Selection
@@ -71,7 +71,7 @@ class MuonState(torch.optim.Optimizer):
             self.initialize_state()
 
     def refuse_lost_state(self, group: Any = None) -> None:
-        """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
+        """Raise an OffloadError on every rank if one has lost state; warn of failed writes.
 
         Collective over `group`, or all ranks that have matrices together, where momentum is in
         files.
@@ -164,7 +164,8 @@ class MuonState(torch.optim.Optimizer):
         the groups.
         """
         keys: dict[torch.Tensor, Any] = {}
-        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
+        pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
+        for ours, theirs in pairs:
             keys.update(zip(ours["params"], theirs["params"], strict=False))
         saved: dict[torch.Tensor, Slots] = {}
         for p in self.selection.views:
@@ -173,12 +174,13 @@ class MuonState(torch.optim.Optimizer):
             for slot in sorted(own):
                 found = saved[p].get(slot)
                 shape = p.shape if slot == MOMENTUM else self.state[p][slot].shape
-                is_missing = found is None and p.requires_grad
-                if is_missing or (found is not None and found.shape != shape):
+                if found is None and not p.requires_grad:
+                    continue
+                if found is None or found.shape != shape:
+                    shown = "no" if found is None else tuple(found.shape)
                     raise UserError(
-                        f"the state to load has {'no' if found is None else tuple(found.shape)}"
-                        f" {slot} of {self.selection.name(p)}, which here is {tuple(shape)}; was it"
-                        " saved by Muon with these settings?"
+                        f"the state to load has {shown} {slot} of {self.selection.name(p)}, which"
+                        f" here is {tuple(shape)}; was it saved by Muon with these settings?"
                     )
         return saved
 
@@ -197,6 +199,7 @@ def _without(state: Mapping[Any, Slots], own: set[str]) -> dict[Any, Slots]:
         others[key] = {}
         for slot, value in slots.items():
             if slot not in own:
-                is_tensor = isinstance(value, torch.Tensor)
-                others[key][slot] = value.clone() if is_tensor else value
+                if isinstance(value, torch.Tensor):
+                    value = value.clone()
+                others[key][slot] = value
     return others

@@ -87,14 +87,14 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 _EAGER_STEPS = 2
-"""Steps before the capture: the first makes connections and caches, the second is like all others."""
+"""Steps before the capture: the first makes connections and caches."""
 
 _NUMBERS = ("lr", "weight_decay", "momentum", "beta2", "eps")
 """Numbers of a group that a captured step reads."""
 
 
 def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> None:
-    """Make learning rate and decay of the groups tensors, fp32 on the device, for schedulers to fill.
+    """Make learning rate and decay of groups fp32 tensors on the device, for schedulers to fill.
 
     A decay of zero stays a number, as no operation reads it.
     """

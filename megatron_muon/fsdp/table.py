@@ -38,10 +38,11 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
         kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
         kinds[row.optimizer, shape, kind, row.note].append(row.name)
     total = sum(sum(counts) for counts in sizes.values())
-    lines = [_line("optimizer", "tensors", f"{'parameters':>16}{'share':>9}")]
+    lines = [_line("optimizer", "tensors") + _sizes("parameters", "share")]
     for optimizer, counts in sizes.items():
         share = sum(counts) / max(total, 1)
-        lines.append(_line(optimizer, f"{len(counts):,}", f"{sum(counts):>16,}{share:>9.1%}"))
+        start = _line(optimizer, f"{len(counts):,}")
+        lines.append(start + _sizes(f"{sum(counts):,}", f"{share:.1%}"))
     if frozen:
         lines.append(_line("frozen", f"{frozen:,}"))
     lines.append("")
@@ -49,12 +50,17 @@ def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
         shown = names[0] if len(names) == 1 else kind
         if note:
             shown += f" ({note})"
-        lines.append(_line(optimizer, f"{len(names):,}", f"{shape:>16}  {shown}"))
+        start = _line(optimizer, f"{len(names):,}")
+        lines.append(f"{start}{shape:>16}  {shown}")
     return "\n".join(lines)
 
 
-def _line(optimizer: str, tensors: str, rest: str = "") -> str:
-    return f"{optimizer:<12}{tensors:>9}{rest}"
+def _line(optimizer: str, tensors: str) -> str:
+    return f"{optimizer:<12}{tensors:>9}"
+
+
+def _sizes(parameters: str, share: str) -> str:
+    return f"{parameters:>16}{share:>9}"
 
 
 def blocks(split: RowSplit) -> str:

@@ -1,10 +1,10 @@
 """How Muon reads a parameter as matrices.
 
     2D                  a matrix
-    more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of all layers' experts:
-                        each matrix is orthogonalised and scaled alone
-    by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)` of a convolution
-    `transposed=`       weights that are stored as (inputs, outputs): the rows of a matrix are their columns
+    more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of
+                        all layers' experts; each is orthogonalized and scaled alone
+    by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)`
+    `transposed=`       (inputs, outputs) weights: the rows of a matrix are their columns
 
 Gradients, weights and state stay as they are; what the core gets are views of the part that this
 rank holds.
@@ -88,7 +88,8 @@ class View:
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
         ranges = zip(offsets[:leading], sizes, strict=False)
-        held[tuple(slice(first, first + count) for first, count in ranges)] = True
+        slices = [slice(first, first + count) for first, count in ranges]
+        held[tuple(slices)] = True
         return [mine if is_held else (0, 0, 0, 0) for is_held in held.flat]
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Attention logits in Megatron: measured in each step, and clipped by rows of the main weights (`qk_clip`)."""
+"""Attention logits in Megatron: measured in each step, and clipped by main weights (`qk_clip`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling, Parts
 
 
 def projections(config: Any) -> dict[str, Parts]:
-    """The projections that make queries and keys, with the rows of one query group or latent head."""
+    """The projections that make queries and keys, with the rows of a query group or latent head."""
     if config.multi_latent_attention:
         queries = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         return {
@@ -74,7 +74,7 @@ class AttentionLogits:
                     self._scaling.add(parameter, factors[rows])
 
     def forget(self) -> None:
-        """Drop the logits of forward passes that no step follows, such as those of an evaluation."""
+        """Drop the logits of forward passes without a step, such as those of an evaluation."""
         for core in self._cores:
             core.current_max_attn_logits = None
 
@@ -99,7 +99,7 @@ class AttentionLogits:
 
 
 def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
-    """The attention modules of a chunk, with paths; a UserError for one that shows no logits."""
+    """The attention modules of a chunk, with paths; a UserError if one shows no logits."""
     for path, module in chunk.named_modules():
         if (core := getattr(module, "core_attention", None)) is None:
             continue
@@ -148,7 +148,7 @@ def _shards(
 
 
 def record_max_logits(attention: DotProductAttention) -> None:
-    """Have local attention keep each head's largest logit, as Transformer Engine's does; idempotent.
+    """Have local attention keep each head's largest logit, as Transformer Engine does; idempotent.
 
     `current_max_attn_logits` has the largest scaled and masked logit of each head of this
     tensor-parallel rank, over the forward passes since it was None, without evaluation. Raises a

@@ -64,7 +64,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def weights(
-    rank: int, world_size: int, *, kind: str, options: dict[str, Any], steps: int = STEPS
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    options: dict[str, Any],
+    steps: int = STEPS,
 ) -> Any:
     """In a worker: the weights after training from the same start."""
     torch.manual_seed(0)
@@ -77,7 +82,9 @@ def weights(
 
 
 def assert_close(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = ATOL
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    atol: float = ATOL,
 ) -> None:
     assert found.keys() == expected.keys()
     for name in expected:

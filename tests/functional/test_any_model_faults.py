@@ -41,7 +41,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_rank_without(
-    rank: int, world_size: int, *, kind: str, options: dict[str, Any], fault: str
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    options: dict[str, Any],
+    fault: str,
 ) -> Any:
     """In a worker: which weights and momenta a step leaves alone whose gradient one rank lacks, or
     has as NaN.
@@ -168,7 +173,11 @@ def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool)
 
 
 def changed_dtype(
-    rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    dtypes: tuple[str, str],
 ) -> tuple[bool, int]:
     """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps
     counted after one more.

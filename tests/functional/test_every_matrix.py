@@ -89,7 +89,13 @@ def settings_of(settings: str, folder: str) -> dict[str, Any]:
 
 
 def stepped(
-    rank: int, world_size: int, *, file: str, layout: str, cases: list[Case], folder: str
+    rank: int,
+    world_size: int,
+    *,
+    file: str,
+    layout: str,
+    cases: list[Case],
+    folder: str,
 ) -> Any:
     """In a worker: for each case the largest difference of each parameter, and whether a second run
     has its bits.
@@ -147,7 +153,13 @@ def test_a_reference_with_a_bug_is_found(recorded: Any) -> None:
 
 
 def saved(
-    rank: int, world_size: int, *, file: str, layouts: list[str], case: Case, folder: str
+    rank: int,
+    world_size: int,
+    *,
+    file: str,
+    layouts: list[str],
+    case: Case,
+    folder: str,
 ) -> None:
     """In a worker: half of the steps in each layout, and a checkpoint by torch's state dicts."""
     (runs, _), (model, settings) = load(file), case
@@ -170,7 +182,13 @@ def state_of(module: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def continued(
-    rank: int, world_size: int, *, file: str, pairs: list[tuple[str, str]], case: Case, folder: str
+    rank: int,
+    world_size: int,
+    *,
+    file: str,
+    pairs: list[tuple[str, str]],
+    case: Case,
+    folder: str,
 ) -> Any:
     """In a worker: the other half, for pairs of a layout and a checkpoint; the largest difference
     of each.
@@ -223,7 +241,11 @@ FEW = {1: ["plain"], 4: ["ep x fsdp", "fsdp x tp"]}
     ],
 )
 def test_checkpoints_of_each_layout_continue_in_each_other(
-    ranks: Pool, recorded: Any, case: Case, layouts: dict[int, list[str]], tmp_path: Path
+    ranks: Pool,
+    recorded: Any,
+    case: Case,
+    layouts: dict[int, list[str]],
+    tmp_path: Path,
 ) -> None:
     """Of many layouts each goes to and comes from some, which are others in each case."""
     given = {"file": recorded([case]), "case": case, "folder": str(tmp_path)}

@@ -117,7 +117,12 @@ class Run:
     """A model and its optimizer, of which `bits` is all that a checkpoint has to keep."""
 
     def __init__(
-        self, placement: str, settings: Mapping[str, Any], *, seed: int, lr: float
+        self,
+        placement: str,
+        settings: Mapping[str, Any],
+        *,
+        seed: int,
+        lr: float,
     ) -> None:
         torch.manual_seed(seed)
         self.model = PLACEMENTS[placement].place(Mixture())
@@ -355,7 +360,11 @@ OFTEN = [
     ("placement", "settings", "ways"), wide_but(OFTEN, CASES + ON_TWO_DIMENSIONS)
 )
 def test_each_way_of_saving_goes_on_to_the_bit(
-    ranks: Pool, placement: str, settings: str, ways: list[str], tmp_path: Path
+    ranks: Pool,
+    placement: str,
+    settings: str,
+    ways: list[str],
+    tmp_path: Path,
 ) -> None:
     """Story: `torch.save` of a sharded optimizer's state dict ended in "invalid python storage",
     and one entry of a group, betas, came back from whole state dicts as a list.

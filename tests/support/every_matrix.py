@@ -232,7 +232,10 @@ class Whole:
     """A model's weights, and the reference's optimizers of them: whole matrices in one process."""
 
     def __init__(
-        self, model: Model, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+        self,
+        model: Model,
+        weights: Mapping[str, torch.Tensor],
+        settings: Mapping[str, Any],
     ) -> None:
         from tests.support.reference import SplitAdaptiveMuon, SplitHyperball, SplitMuon
 

@@ -149,7 +149,10 @@ MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 
 def megatron_fsdp(
-    strategy: str = "optim_grads_params", package: str = "", at_once: bool = False, **settings: Any
+    strategy: str = "optim_grads_params",
+    package: str = "",
+    at_once: bool = False,
+    **settings: Any,
 ) -> Training:
     """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`.
 

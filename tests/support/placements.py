@@ -177,14 +177,18 @@ class Held:
         return {name: nn.Parameter(self.tensor(name, whole)) for name, whole in wholes.items()}
 
     def give(
-        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
     ) -> None:
         """Give parameters their parts of whole gradients, none where there is none."""
         for name, p in parameters.items():
             p.grad = self.tensor(name, gradients[name]) if name in gradients else None
 
     def differences(
-        self, parameters: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        wholes: Mapping[str, torch.Tensor],
     ) -> dict[str, float]:
         """The largest difference between each parameter here and its part of the whole."""
         found = {}

@@ -144,7 +144,10 @@ ROWS = torch.arange(16)
 @pytest.mark.parametrize("shape", [(16, 8), (2, 3, 16, 8)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_of_a_matrix_or_of_each_in_a_stack_step_as_separate_matrices(
-    split: Any, blocks: Sequence[torch.Tensor], shape: tuple[int, ...], transposed: bool
+    split: Any,
+    blocks: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    transposed: bool,
 ) -> None:
     """Story: halves of `[g0, u0, g1, u1, ...]` mixed gate and up, and a number split nothing; it
     repeats to fill the rows.

@@ -151,7 +151,10 @@ def test_int8_momentum_of_a_matrix_without_gradient_keeps_its_bits() -> None:
 
 
 def trained(
-    settings: dict[str, Any], *, autocast: bool = False, dtype: torch.dtype | None = None
+    settings: dict[str, Any],
+    *,
+    autocast: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Weights after three steps and a load, with a default dtype that is set once the model is
     there.

@@ -36,7 +36,12 @@ from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
     st.randoms(use_true_random=False),
 )
 def test_every_rank_gets_its_rows_of_a_bucket(
-    part: tuple[int, int], gap: int, piece_rows: int, grid: tuple[int, int], along: str, random: Any
+    part: tuple[int, int],
+    gap: int,
+    piece_rows: int,
+    grid: tuple[int, int],
+    along: str,
+    random: Any,
 ) -> None:
     """Against a bucket of marked elements that is cut as Megatron-FSDP does: instances alike, parts
     side by side.
