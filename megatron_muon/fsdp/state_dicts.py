@@ -157,7 +157,11 @@ class MuonState(torch.optim.Optimizer):
                 slots["step"] = torch.as_tensor(slots["step"], dtype=torch.float32)
         self.initialize_state()
 
-    def _saved_slots(self, state_dict: dict[str, Any], own: set[str]) -> dict[torch.Tensor, Slots]:
+    def _saved_slots(
+        self,
+        state_dict: dict[str, Any],
+        own: set[str],
+    ) -> dict[torch.Tensor, Slots]:
         """The saved tensors of each matrix parameter, checked.
 
         State is keyed by numbers, or by names in torch's distributed checkpoints, in the order of

@@ -208,7 +208,10 @@ def changed_dtype(
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")]),
+    wide_but(
+        [("fp32", "int8")],
+        [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")],
+    ),
 )
 def test_a_checkpoint_loads_into_another_momentum_dtype(
     ranks: Pool, saved: str, loaded: str, tmp_path: Path
@@ -216,7 +219,8 @@ def test_a_checkpoint_loads_into_another_momentum_dtype(
     """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding
     depends on.
     """
-    assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2
+    found = ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded))
+    assert found == [(True, 3)] * 2
 
 
 def without_a_tower(rank: int, world_size: int) -> Any:
@@ -225,7 +229,10 @@ def without_a_tower(rank: int, world_size: int) -> Any:
     """
     torch.manual_seed(0)
     model = nn.Sequential(
-        OrderedDict(tower=nn.Linear(8, 8, bias=False), up=nn.Linear(8, 6, bias=False))
+        OrderedDict(
+            tower=nn.Linear(8, 8, bias=False),
+            up=nn.Linear(8, 6, bias=False),
+        )
     )
     tower = model.tower.weight
     fully_shard(model, ignored_params={tower})
@@ -248,7 +255,11 @@ def without_a_tower(rank: int, world_size: int) -> Any:
         ]
         now = tower.detach(), local(up.detach())
         moved.append(
-            (*(not torch.equal(one, two) for one, two in zip(before, now, strict=True)), len(said))
+            (
+                not torch.equal(before[0], now[0]),
+                not torch.equal(before[1], now[1]),
+                len(said),
+            )
         )
     return moved
 

@@ -261,7 +261,8 @@ def test_checkpoints_of_each_layout_continue_in_each_other(
             if of == size
         ]
         for found in ranks(size, continued, pairs=pairs, **given):
-            wrong = {pair: far for pair, far in found.items() if not far < ATOL.get(case[1], USUAL)}
+            atol = ATOL.get(case[1], USUAL)
+            wrong = {pair: far for pair, far in found.items() if not far < atol}
             assert not wrong, wrong
 
 

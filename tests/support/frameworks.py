@@ -55,7 +55,8 @@ def tokens(steps: int) -> list[torch.Tensor]:
     process.
     """
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(WORDS, (4, 9), generator=generator).to(device()) for _ in range(steps)]
+    batches = [torch.randint(WORDS, (4, 9), generator=generator) for _ in range(steps)]
+    return [batch.to(device()) for batch in batches]
 
 
 @dataclass

@@ -96,7 +96,11 @@ def test_vectors_decay_only_where_their_group_asks(asks: bool) -> None:
 def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
     layers = nn.ModuleList(
         nn.ModuleDict(
-            {"qkv": nn.Linear(8, 16), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 24 if n else 8)}
+            {
+                "qkv": nn.Linear(8, 16),
+                "norm": nn.LayerNorm(8),
+                "up": nn.Linear(8, 24 if n else 8),
+            }
         )
         for n in range(12)
     )
@@ -136,7 +140,7 @@ ROWS = torch.arange(16)
         (("interleaved",), [ROWS[0::2], ROWS[1::2]]),
         (
             ("interleaved", 4, 2, 2),
-            [ROWS.view(2, 8)[:, part].flatten() for part in (slice(4), [4, 5], [6, 7])],
+            [part.flatten() for part in ROWS.view(2, 8).split([4, 2, 2], dim=1)],
         ),
         ("whole", [ROWS]),
     ],
@@ -394,7 +398,8 @@ def test_a_state_of_torchs_muon_loads_where_it_means_the_same(given: dict[str, A
 def test_a_state_of_another_optimizer_is_refused(kind: Any) -> None:
     """SGD's has momentum of the same name, which is a sum and not an average."""
     p = nn.Parameter(torch.eye(4))
-    before = kind([p], lr=0.02, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    before = kind([p], lr=0.02, **more)
     p.grad = torch.ones(4, 4)
     before.step()
     with pytest.raises(

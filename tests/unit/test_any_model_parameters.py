@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "channels_last": (
         lambda: megatron_muon.Muon(
-            [("conv", nn.Parameter(torch.ones(2, 3, 3, 3).to(memory_format=torch.channels_last)))],
+            [("conv", nn.Parameter(of(2, 3, 3, 3).to(memory_format=torch.channels_last)))],
             flatten={"*": True},
         ),
         "conv is not contiguous, strides .* leave it out of flatten=",
@@ -157,7 +157,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
     "two of one name": (
-        groups({"params": [("w", ONE)]}, {"params": [("w", of(2, 1, 3, 3))]}),
+        groups(
+            {"params": [("w", ONE)]},
+            {"params": [("w", of(2, 1, 3, 3))]},
+        ),
         "w is given twice; pass each parameter once, by a name of its own",
     ),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),

@@ -33,7 +33,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     net = nn.ModuleDict(
-        {"embed": nn.Embedding(5, 16), "up": nn.Linear(16, 24), "down": nn.Linear(24, 16)}
+        {
+            "embed": nn.Embedding(5, 16),
+            "up": nn.Linear(16, 24),
+            "down": nn.Linear(24, 16),
+        }
     )
     return net.to(dtype)
 
@@ -198,14 +202,17 @@ def test_gradients_may_be_of_another_dtype_than_their_parameters() -> None:
     for p, part in zip((stack, *alone), (gradient, *gradient), strict=True):
         p.grad_dtype, p.grad = torch.float32, part.clone()
     before = stack.detach().clone()
-    megatron_muon.Muon([("experts.w", stack), *zip("ab", alone, strict=True)], lr=0.1).step()
+    named = [("experts.w", stack), ("a", alone[0]), ("b", alone[1])]
+    megatron_muon.Muon(named, lr=0.1).step()
     torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]))
     assert not torch.equal(stack, before)
 
 
 @pytest.mark.parametrize("matrices", [None, ["*"]])
 def test_sparse_gradients_are_refused(matrices: Any) -> None:
-    net = nn.ModuleDict({"embed": nn.Embedding(5, 16, sparse=True), "up": nn.Linear(16, 24)})
+    net = nn.ModuleDict()
+    net["embed"] = nn.Embedding(5, 16, sparse=True)
+    net["up"] = nn.Linear(16, 24)
     optimizer = make(net, matrices=matrices)
     net["up"](net["embed"](torch.tensor([1]))).sum().backward()
     with pytest.raises(

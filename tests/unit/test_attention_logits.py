@@ -53,7 +53,8 @@ def test_rows_of_projections_are_those_of_the_attention():
     grouped = TransformerConfig(**common, num_query_groups=3)
     assert projections(grouped) == {"linear_qkv": [(QUERY, 10), (KEY, 5), (OTHER, 5)]}
     grouped.attention_output_gate = True
-    assert projections(grouped) == {"linear_qkv": [(QUERY, 10), (OTHER, 10), (KEY, 5), (OTHER, 5)]}
+    gated = [(QUERY, 10), (OTHER, 10), (KEY, 5), (OTHER, 5)]
+    assert projections(grouped) == {"linear_qkv": gated}
     latent = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
     keys = {"linear_kv_up_proj": [(KEY, 4), (OTHER, 3)]}
     for rank, queries in ((None, "linear_q_proj"), (10, "linear_q_up_proj")):

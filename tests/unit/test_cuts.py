@@ -85,7 +85,13 @@ def test_every_rank_gets_its_rows_of_a_bucket(
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kinds"), [((3,), "F"), ((2, 3), "RF"), ((2, 3), "FF"), ((2, 2), "RR")]
+    ("mesh", "kinds"),
+    [
+        ((3,), "F"),
+        ((2, 3), "RF"),
+        ((2, 3), "FF"),
+        ((2, 2), "RR"),
+    ],
 )
 def test_dbuffers_are_cut_as_they_say(
     mesh: tuple[int, ...], kinds: str, monkeypatch: pytest.MonkeyPatch
@@ -127,7 +133,8 @@ def layout(**changes: Any) -> Layout:
         "split": RowSplit(2, (3, 1)),
     }
     given = {**made, **changes}
-    return Layout(2, (from_rectangles(*given.values()), Matrix("v", (3, 3), everywhere((3, 3), 2))))
+    other = Matrix("v", (3, 3), everywhere((3, 3), 2))
+    return Layout(2, (from_rectangles(*given.values()), other))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +156,8 @@ def test_matrices_that_share_their_shards_are_as_if_each_had_its_own() -> None:
     """Equal in digest and in what ranks hold, and a tuple that tiles one shape is not taken to tile
     another.
     """
-    own = tuple(from_rectangles(f"w{i}", (8, 4), [(0, 5, 0, 4), (5, 3, 0, 4)]) for i in range(3))
+    rectangles = [(0, 5, 0, 4), (5, 3, 0, 4)]
+    own = tuple(from_rectangles(f"w{i}", (8, 4), rectangles) for i in range(3))
     shared = tuple(Matrix(matrix.name, matrix.shape, own[0].shards) for matrix in own)
     assert own[0].shards is not own[1].shards
     assert (Layout(2, own).digest(), Layout(2, own).held(1)) == (

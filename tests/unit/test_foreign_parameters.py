@@ -115,7 +115,8 @@ class Quantised(torch.Tensor):
 
 
 def quantised(*, requires_grad: bool = True) -> nn.Parameter:
-    return nn.Parameter(Quantised(torch.ones(8, 6, dtype=torch.int8), torch.ones(8)), requires_grad)
+    codes = torch.ones(8, 6, dtype=torch.int8)
+    return nn.Parameter(Quantised(codes, torch.ones(8)), requires_grad)
 
 
 FOREIGN: dict[str, tuple[Callable[[], torch.Tensor], str]] = {

@@ -153,7 +153,9 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
     """Two elements were a RuntimeError of torch, in the middle of a step."""
-    value, w, b = WRONG[wrong], nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(4))
+    value = WRONG[wrong]
+    w = nn.Parameter(torch.eye(4))
+    b = nn.Parameter(torch.zeros(4))
     if wrong != "nothing":
         with pytest.raises(
             UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"
@@ -184,7 +186,9 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "betas", [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None], ids=repr
+    "betas",
+    [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None],
+    ids=repr,
 )
 def test_betas_are_two_numbers(betas: Any) -> None:
     """One number in a group was a TypeError."""

@@ -150,7 +150,8 @@ def warned(act: Any) -> list[str]:
 
 
 def stack_beside_matrix() -> list[tuple[str, nn.Parameter]]:
-    matrix, stack = nn.Parameter(torch.ones(20, 20)), nn.Parameter(torch.ones(3, 20, 20))
+    matrix = nn.Parameter(torch.ones(20, 20))
+    stack = nn.Parameter(torch.ones(3, 20, 20))
     return [
         ("layers.0.up.weight", matrix),
         ("layers.0.moe.w13", stack),
@@ -200,7 +201,10 @@ def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) ->
 
 def test_no_warning_for_convolutions() -> None:
     model = nn.Sequential(
-        nn.Conv1d(40, 40, 20), nn.Conv2d(40, 40, 3), nn.Linear(20, 20), nn.Linear(20, 3)
+        nn.Conv1d(40, 40, 20),
+        nn.Conv2d(40, 40, 3),
+        nn.Linear(20, 20),
+        nn.Linear(20, 3),
     )
     assert warned(lambda: megatron_muon.Muon(model)) == []
 

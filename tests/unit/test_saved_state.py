@@ -32,7 +32,9 @@ def bytes_saved(value: Any) -> int:
 
 def trained(**settings: Any) -> tuple[nn.Module, megatron_muon.Muon]:
     torch.manual_seed(0)
-    net = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("up", "gate", "down")})
+    net = nn.ModuleDict()
+    for name in ("up", "gate", "down"):
+        net[name] = nn.Linear(64, 64, bias=False)
     net.register_parameter("experts", nn.Parameter(torch.randn(4, 32, 64)))
     optimizer = megatron_muon.Muon(net.named_parameters(), lr=0.1, **settings)
     for p in net.parameters():
@@ -165,12 +167,11 @@ def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
     give_gradients(nets[1].parameters(), 1)
     optimizers[1].step()
     after = optimizers[0].state_dict()["state"]
-    assert all(
-        torch.equal(before[key][slot], after[key][slot]) for key in before for slot in before[key]
-    )
+    for key, slots in before.items():
+        assert all(torch.equal(slots[slot], after[key][slot]) for slot in slots)
 
 
-@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3])[0].double()])
+@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor(3.0).double()])
 def test_whole_numbers_of_steps_are_loaded(count: Any) -> None:
     """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in
     the step.

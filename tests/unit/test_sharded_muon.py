@@ -83,7 +83,7 @@ def sharded(params: Any, **changes: Any) -> ShardedMuon:
     nesterov, skip = settings.pop("nesterov"), settings.pop("skip_missing", False)
     exchange = WholeMatrices(tensors)
     alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    held = Held(exchange.layout, alone, CPU, [p.shape[0] if p.ndim == 3 else 1 for p in tensors])
+    held = Held(exchange.layout, alone, CPU, [1] * len(tensors))
     rules = make_rules(chosen_rules(**settings), held, {"nesterov": nesterov})
     return ShardedMuon(params, exchange, rules, defaults=defaults, names=names, skip_missing=skip)
 
@@ -145,7 +145,8 @@ def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
 
 def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     """Ranks that left out what had no gradient left the others waiting in a collective."""
-    mine = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3, 4))]
+    empty = torch.nn.Parameter(torch.zeros(0, 4))
+    mine = [empty, torch.nn.Parameter(torch.ones(3, 4))]
     optimizer = sharded(mine)
     mine[1].grad = torch.eye(3, 4)
     optimizer.step()
