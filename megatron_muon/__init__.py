@@ -1,15 +1,15 @@
-"""Muon for sharded models: every matrix is orthogonalised whole, wherever its shards lie.
+"""Muon for sharded models: every matrix is orthogonalized whole, wherever its shards are.
 
 Fully sharded data parallelism (ZeRO) leaves each rank with a few rows of a matrix, while Muon needs
 the whole momentum matrix; the package brings the two together. For any PyTorch model, under FSDP2,
 Megatron-FSDP, DDP or nothing:
 
-    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4)   # after the model is sharded
+    optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-4)   # after the model is sharded
 
-For Megatron under its own command line (`pretrain_gpt.py`), in its scripts, and in training loops
-of one's own:
+For Megatron under its own command line (`pretrain_gpt.py`), in its scripts, and in custom training
+loops:
 
-    megatron_muon.enable()    # before Megatron parses flags, or before get_megatron_optimizer is called
+    megatron_muon.enable()    # before Megatron parses flags or calls get_megatron_optimizer
 
 Importing this package is cheap and changes nothing: neither torch nor megatron-core is imported,
 nothing is patched. What is named above is imported when it is first used.

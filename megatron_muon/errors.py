@@ -1,4 +1,4 @@
-"""Errors by who can mend them, how a process ends, and which warnings of libraries are shown."""
+"""Errors, exit statuses, and the warnings of libraries that are shown."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from typing import Any, NoReturn
 
 from megatron_muon.core.errors import UserError as UserError
 
-_OF_HF = ("transformers", "huggingface_hub", "safetensors", "tokenizers")
 _EXTRAS = {
-    **dict.fromkeys(("megatron", "einops", "tensorboard"), ("megatron", "Megatron's part")),
+    "megatron": ("megatron", "Megatron's part"),
+    "einops": ("megatron", "Megatron's part"),
+    "tensorboard": ("megatron", "Megatron's part"),
     "matplotlib": ("plots", "a picture"),
-    **dict.fromkeys(_OF_HF, ("hf", "a model of Hugging Face")),
+    "transformers": ("hf", "a model of Hugging Face"),
+    "huggingface_hub": ("hf", "a model of Hugging Face"),
+    "safetensors": ("hf", "a model of Hugging Face"),
+    "tokenizers": ("hf", "a model of Hugging Face"),
 }
-"""Packages that are not needed everywhere: the extra that installs each, and what needs it."""
+"""Optional packages: the extra that installs each, and what needs it."""
 
 
 def install(extra: str) -> str:
-    """What to type for an extra; no package registry has megatron-muon."""
+    """The command that installs an extra; no package registry has megatron-muon."""
     return f"type pip install '.[{extra}]' in the checkout of megatron_muon"
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """What to say where a package of an extra is not installed; empty where another is missing."""
+    """A message if the missing package belongs to an extra; empty for others."""
     package = (error.name or "").split(".")[0]
     if package not in _EXTRAS:
         return ""
@@ -41,52 +45,48 @@ def missing_extra(error: ModuleNotFoundError) -> str:
 
 
 class SaveError(RuntimeError):
-    """A checkpoint that could not be written; the message says why, and from which one to resume."""
+    """A checkpoint that could not be written; the message names one to resume from."""
 
 
 class OffloadError(RuntimeError):
-    """State that could not be read from its file or written; the message names both. The last step is finished."""
+    """State that could not be read or written, with its file. The last step is finished."""
 
 
 class RunFailedError(RuntimeError):
-    """A training or measurement that was started and failed; the message says how and where its output is."""
+    """A training or measurement that failed; the message has the reason and its output."""
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what went wrong, with the rank where torch's distributed checkpointing says so."""
+    """The first line of an error, with the rank if torch's distributed checkpointing gives it."""
     if failures := getattr(error, "failures", None):
         rank, (failure, *_) = min(failures.items())
         return f"rank {rank}: {reason_of(failure)}"
     if isinstance(error, KeyError):  # its text is the key alone
         return repr(error)
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
-    line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
-    # torch's writer says this, and nothing of the operating system's error, where a write fails
-    # half way.
-    return "a file could not be written in full" if "unexpected pos" in line else line
+    if first.endswith(":") and others:
+        first = f"{first} {others[0].strip()}"
+    if "unexpected pos" in first:  # torch's writer hides the error of the operating system
+        return "a file could not be written in full"
+    return first
 
 
 def unforeseen(error: BaseException) -> str:
-    """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
+    """One line for an unexpected exception: its cause, and the file with its traceback."""
     cause = f"{type(error).__name__}: {reason_of(error)}".encode("unicode_escape").decode()
+    text = "".join(traceback.format_exception(error))
     try:
-        with tempfile.NamedTemporaryFile(
-            "wb", prefix="megatron-muon-", suffix=".txt", delete=False
-        ) as file:
-            file.write(
-                "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
-            )
+        descriptor, path = tempfile.mkstemp(".txt", "megatron-muon-")
+        with open(descriptor, "wb") as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as reason:  # the disk that is full may be this one
         return f"{cause} (its traceback could not be kept: {reason.strerror})"
-    return f"{cause}; the traceback is in {file.name}"
+    return f"{cause}; the traceback is in {path}"
 
 
 @contextlib.contextmanager
 def settling(what: str) -> Iterator[None]:
-    """Turn whatever goes wrong in `what`, such as "checking the settings", into a `UserError` of one line.
-
-    A training that cannot begin is the user's to mend.
-    """
+    """Turn any exception in `what`, such as "checking the settings", into a `UserError`."""
     try:
         yield
     except (UserError, RunFailedError, BrokenPipeError):
@@ -108,7 +108,7 @@ class ExitStatus(enum.IntEnum):
 
 
 def end_alone(status: int) -> NoReturn:
-    """Ends this process at once, with the traceback of the exception that is being handled, if there is one.
+    """Ends this process at once, with the traceback of the exception in progress, if any.
 
     The other ranks may wait for this one in a collective. Destroying the process group, or leaving
     through the interpreter, would wait for work on the device that they never join, until the
@@ -126,7 +126,7 @@ def end_alone(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Suppresses warnings, and log messages up to WARNING: libraries tell there that a GPU or Apex is missing."""
+    """Suppresses warnings and log messages, such as those of libraries that miss a GPU or Apex."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -139,7 +139,7 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_warnings_in_one_line() -> Iterator[None]:
-    """Prints this package's warnings as `megatron-muon: warning:` lines, which `train` shows, within the context."""
+    """Prints this package's warnings as `megatron-muon: warning:` lines, which `train` shows."""
     here, show = str(Path(__file__).parent), warnings.showwarning
 
     def show_ours(

@@ -1,7 +1,4 @@
-"""Records what it replaces, so that everything can be put back; knows nothing of CUDA or Megatron.
-
-What is replaced, and why, stands in `cpu/`, `megatron/patches/` and `megatron/checkpoint/`.
-"""
+"""Patches of foreign code that can be undone."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -13,13 +10,20 @@ from unittest import mock
 
 
 class Patches(ExitStack):
-    """Replaces attributes of modules, classes and config objects until it is closed, with `undo` or a `with` block.
+    """Replaces attributes of modules, classes and configs until `undo` or the end of `with`.
 
-    Every change raises RuntimeError where the attribute is missing, or no longer accepts the
-    parameters `takes`, and changes nothing then.
+    Every change raises a RuntimeError, and changes nothing, if the attribute is missing or no
+    longer accepts the parameters `takes`.
     """
 
-    def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
+    def replace(
+        self,
+        owner: Any,
+        name: str,
+        value: Any,
+        *,
+        takes: Sequence[str] = (),
+    ) -> None:
         """Set `owner.name` to `value`."""
         _checked(owner, name, takes)
         self.enter_context(mock.patch.object(owner, name, value))
@@ -39,7 +43,7 @@ class Patches(ExitStack):
     def around(
         self, owner: Any, name: str, *, takes: Sequence[str] = ()
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator of what is called instead of `owner.name`, with the original as its first argument."""
+        """Decorate a function to call in place of `owner.name`; it gets the original first."""
 
         def install(instead: Callable[..., Any]) -> Callable[..., Any]:
             self.wrap(
@@ -63,7 +67,8 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
         raise RuntimeError(f"cannot patch {where}: there is no such attribute in {versions()}")
     original = getattr(owner, name)
     found = list(inspect.signature(original).parameters) if takes else []
-    if lost := [parameter for parameter in takes if parameter not in found]:
+    lost = [parameter for parameter in takes if parameter not in found]
+    if lost:
         raise RuntimeError(
             f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in"
             f" {versions()}"
@@ -72,7 +77,7 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
 
 
 def versions() -> str:
-    """The installed megatron-core and torch, for error messages."""
+    """The installed megatron-core and torch, for messages."""
     return " with ".join(
         f"{package} {metadata.version(package)}" for package in ("megatron-core", "torch")
     )

@@ -1,4 +1,4 @@
-"""Patterns that users give for names of parameters, and what they find."""
+"""Patterns for parameters' names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 
 from megatron_muon.core.errors import UserError
 
-_OF = {
+_POSSIBLE = {
     "flatten": "the {} parameters of more than two dimensions",
     "stacks": "the {} parameters of more than two dimensions",
     "matrices": "the {} parameters of two or more dimensions",
 }
-"""Among what an argument's patterns look, where that is not Muon's matrices."""
+"""The parameters that an argument's patterns may match, if other than Muon's matrices."""
 
 
 def matching(
@@ -24,15 +24,15 @@ def matching(
     others: Iterable[str] = (),
     hint: str = "",
 ) -> list[str]:
-    """The names in which at least one of the patterns of `argument` is found, in their order.
+    """The names that at least one of the patterns of `argument` matches, in their order.
 
     A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in
-    it: `layers.1` is found in `layers.1.weight` and not in `layers.10.weight`, and a star matches
-    dots too.
+    it: `layers.1` matches `layers.1.weight` and not `layers.10.weight`, and a star matches dots
+    too.
 
     Raises:
-        UserError: a pattern is empty or found in none of `names`; the message says where among
-            `others` it is found, or the nearest component of a name, and ends with `hint`.
+        UserError: a pattern is empty or matches none of `names`; the message has the match among
+            `others`, or the nearest component of a name, and ends with `hint`.
     """
     names = list(names)
     if isinstance(patterns, str):
@@ -40,49 +40,52 @@ def matching(
     for pattern in patterns:
         if not pattern.strip():
             raise UserError(f"{argument} '' would match every matrix; name some, or leave it out")
-        if any(_found(pattern, name) for name in names):
+        if any(_matches(pattern, name) for name in names):
             continue
-        nothing = f"{argument} {pattern} matches none of {_OF.get(argument, "Muon's {} matrices").format(len(names))}"
-        if there := next((name for name in others if _found(pattern, name)), None):
-            raise UserError(
-                f"{nothing}, only parameters that are not among these ({there}); leave it out"
-            )
-        components = sorted({part for name in names for part in name.split(".")})
-        parts = pattern.strip(".").split(".")
-        near = ".".join(
-            (difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts
-        )
-        wider = (
-            each
-            for each in (f"{pattern}*", f"*{pattern}*", near)
-            if any(_found(each, name) for name in names)
-        )
-        if meant := next(wider, ""):
-            meant = f"; did you mean {meant}?"
-        elif names:
-            meant = f"; one of them is {names[0]}"
+        possible = _POSSIBLE.get(argument, "Muon's {} matrices").format(len(names))
+        nothing = f"{argument} {pattern} matches none of {possible}"
+        for name in others:
+            if _matches(pattern, name):
+                raise UserError(
+                    f"{nothing}, only parameters that are not among these ({name}); leave it out"
+                )
+        meant = _meant(pattern, names)
         raise UserError(f"{nothing} by whole components of their names{meant}{hint}")
-    return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
+    return [name for name in names if any(_matches(pattern, name) for pattern in patterns)]
 
 
-def _found(pattern: str, name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     return fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*")
+
+
+def _meant(pattern: str, names: Sequence[str]) -> str:
+    """A suggestion for a pattern that matches nothing."""
+    components = sorted({part for name in names for part in name.split(".")})
+    nearest = []
+    for part in pattern.strip(".").split("."):
+        nearest += difflib.get_close_matches(part, components, 1) or [part]
+    for wider in (f"{pattern}*", f"*{pattern}*", ".".join(nearest)):
+        if any(_matches(wider, name) for name in names):
+            return f"; did you mean {wider}?"
+    return f"; one of them is {names[0]}" if names else ""
 
 
 def steps_of(
     names: Iterable[str],
     steps_for: Mapping[str, int],
     *,
+    argument: str,
     others: Iterable[str] = (),
     hint: str = "",
 ) -> dict[str, int]:
-    """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
+    """Newton-Schulz steps by name; of several patterns that match, the last holds.
 
-    Raises a UserError for a pattern as `matching` does.
+    Raises a UserError as `matching` does.
     """
-    names, others = list(names), list(others)
-    found = {}
+    names = list(names)
+    others = list(others)
+    found: dict[str, int] = {}
     for pattern, steps in steps_for.items():
-        matched = matching("--muon-ns-steps-for", [pattern], names, others=others, hint=hint)
+        matched = matching(argument, [pattern], names, others=others, hint=hint)
         found.update(dict.fromkeys(matched, steps))
     return found

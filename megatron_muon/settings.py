@@ -4,11 +4,12 @@ Name, choices, default and help (the docstring) are defined here alone. The fact
 run time, so annotations are not strings; neither torch nor megatron-core is imported.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import UserError, word_settings
 
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates independent of tensor parallelism; 0.19 has blockwise."""
@@ -27,7 +28,7 @@ class RunSettings:
     """For every run of pretrain_gpt.py, with Muon and without."""
 
     config: str | None = _field(None, metavar="FILE.yaml")
-    """experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"""
+    """experiment file (ENV_VARS, MODEL_ARGS); flags on the command line override it"""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto: CUDA if available"""
@@ -48,7 +49,7 @@ class LoadSettings:
 
 @dataclass
 class MuonSettings:
-    """How Muon works under Megatron-FSDP."""
+    """Muon under Megatron-FSDP."""
 
     muon_exchange: Literal["owner", "allgather"] = "owner"
     """how sharded matrices are assembled: owner sends each matrix's rows to one rank, which
@@ -159,6 +160,15 @@ class MuonSettings:
     rounding; arithmetic is in fp32"""
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+word_as_flags = functools.partial(word_settings, flag_of)
+"""Rewords errors about settings with their flags, for Megatron's command line and scripts."""
+
+
 def iteration_of(settings: Any) -> Iteration:
     """The Newton-Schulz iteration of parsed flags or a MuonOptimizerConfig, on any device."""
     return Iteration(
@@ -182,7 +192,7 @@ def steps_for(settings: Any) -> dict[str, int]:
             raise UserError(
                 f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc1=4"
             )
-        found.pop(pattern, None)  # of two alike the place of the last holds
+        found.pop(pattern, None)  # a repeated pattern takes its last place
         found[pattern] = int(steps)
     return found
 

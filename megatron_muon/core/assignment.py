@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Holders, Ints, Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.slices import TEAM_SIZES, Cuts, Team, chunks
@@ -33,7 +33,7 @@ _WAYS = ((0.0, False), (1.0, False), (1.03, False), (1.0, True))
 class Unmet(NamedTuple):
     """A setting that some ranks cannot have."""
 
-    flag: str
+    setting: str
     value: int
     reason: str
     remedy: str
@@ -67,7 +67,7 @@ class TeamRules:
             return None
         reason = "is more than the ranks of a node that share these matrices"
         return Unmet(
-            "--muon-team-size", self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}"
+            "muon_team_size", self.size, reason, f"auto, or {replace(self, size=0).sizes[-1]}"
         )
 
     def possible(self) -> TeamRules:
@@ -75,15 +75,16 @@ class TeamRules:
         return replace(self, size=1) if self.unmet() else self
 
 
-def refuse_unmet(groups: Mapping[str, Unmet | None]) -> list[str]:
-    """What to say where some groups, by name, use 1 in the place of a setting; a UserError where none can have it."""
+def refuse_unmet(groups: Mapping[str, Unmet | None]) -> list[SettingError]:
+    """Warnings for groups, by name, that use 1 in place of a setting; raised where no group supports it."""
     without = {name: unmet for name, unmet in groups.items() if unmet is not None}
     if not without:
         return []
-    flag, value, reason, remedy = list(without.values())[-1]
+    unmet = list(without.values())[-1]
     if len(without) == len(groups):
-        raise UserError(f"{flag} {value} {reason}; use {remedy}")
-    return [f"{flag} {value} {reason}: 1 is used for {' and '.join(without)} matrices"]
+        raise SettingError(unmet.setting, unmet.value, unmet.reason, f"use {unmet.remedy}")
+    used = f"1 is used for {' and '.join(without)} matrices"
+    return [SettingError(unmet.setting, unmet.value, unmet.reason, used)]
 
 
 class _Kind(NamedTuple):

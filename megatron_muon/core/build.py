@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.collectives import make_teams
 from megatron_muon.core.cost import AUTO
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
 from megatron_muon.core.layout import Layout, everywhere
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
@@ -189,9 +189,12 @@ def _team_rules(
     for rule in rules:
         if rule.normalize is not None or rule.solve is not None:
             if size > 1:
-                raise UserError(
-                    f"--muon-team-size {size}: {type(rule).__name__} works on whole matrices, which"
-                    " no rank of a team has; use --muon-team-size 1"
+                raise SettingError(
+                    "muon_team_size",
+                    size,
+                    f"cannot be: {type(rule).__name__} works on whole matrices, which no rank of a"
+                    " team has",
+                    "use 1",
                 )
             size = 1
     return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)

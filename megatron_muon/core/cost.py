@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.numbers import check_number
 
 Coefficients = Sequence[tuple[float, float, float]]
@@ -195,46 +195,35 @@ class Iteration:
             return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
         return ProductCounts(gram=runs, square=runs, symmetric=4 * (steps - runs), wide=runs)
 
-    def check(self, flag: str = "--muon-num-ns-steps") -> None:
-        """Refuse, by a UserError, iterations whose result may be far from orthogonal; `flag` gave the steps."""
-        check_number("muon_num_ns_steps", self.steps, flag=flag)
-        chosen, proven = (
-            f"--muon-coefficient-type {self.coefficient_type}",
-            PROVEN_STEPS.get(self._set),
-        )
+    def check(self, setting: str = "muon_num_ns_steps") -> None:
+        """Raise a SettingError if the result may be far from orthogonal; `setting` gave the steps."""
+        check_number("muon_num_ns_steps", self.steps, setting=setting)
+        coefficients = "muon_coefficient_type", self.coefficient_type
+        chosen = f"{{muon_coefficient_type}} {self.coefficient_type}"
+        proven = PROVEN_STEPS.get(self._set)
         if not isinstance(self.coefficient_type, str):
             self._check_coefficients(self.coefficient_type)
         if self.method not in METHODS:
-            fault = f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}"
-        elif self._set in REVERSING_SETS:
-            fault = (
-                f"{chosen} turns updates round where one direction dominates a matrix; use another,"
-                " such as quintic"
-            )
-        elif self._set in FULL_PRECISION_SETS and self.precision != "highest":
-            fault = (
-                f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use"
-                " highest, or quintic"
-            )
-        elif proven is not None and self.steps not in proven:
-            possible = ", ".join(map(str, proven))
-            fault = (
-                f"{flag} {self.steps} is not proven with {chosen}; choose one of {possible}; 5 is"
-                " usual"
-            )
-        elif self.method == GRAM and not self.gram_is_proven:
-            fault = (
-                f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use"
-                " --muon-ns auto, or --muon-fp32-matmul-prec high"
-            )
-        else:
-            return
-        raise UserError(fault)
+            remedy = f"choose one of {', '.join(METHODS)}"
+            raise SettingError("muon_ns", self.method, "does not exist", remedy)
+        if self._set in REVERSING_SETS:
+            reason = "turns updates round where one direction dominates a matrix"
+            raise SettingError(*coefficients, reason, "use another, such as quintic")
+        if self._set in FULL_PRECISION_SETS and self.precision != "highest":
+            reason = f"is not stable with {{muon_fp32_matmul_prec}} {self.precision}"
+            raise SettingError(*coefficients, reason, "use highest, or quintic")
+        if proven is not None and self.steps not in proven:
+            remedy = f"choose one of {', '.join(map(str, proven))}; 5 is usual"
+            raise SettingError(setting, self.steps, f"is not proven with {chosen}", remedy)
+        if self.method == GRAM and not self.gram_is_proven:
+            reason = f"is not stable in bf16 with {self.steps} steps of {chosen}"
+            remedy = "use {muon_ns} auto, or {muon_fp32_matmul_prec} high"
+            raise SettingError("muon_ns", self.method, reason, remedy)
 
     def check_steps_for(self, steps_for: Mapping[str, int]) -> None:
-        """The same for the steps of matrices by pattern, `--muon-ns-steps-for`."""
+        """Check the steps of matrices by pattern."""
         for pattern, steps in steps_for.items():
-            replace(self, steps=steps).check(f"--muon-ns-steps-for {pattern}:")
+            replace(self, steps=steps).check(f"muon_ns_steps_for {pattern}:")
 
     def _check_coefficients(self, given: Coefficients) -> None:
         """Refuse coefficients that do not bring singular values between 0 and `MOST`, before any rounding."""
@@ -243,11 +232,12 @@ class Iteration:
             a, b, c = given[min(step, len(given) - 1)]
             values = a * values + b * values**3 + c * values**5
         if not (values.min() >= 0.0 and values.max() <= MOST):
-            raise UserError(
-                f"coefficients {given} with {self.steps} steps bring singular values between"
-                f" {values.min():.3g} and {values.max():.3g}, Muon wants 0 to {MOST}; (3.4445,"
-                " -4.775, 2.0315) with 5 steps is usual"
+            reason = (
+                f"with {self.steps} steps bring singular values between {values.min():.3g} and"
+                f" {values.max():.3g}, Muon wants 0 to {MOST}"
             )
+            remedy = "(3.4445, -4.775, 2.0315) with 5 steps is usual"
+            raise SettingError("muon_coefficient_type", given, reason, remedy)
 
 
 def gram_runs(steps: int, *, half: bool, alone: int = 0) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.core.cost import GRAM, HALVES, Iteration
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.slices import BlockKind, BlockSlice, Cuts
 
@@ -85,7 +85,7 @@ class MomentBytes(NamedTuple):
 
 
 def moment_bytes(method: str | None, *, cautious: bool) -> MomentBytes:
-    """Of a second moment, by the names of --adaptive-muon-moment2-method, and of cautious decay's products in fp32."""
+    """Of a second moment, by the names of adaptive_muon_moment2_method, and of cautious decay's products in fp32."""
     moment = {None: MomentBytes(), "adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}[
         method
     ]
@@ -163,10 +163,12 @@ class Memory:
             return
         largest = max(layout.matrices, key=lambda matrix: matrix.numel)
         needed = math.ceil(smallest * 1000 / 2**20) / 1000
-        raise UserError(
-            f"--muon-exchange-buffer-mb {given / 2**20:g} is too small: {largest.name} of"
-            f" {largest.shape[0]} x {largest.shape[1]} needs {needed:.3f}; give at least that, or"
-            " leave the flag out"
+        rows, cols = largest.shape
+        raise SettingError(
+            "muon_exchange_buffer_mb",
+            given / 2**20,
+            f"is too small: {largest.name} of {rows} x {cols} needs {needed:.3f}",
+            "give at least that, or leave it out",
         )
 
     def parts(

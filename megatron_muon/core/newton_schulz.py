@@ -32,7 +32,7 @@ from megatron_muon.core.cost import (
     Products,
     gram_runs,
 )
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.memory import aligned
 
 Total = Callable[[torch.Tensor], torch.Tensor]
@@ -53,8 +53,8 @@ def coefficients(
     sets = muon_utils._COEFFICIENT_SETS
     if coefficient_type not in sets:
         usable = ", ".join(name for name in sets if name not in REVERSING_SETS)
-        raise UserError(
-            f"--muon-coefficient-type {coefficient_type} does not exist; choose one of {usable}"
+        raise SettingError(
+            "muon_coefficient_type", coefficient_type, "does not exist", f"choose one of {usable}"
         )
     mode: muon_utils.CoeffIterMode = "repeat_last" if coefficient_type in _REPEATS_LAST else "cycle"
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))

@@ -6,7 +6,7 @@ import math
 from numbers import Real
 from typing import Any, NamedTuple
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError
 
 
 class Range(NamedTuple):
@@ -55,7 +55,7 @@ RANGES = {
     "qk_clip_alpha": Range(high=1.0, above=True, hint="0.5 scales queries and keys alike"),
     "qk_clip_threshold": Range(above=True, hint="100 is usual"),
     "muon_metrics_interval": Range(whole=True, hint="0 measures nothing"),
-    "eval_interval": Range(low=1, whole=True, hint="--eval-iters 0 leaves validation out"),
+    "eval_interval": Range(low=1, whole=True, hint="{eval_iters} 0 leaves validation out"),
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""
 
@@ -72,18 +72,19 @@ def number_of(value: Any) -> Any:
     return value if shape is None or math.prod(shape) != 1 else value.item()
 
 
-def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
-    """Refuse, by a UserError, a value out of the range of `name`; `flag` is another flag that gave it.
+def check_number(name: str, value: Any, *, setting: str = "") -> None:
+    """Raise a SettingError for a value outside the range of `name`, which `setting` gave if another.
 
     Takes what `number_of` reads.
     """
-    flag = flag or flag_of(name)
+    setting = setting or name
+    remedy = f"choose {RANGES[name]}"
     value = number_of(value)
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise UserError(f"{flag} {value!r} is not a number; choose {RANGES[name]}")
-    number = _finite(flag, value, str(RANGES[name]))
+        raise SettingError(setting, repr(value), "is not a number", remedy)
+    number = _finite(setting, value, remedy)
     if not RANGES[name].holds(number):
-        raise UserError(f"{flag} {value:g} is out of range; choose {RANGES[name]}")
+        raise SettingError(setting, number, "is out of range", remedy)
 
 
 def check_numbers(values: Any) -> None:
@@ -94,31 +95,27 @@ def check_numbers(values: Any) -> None:
             check_number(name, value)
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, (int, float)) and name not in _INFINITE:
-                _finite(flag_of(name), number, "a finite number")
+                _finite(name, number, "choose a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         # Muon takes the common rate where its own is not given.
         low, high = (
             name if name in given else name.removeprefix("muon_") for name in (lowest, peak)
         )
         if given.get(low, 0.0) > given.get(high, math.inf):
-            fault = f"{flag_of(low)} {given[low]:g} is above {flag_of(high)} {given[high]:g}"
-            raise UserError(f"{fault}; choose {flag_of(lowest)} of at most {given[high]:g}")
+            reason = f"is above {{{high}}} {given[high]:g}"
+            remedy = f"choose {{{lowest}}} of at most {given[high]:g}"
+            raise SettingError(low, float(given[low]), reason, remedy)
 
 
-def _finite(flag: str, value: Any, possible: str) -> float:
+def _finite(setting: str, value: Any, remedy: str) -> float:
     """The value as a float, which holds no number of more than 308 digits."""
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise UserError(f"{flag} {number:g} is not finite; choose {possible}")
+        raise SettingError(setting, number, "is not finite", remedy)
     return number
-
-
-def flag_of(name: str) -> str:
-    """How the setting of this name is typed."""
-    return "--" + name.replace("_", "-")
 
 
 def is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Muon for any PyTorch model: `Muon`, one optimizer over plain tensors, DTensors of FSDP2, and Megatron-FSDP's.
+"""Muon for any PyTorch model: plain tensors, and DTensors of FSDP2 and Megatron-FSDP.
 
 `selection` says which parameters are matrices for Muon, `cuts` who holds which rows of them, `muon`
 puts the two and the core's `ShardedMuon` together. Imports no Megatron.

@@ -1,4 +1,4 @@
-"""A warning where Muon takes few of the matrices inside a network, though nobody asked for that."""
+"""A warning if Muon takes few of the matrices inside a network by default."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.fsdp.names import (
+from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
     EMBEDDING,
     OUTPUT,
@@ -19,26 +19,17 @@ from megatron_muon.fsdp.names import (
 from megatron_muon.fsdp.selection import BY_GROUP, BY_NAME, VECTOR, Selection, may_be_stack
 
 LEAST_SHARE = 0.5
-"""Of the elements of matrices inside the network, below which a warning says what is left."""
+"""Share of the elements of matrices inside the network below which there is a warning."""
 
 LARGEST_KERNEL = 16
-"""Side of a convolution's kernel, above which a parameter of more than two dimensions counts as a stack of matrices."""
+"""Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
 
-_NOT_COUNTED = (
-    BY_GROUP,
-    BY_NAME,
-    "--muon-exclude",
-    OUTPUT,
-    VECTOR,
-    "vectors",
-    "table",
-    "no elements",
-)
-"""Reasons that users gave, and those of weights that are no matrices inside the network."""
+_NOT_COUNTED = (BY_GROUP, BY_NAME, OUTPUT, VECTOR, "vectors", "table", "no elements")
+"""Reasons that users gave, and those of weights that are not matrices inside the network."""
 
 
 class Inside(NamedTuple):
-    """A matrix inside the network, or a stack, and why Muon leaves it; empty where it does not."""
+    """A matrix inside the network, or a stack, and why Muon leaves it, if it does."""
 
     name: str
     elements: int
@@ -46,14 +37,12 @@ class Inside(NamedTuple):
 
 
 def warn_if_few(selection: Selection) -> None:
-    """Warn, once, where under half of the elements of matrices inside the network go to Muon."""
+    """Warn, once, if under half of the elements of matrices inside the network go to Muon."""
     inside = []
-    for parameter, name in selection.names.items():
-        why = selection.why.get(parameter, "")
-        if parameter in selection.views or is_left(
-            name, parameter, why, selection.roles.get(name, "")
-        ):
-            inside.append(Inside(name, parameter.numel(), why))
+    for parameter, choice in selection.choices.items():
+        name = choice.name
+        if choice.view is not None or is_left(name, parameter, choice.why, choice.role):
+            inside.append(Inside(name, parameter.numel(), choice.why))
     remedy = (
         "name what Muon is to take in matrices= or stacks=, and put the rest into a group with"
         " optimizer='adamw'"
@@ -63,11 +52,11 @@ def warn_if_few(selection: Selection) -> None:
 
 
 def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
-    """The warning, or nothing where at least half of the elements go to Muon."""
+    """The warning; empty if at least half of the elements go to Muon."""
     inside = list(inside)
     left = [each for each in inside if each.why]
     total = sum(each.elements for each in inside)
-    taken = total - sum(each.elements for each in left)
+    taken = sum(each.elements for each in inside if not each.why)
     if not left or taken >= LEAST_SHARE * total:
         return ""
     largest = max(left, key=lambda each: each.elements)
@@ -78,7 +67,7 @@ def warning_of_few(inside: Iterable[Inside], remedy: str) -> str:
 
 
 def is_left(name: str, parameter: torch.Tensor, why: str, role: str = "") -> bool:
-    """Whether AdamW got what looks like a matrix inside the network, or a stack, though the user did not say so."""
+    """Whether AdamW takes an apparent matrix or stack inside the network that no user excluded."""
     if not why or why in _NOT_COUNTED or parameter.ndim < 2:
         return False
     if parameter.ndim > 2:

@@ -1,8 +1,8 @@
-"""Parameters of other libraries that are no matrices for Muon: flat buffers, partitions and packed weights.
+"""Parameters of other libraries that Muon cannot read: flat buffers, partitions and packed weights.
 
-Each is recognised by its class or its attributes, without importing the library. To read one as a
-matrix, or to leave it to AdamW because it has one dimension, would train something else than what
-the user asked for.
+Each is recognized by its class or its attributes, without importing the library. Reading one as a
+matrix, or leaving it to AdamW because it has one dimension, would train something else than the
+user asked for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.errors import UserError
 
 _READABLE = {"DTensor", "FakeTensor", "FunctionalTensor", "WeightWithDynamicFloat8CastTensor"}
-"""Subclasses that torch dispatches to, and whose elements are plain numbers; the last one is torchao's, for training
-with float8 all-gathers."""
+"""Subclasses that torch dispatches to, and whose elements are plain numbers; the last one is
+torchao's, for training with float8 all-gathers."""
 
 _PACKED_MODULES = {"Linear4bit", "Embedding4bit", "Linear8bitLt", "Embedding8bit"}
-"""Modules of bitsandbytes, whose weights are codes also where a wrapper has taken their class."""
+"""Modules of bitsandbytes; their weights are codes also if a wrapper has removed their class."""
 
 _USE_FSDP2 = "Muon needs whole matrices; use fully_shard (FSDP2)"
 
 
 class Foreign(NamedTuple):
-    """A parameter of another library: its kind, the remedy, and whether AdamW can update it all the same."""
+    """A parameter of another library: its kind, the remedy, and whether AdamW can update it."""
 
     kind: str
     remedy: str
@@ -35,7 +35,7 @@ class Foreign(NamedTuple):
 
 
 def foreign(parameter: torch.Tensor, module: nn.Module | None = None) -> Foreign | None:
-    """The kind of a parameter that Muon cannot read; None where it can. `module` is its owner, where that is known."""
+    """The kind of a parameter that Muon cannot read, if so. `module`: its owner, if known."""
     if nn.parameter.is_lazy(parameter):
         return Foreign("an uninitialised parameter", "run a forward pass first")
     return _sharded(parameter) or _packed(parameter, module) or _flattened(parameter, module)
@@ -67,18 +67,17 @@ def _sharded(parameter: Any) -> Foreign | None:
 
 
 def _is_fsdp1_shard(parameter: Any) -> bool:
-    """Whether FSDP1 has left one dimension of a parameter, as `use_orig_params=True` does; vectors are not told apart.
+    """Whether a parameter is flattened by FSDP1, by `use_orig_params=True`.
 
     Source: torch.distributed.fsdp._common_utils.FSDP_FLATTENED.
     """
-    flattened = getattr(parameter, "_fsdp_flattened", False) and not getattr(
-        parameter, "_is_flat_param", False
-    )
-    return bool(flattened) and parameter.ndim == 1
+    if getattr(parameter, "_is_flat_param", False):
+        return False
+    return parameter.ndim == 1 and getattr(parameter, "_fsdp_flattened", False)
 
 
 def _is_cut_from_matrix(parameter: Any) -> bool:
-    """Whether one dimension is left of a matrix: a view of its elements, or a copy with megatron-core's attributes."""
+    """Whether a vector was cut from a matrix: a view, or a copy with Megatron's attributes."""
     if isinstance(parameter, DTensor) or parameter.ndim != 1:
         return False
     base = parameter._base
@@ -90,14 +89,10 @@ def _packed(parameter: Any, module: nn.Module | None) -> Foreign | None:
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     remedy = "Muon needs plain numbers; freeze it (requires_grad_(False)) and train adapters"
     classes = _class_names(local)
-    is_plain = getattr(local, "has_fp16_weights", False) or getattr(
-        module, "has_fp16_weights", False
-    )
-    in_module = (
-        module is not None and parameter.ndim == 2 and bool(_PACKED_MODULES & _class_names(module))
-    )
+    is_plain = any(getattr(each, "has_fp16_weights", False) for each in (local, module))
+    in_module = parameter.ndim == 2 and bool(_PACKED_MODULES & _class_names(module))
     if (classes & {"Params4bit", "Int8Params"} or in_module) and not is_plain:
-        shown = type(local).__name__ if not in_module else type(module).__name__
+        shown = type(module if in_module else local).__name__
         return Foreign(f"a packed weight of bitsandbytes ({shown})", remedy)
     dispatches = type(local).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
     if dispatches and not classes & _READABLE:
@@ -119,16 +114,18 @@ def _class_names(instance: object) -> set[str]:
 
 
 def refuse_foreign(
-    given: Iterable[tuple[str, torch.Tensor, bool]], modules: Mapping[str, nn.Module] | None = None
+    given: Iterable[tuple[str, torch.Tensor, bool]],
+    modules: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Raise a UserError for the first parameter that Muon cannot read, with its kind and the remedy.
+    """Raise a UserError for the first parameter that Muon cannot read, with kind and remedy.
 
     `given` has names, parameters, and whether their group asks for AdamW, which can update flat
-    shards; `modules` are those of the model by name. Where FSDP1 keeps a matrix whole (NO_SHARD
-    with `use_orig_params`), so it does vectors.
+    shards; `modules` are those of the model by name. If FSDP1 keeps a matrix whole (NO_SHARD with
+    `use_orig_params`), vectors are whole too.
     """
     given = list(given)
-    is_whole = any(getattr(p, "_fsdp_flattened", False) and p.ndim > 1 for _, p, _ in given)
+    matrices = [p for _, p, _ in given if p.ndim > 1]
+    is_whole = any(getattr(p, "_fsdp_flattened", False) for p in matrices)
     for name, parameter, for_adamw in given:
         module = (modules or {}).get(name.rpartition(".")[0])
         if is_whole and _is_fsdp1_shard(parameter):

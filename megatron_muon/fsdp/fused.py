@@ -1,9 +1,8 @@
-"""Weights that hold several matrices: how their rows divide, by the module that splits what the weight computes.
+"""Weights that hold several matrices: how the module that splits the output divides their rows.
 
-A name does not say it: `query_key_value` has all queries first in one model and takes turns head by
-head in another. So the class of the module does, for families of transformers, some code from its
-hub, and torch.nn. What only looks fused is not split; the table says so, with a `split=` that would
-divide it.
+A name is not enough: `query_key_value` has all queries first in one model and alternates by head in
+another. So the class of the module decides, for families of transformers, some code from its hub,
+and torch.nn. A weight that only looks fused is not split, and the table says so.
 """
 
 from __future__ import annotations
@@ -23,27 +22,23 @@ Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""
 
 Split = int | str | Sequence[int | str]
-"""Rows of the matrices that are fused in one: `(4096, 1024, 1024)`, repeated to fill the rows, each alone; the same
-after "interleaved", `("interleaved", 64, 64, 64)`, where part i of every repetition belongs to matrix i; "interleaved"
-alone, for rows that take turns; "whole", for one matrix."""
+"""Rows of the matrices that are fused in one: `(4096, 1024, 1024)`, repeated to fill the rows, each
+a block; the same after "interleaved", `("interleaved", 64, 64, 64)`, if part i of every repetition
+belongs to matrix i; "interleaved" alone, if rows alternate; "whole", for one matrix."""
 
-WHOLE, INTERLEAVED = "whole", "interleaved"
-"""Words of `split=`: one block; rows of the matrices take turns."""
+WHOLE = "whole"
+INTERLEAVED = "interleaved"
+"""Words of `split=`: one block; rows of the matrices alternate."""
 
 LOOKS_FUSED = re.compile(
     r"weight_[ih]h|in_proj(?!_[a-z](\.|$))|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value"
     r"|(?<![a-z])(x_proj|w?kv(?![a-z]))",
     re.I,
 )
-"""Names of layers, megatron-core's and others, that keep several matrices in one weight."""
-
-_ONE_MATRIX = re.compile(
-    r"(q|k|v|o|query|key|value|up|gate|down|out)(_[a-z]+)?_(proj|lin|linear)|query|key|value|dense"
-)
-"""Names of layers that make one thing, whatever their sizes add up to."""
+"""Names of layers that keep several matrices in one weight."""
 
 Divide = Callable[[Any, int], RowSplit]
-"""The split of a weight from the module whose forward splits its output, and the number of rows."""
+"""The split of a weight by the module whose forward splits its output, and the number of rows."""
 
 
 def _equal(count: int) -> Divide:
@@ -63,14 +58,14 @@ def _sizes(*names: str) -> Divide:
 
 
 def _by_head(owner: Any, rows: int) -> RowSplit:
-    """Query, key and value of each head together."""
+    """Query, key and value rows, head by head."""
     sizes = (getattr(owner, name, 0) for name in ("head_dim", "head_size", "attention_head_size"))
     head = next(filter(None, sizes))
     return RowSplit(rows // (3 * head), (head,) * 3)
 
 
 def _gated_query(owner: Any, rows: int) -> RowSplit:
-    """Query and gate of each head together."""
+    """Query and gate rows, head by head."""
     return RowSplit(rows // (2 * owner.head_dim), (owner.head_dim,) * 2)
 
 
@@ -105,7 +100,7 @@ def _conv1d(owner: Any, rows: int) -> RowSplit:
 
 
 def _codegen(owner: Any, rows: int) -> RowSplit:
-    """Query, value and key of each of four parts, which were TPU cores."""
+    """Query, value and key rows of four parts, one per TPU core."""
     return RowSplit(4, (rows // 12,) * 3)
 
 
@@ -114,14 +109,14 @@ def _interleaved(owner: Any, rows: int) -> RowSplit:
 
 
 def _gate_up(owner: Any, rows: int) -> RowSplit:
-    """`is_concatenated`: transformers' mark on modules of experts."""
+    """Gate, then up, or alternating; transformers marks experts with `is_concatenated`."""
     if getattr(owner, "is_concatenated", True):
         return RowSplit(1, (rows // 2,) * 2)
     return _interleaved(owner, rows)
 
 
 def _delta_qkvz(owner: Any, rows: int) -> RowSplit:
-    """Of each key head: query, key, then value and gate of its value heads."""
+    """Query, key, then value and gate rows of the value heads, by key head."""
     values = owner.value_dim // owner.num_k_heads
     return RowSplit(owner.num_k_heads, (owner.head_k_dim, owner.head_k_dim, values, values))
 
@@ -144,7 +139,7 @@ def _mamba_x(owner: Any, rows: int) -> RowSplit:
 
 
 def _latent_heads(owner: Any, rows: int) -> RowSplit:
-    """Keys and values of each head together, made from the latent."""
+    """Key and value rows, head by head."""
     nope, value = owner.qk_nope_head_dim, owner.v_head_dim
     return RowSplit(rows // (nope + value), (nope, value))
 
@@ -183,22 +178,17 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("*.JetMoeAttention", "kv_proj", HALVES),
     ("*.Lfm*ShortConv", "in_proj", THIRDS),
     ("*.ZambaMambaMixer", "in_proj", _interleaved),
-    *(
-        (f"*.{mixer}", "in_proj", HALVES)
-        for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
-    ),
-    *(
-        (f"*.{mixer}", "x_proj", _mamba_x)
-        for mixer in ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
-    ),
-    *(
-        (f"*.{mixer}", "in_proj", _mamba2)
-        for mixer in ("Mamba2Mixer", "BambaMixer", "NemotronHMamba2Mixer")
-    ),
-    *(
-        (f"*.{mixer}", "in_proj", _mamba2)
-        for mixer in ("Zamba2MambaMixer", "GraniteMoeHybridMambaLayer")
-    ),
+    ("*.MambaMixer", "in_proj", HALVES),
+    ("*.FalconMambaMixer", "in_proj", HALVES),
+    ("*.JambaMambaMixer", "in_proj", HALVES),
+    ("*.MambaMixer", "x_proj", _mamba_x),
+    ("*.FalconMambaMixer", "x_proj", _mamba_x),
+    ("*.JambaMambaMixer", "x_proj", _mamba_x),
+    ("*.Mamba2Mixer", "in_proj", _mamba2),
+    ("*.BambaMixer", "in_proj", _mamba2),
+    ("*.NemotronHMamba2Mixer", "in_proj", _mamba2),
+    ("*.Zamba2MambaMixer", "in_proj", _mamba2),
+    ("*.GraniteMoeHybridMambaLayer", "in_proj", _mamba2),
     ("*.FalconH1Mixer", "in_proj", _mamba2),
     ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
     ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
@@ -207,23 +197,23 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("*Attention", "kv_a_proj_with_mqa", _sizes("kv_lora_rank", "qk_rope_head_dim")),
     ("*Attention", "kv_b_proj", _latent_heads),
 )
-"""Class of the module that splits, with its package; name of the weight or of its layer; how the rows divide. The first
-line that matches holds.
+"""Patterns for the class of the module that splits, with its package, and for the weight or its
+layer; how the rows divide. The first match holds.
 
 Sources: the forward methods of these classes in transformers 5.23 and torch 2.13.
 """
 
 _STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts")
-"""Classes whose weights are (inputs, outputs), besides those that transformers marks `is_transposed`."""
+"""Classes with (inputs, outputs) weights that transformers does not mark as `is_transposed`."""
 
 
 def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
-    """The blocks of one matrix with so many rows; a UserError where `split` does not fit them."""
+    """The blocks of a matrix with `rows` rows; a UserError if `split` does not fit."""
     if split == WHOLE:
         return whole(rows)
     words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
-    takes_turns = words[:1] == (INTERLEAVED,)
-    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if takes_turns else words
+    is_interleaved = words[:1] == (INTERLEAVED,)
+    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if is_interleaved else words
     if not all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
         raise UserError(
             f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024),"
@@ -236,11 +226,11 @@ def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
         )
     parts = tuple(map(int, parts))
     repeats = rows // sum(parts)
-    return RowSplit(repeats, parts) if takes_turns else RowSplit(1, parts * repeats)
+    return RowSplit(repeats, parts) if is_interleaved else RowSplit(1, parts * repeats)
 
 
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
-    """The blocks of the weight of this name; None where no class is known that splits it, or sizes do not fit."""
+    """The blocks of the weight of this name; None if its class is unknown, or sizes do not fit."""
     owner, weight = _owner(name, modules)
     for pattern, weights, divide in FUSED:
         if fnmatchcase(weight, weights) and _is_a(owner, pattern):
@@ -255,20 +245,14 @@ def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
 def is_stored_transposed(name: str, modules: Modules) -> bool:
     """Whether a weight is stored as (inputs, outputs)."""
     module = modules.get(name.rpartition(".")[0])
-    return bool(getattr(module, "is_transposed", False)) or any(
-        _is_a(module, each) for each in _STORED_TRANSPOSED
-    )
+    if getattr(module, "is_transposed", False):
+        return True
+    return any(_is_a(module, each) for each in _STORED_TRANSPOSED)
 
 
-def note_of(name: str, matrix: tuple[int, int], modules: Modules) -> str:
-    """A note for a matrix that is one block and looks fused; empty for others."""
-    layer = _owner(name, modules)[1]
-    is_named_fused = LOOKS_FUSED.search(layer) is not None
-    if _ONE_MATRIX.fullmatch(layer) and not is_named_fused:
-        return ""
-    if parts := _sum_of_sizes(matrix, modules):
-        return f'looks fused: split={{"{layer}": {parts}}} would divide it'
-    if not is_named_fused:
+def note_of(name: str, modules: Modules) -> str:
+    """A note for a matrix that is one block and looks fused by its name; empty for others."""
+    if not LOOKS_FUSED.search(_owner(name, modules)[1]):
         return ""
     if modules:
         return "looks fused, by its name: see split="
@@ -276,7 +260,7 @@ def note_of(name: str, matrix: tuple[int, int], modules: Modules) -> str:
 
 
 def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
-    """The module whose forward uses a weight, and the name of the weight, or of its layer, in that module."""
+    """The module whose forward uses a weight, and the name of the weight, or its layer, in it."""
     path, _, last = name.rpartition(".")
     if last == "weight":
         path, _, last = path.rpartition(".")
@@ -284,26 +268,5 @@ def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
 
 
 def _is_a(module: nn.Module | None, pattern: str) -> bool:
-    return any(
-        fnmatchcase(f"{kind.__module__}.{kind.__name__}", pattern) for kind in type(module).__mro__
-    )
-
-
-def _sum_of_sizes(matrix: tuple[int, int], modules: Modules) -> tuple[int, ...]:
-    """Sizes of the model's config that add up to the rows of a projection of hidden states; none where one size does.
-
-    As fused projections have them: queries, keys and values; gate and up; keys and values.
-    """
-    config: Any = getattr(modules.get(""), "config", None)
-    hidden, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", 0)
-    rows, cols = matrix
-    if not isinstance(heads, int) or not heads or cols != hidden:
-        return ()
-    head = getattr(config, "head_dim", None) or hidden // heads
-    queries = heads * head
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * head
-    gate = getattr(config, "intermediate_size", None) or 4 * hidden
-    if rows in (hidden, queries, keys, gate):
-        return ()
-    possible = (queries, keys, keys), (gate, gate), (keys, keys)
-    return next((parts for parts in possible if sum(parts) == rows), ())
+    names = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
+    return any(fnmatchcase(name, pattern) for name in names)

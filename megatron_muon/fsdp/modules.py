@@ -1,13 +1,13 @@
-"""Roles of parameters that a model's modules tell, where names may not: embeddings, ties to them, output layers."""
+"""Roles of parameters by their modules: embeddings, weights tied to them, output layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from megatron_muon.fsdp.names import (
+from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
     EMBEDDING,
     LINEAR,
@@ -18,11 +18,11 @@ from megatron_muon.fsdp.names import (
 )
 
 _NO_VOCABULARY = ("pos", "wpe", "type")
-"""Parts of names of embeddings whose rows are not words, but positions or types of tokens."""
+"""Parts of names of embeddings whose rows are positions or types of tokens, not words."""
 
 
 def role_of(module: object) -> str:
-    """The role of a weight that this module holds, by the names of its classes; empty where they do not say it."""
+    """The role of a module's weight, by the names of its classes; empty if these say nothing."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return CONVOLUTION
     classes = [each.__name__ for each in type(module).__mro__]
@@ -32,7 +32,7 @@ def role_of(module: object) -> str:
 
 
 def roles_of(model: nn.Module) -> dict[str, str]:
-    """The roles of a model's weights, by the names of `named_parameters()`; what is tied to an embedding is one."""
+    """The roles of a model's weights by name; a weight that is tied to an embedding is one."""
     held = [(p, role_of(module)) for p, module in _held(model)]
     roles = {p: role for p, role in held if role}
     linear = {p for p, role in held if role == LINEAR}
@@ -69,48 +69,63 @@ def _returned(model: nn.Module, method: str) -> set[torch.Tensor]:
     return matrices
 
 
-def _outputs_by_width(model: nn.Module, roles: Mapping[str, str], tied: set[int]) -> set[str]:
-    """Names of output layers: linear layers as wide as the labels, and the last one as wide as the vocabulary.
+def _outputs_by_width(
+    model: nn.Module,
+    roles: Mapping[str, str],
+    tied: set[int],
+) -> set[str]:
+    """Names of output layers: linear layers as wide as the labels, and one as wide as a vocabulary.
 
-    The vocabulary is that of a config, or the rows of an embedding for a layer of its shape; its
-    layer follows all numbered blocks, and is not looked for where one is known or tied to an
-    embedding. Layers of a numbered block are no outputs; the last layer of an `nn.Sequential` is
-    numbered, too.
+    The vocabulary is that of a config, or the rows of an embedding for a layer of its shape. Its
+    layer is the last one that fits after all numbered blocks, and is not looked for if one is known
+    or tied to an embedding.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if name in roles}
     linear = [name for name in shapes if roles[name] == LINEAR]
+    # The last layer of an `nn.Sequential` is numbered, too.
     outside = [name for name in linear if not is_numbered(around(name))]
-    possible = [name for name in outside if not is_numbered(name) or name == linear[-1]]
     blocks = [place for place, name in enumerate(linear) if name not in outside]
-    behind = [name for name in possible if not blocks or linear.index(name) > blocks[-1]]
-    known = tied | {shapes[name][0] for name in shapes if roles[name] == OUTPUT or is_output(name)}
+    behind = []
+    for place, name in enumerate(linear):
+        is_possible = name in outside and (not is_numbered(name) or name == linear[-1])
+        if is_possible and place > max(blocks, default=-1):
+            behind.append(name)
+    known = set(tied)
+    for name, shape in shapes.items():
+        if roles[name] == OUTPUT or is_output(name):
+            known.add(shape[0])
     found = set[str]()
     for path, size in _sizes(model, "num_labels"):
-        found.update(
-            name for name in outside if name.startswith(path) and _is_as_wide(shapes[name], size)
-        )
+        found.update(_as_wide(outside, shapes, size, path))
     for path, size in _sizes(model, "vocab_size"):
-        fitting = [
-            name for name in behind if name.startswith(path) and _is_as_wide(shapes[name], size)
-        ]
-        found.update(fitting[-1:] if size not in known else [])
-    for table in (name for name in shapes if roles[name] == EMBEDDING):
-        is_vocabulary = shapes[table][0] not in known and not any(
-            part in table for part in _NO_VOCABULARY
-        )
-        alike = [name for name in behind if shapes[name] == shapes[table]]
-        fitting = [name for name in alike if _is_as_wide(shapes[name], shapes[table][0])]
-        found.update(fitting[-1:] if is_vocabulary else [])
+        if size not in known:
+            found.update(_as_wide(behind, shapes, size, path)[-1:])
+    for table in shapes:
+        rows = shapes[table][0]
+        is_vocabulary = not any(part in table for part in _NO_VOCABULARY)
+        if roles[table] == EMBEDDING and is_vocabulary and rows not in known:
+            of_its_shape = [name for name in behind if shapes[name] == shapes[table]]
+            found.update(_as_wide(of_its_shape, shapes, rows)[-1:])
     return found
 
 
-def _is_as_wide(shape: torch.Size, rows: int) -> bool:
-    """Whether a weight has so many outputs; where it has as many inputs, that says nothing."""
-    return shape[0] == rows != shape[1]
+def _as_wide(
+    names: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    size: int,
+    path: str = "",
+) -> list[str]:
+    """The weights below `path` with so many outputs, and not as many inputs, which say nothing."""
+    found = []
+    for name in names:
+        shape = shapes[name]
+        if name.startswith(path) and shape[0] == size != shape[1]:
+            found.append(name)
+    return found
 
 
 def _sizes(model: nn.Module, name: str) -> Iterator[tuple[str, int]]:
-    """A number in the configs of a model and its parts, with the start of the names below the part."""
+    """A number in the configs of a model and its parts, with the prefix of names in the part."""
     for path, module in model.named_modules():
         size = getattr(getattr(module, "config", None), name, None)
         if isinstance(size, int):

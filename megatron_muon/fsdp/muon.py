@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, override
@@ -10,49 +9,40 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import OWNER
-from megatron_muon.core.layout import Matrix, whole
 from megatron_muon.core.numbers import number_of
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp import arguments, checks, cuts
-from megatron_muon.fsdp.arguments import NS_COEFFICIENTS, NS_STEPS, in_arguments
-from megatron_muon.fsdp.build import make_parts, offload_run
+from megatron_muon.fsdp import cuts, guards, options
+from megatron_muon.fsdp.assembly import make_parts, offload_run
 from megatron_muon.fsdp.coverage import warn_if_few
 from megatron_muon.fsdp.fused import Split
-from megatron_muon.fsdp.part import Part, Source, source_of
-from megatron_muon.fsdp.selection import (
-    ADAMW,
-    MUON,
-    OPTIMIZER,
-    Rule,
-    Selection,
-    floats_of,
-    members_of,
-    select,
-    splits,
-)
-from megatron_muon.fsdp.state import MuonState
-from megatron_muon.fsdp.step import adamw_numbers, local_parts, put_on_device, step_adamw
+from megatron_muon.fsdp.group_muon import GroupMuon, ViewedParameter
+from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
+from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, floats_of, members_of
+from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
+from megatron_muon.fsdp.selection import Predicate, Selection, select
+from megatron_muon.fsdp.state_dicts import MuonState
+from megatron_muon.fsdp.step import adamw_numbers, local_part, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
-from megatron_muon.patterns import steps_of
 from megatron_muon.settings import MuonSettings
 
-_ALIKE = (
+_REMEDY = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
     " flatten=, stacks=, transposed=, split= and ns_steps_for="
 )
 
+_SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
+
 
 class Muon(MuonState):
-    """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
+    """Muon for the matrices inside a network, AdamW for embeddings, output layer and vectors.
 
         model = fully_shard(model)                                  # or DDP, Megatron-FSDP, nothing
         optimizer = megatron_muon.Muon(model, lr=0.02, adamw_lr=3e-4)
@@ -84,7 +74,7 @@ class Muon(MuonState):
         eps: matrices whose momentum has a smaller norm are divided by this instead, so that their
             updates are smaller; with 0 updates do not depend on the scale of gradients.
         adjust_lr_fn: how updates are scaled by a matrix's shape: a key of
-            `fsdp.arguments.ADJUST_LR`.
+            `fsdp.options.ADJUST_LR`.
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns,
             or a function of name and parameter.
         exclude: patterns of what goes to AdamW all the same.
@@ -121,7 +111,7 @@ class Muon(MuonState):
         UserError: a ValueError that names parameter or value, and the remedy.
     """
 
-    _step_supports_amp_scaling = checks.NoScaler()
+    _step_supports_amp_scaling = guards.NoScaler()
 
     def __init__(
         self,
@@ -135,7 +125,7 @@ class Muon(MuonState):
         ns_steps: int = NS_STEPS,
         adjust_lr_fn: str | None = None,
         *,
-        matrices: Sequence[str] | Rule | None = None,
+        matrices: Sequence[str] | Predicate | None = None,
         exclude: Sequence[str] = (),
         flatten: Mapping[str, bool] | None = None,
         stacks: Sequence[str] = (),
@@ -168,127 +158,98 @@ class Muon(MuonState):
         cuda_graph: bool = False,
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
+        given = dict(locals())
+        for name in ("self", "params", "__class__"):
+            given.pop(name, None)
         self._run: OffloadRun | None = None
         self._warned = set[str]()
-        self._settings = {
-            name: number_of(value)
-            for name, value in locals().items()
-            if name not in ("self", "params", "__class__")
-        }
-        with in_arguments():
-            arguments.check(self._settings)
+        self._settings = {name: number_of(value) for name, value in given.items()}
+        with word_as_arguments():
+            options.check_options(self._settings)
             self._build(self._select(params))
         if matrices is None:
             warn_if_few(self.selection)
 
     def _select(self, params: Any) -> Selection:
-        chosen_by = "matrices", "exclude", "flatten", "stacks", "transposed"
-        return select(params, **{name: self._settings[name] for name in chosen_by})
+        return select(params, **{name: self._settings[name] for name in _SELECTING})
 
     def _build(self, selection: Selection) -> None:
-        """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
-        # none but on a refill
-        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}
+        """Make everything, or nothing: a failure leaves no file and no folder. Collective."""
+        hooks = {}
+        for name, value in vars(self).items():
+            if name.endswith("_hooks"):
+                hooks[name] = value
         self.close()
-        self._building, self._has_stepped = True, False
+        self._building = True
+        self._has_stepped = False
         self.selection = selection
-        for options in selection.groups:
-            options.update(floats_of(options))
+        for group in selection.groups:
+            group.update(floats_of(group))
         try:
-            self._build_matrices(selection)
-            self._add_groups(selection)
+            self._build_parts()
+            self._add_groups()
             self._members = members_of(self.param_groups)
-            others = (p for p in self._members if p not in selection.views)
-            self._placed_of_adamw = [(p, checks.placement_of(p)) for p in others]
+            self._placed = {p: guards.placement_of(p) for p in self._members}
             self._building = False
             vars(self).update(hooks)
             self.initialize_state()
-            self.metrics = Sampler(
-                self.parts, interval=self._settings["metrics_interval"], group=self.group
-            )
+            interval = self._settings["metrics_interval"]
+            self.metrics = Sampler(self.parts, interval=interval, group=self.group)
             if self._settings["cuda_graph"]:
                 self._capture()
         except BaseException:
             self.close()
             raise
 
-    def _build_matrices(self, selection: Selection) -> None:
-        """Make the parts: exchange, plan and state of the matrices on each set of ranks. Collective."""
-        given, names, parameters = self._settings, selection.names, list(selection.views)
-        self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
-        steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
-        selection.splits = splits(given["split"] or {}, selection)
-        by_ranks: dict[tuple[int, ...], dict[torch.Tensor, list[Matrix]]] = {}
-        for p in parameters:
-            view = selection.views[p]
-            split = selection.splits.get(p, whole(view.matrix[0]))
-            matrices = [
-                Matrix(name, view.matrix, (), split, steps.get(names[p], 0))
-                for name in view.names(names[p])
-            ]
-            by_ranks.setdefault(cuts.ranks_of(names[p], p), {})[p] = matrices
-        in_order = sorted(by_ranks)  # the same on all ranks, as all that follows is collective
-        # else those of a mesh
-        in_files = given["offload"] == "nvme" and dist.is_initialized() and not any(in_order)
-        beside = (
-            dist.get_process_group_ranks(given["process_group"])
-            if given["share_replicated"] or in_files
-            else ()
-        )
-        together = [ranks or tuple(beside) for ranks in in_order]
-        for ranks in together:
-            checks.compare_settings(given, selection.groups, ranks)
-        plain = given["process_group"] or dist.group.WORLD if given["share_replicated"] else Alone()
-        first = [next(iter(by_ranks[ranks])) for ranks in in_order]
-        groups: list[Any] = [
-            cuts.group_of(p.device_mesh) if isinstance(p, DTensor) else plain for p in first
-        ]
-        largest = max(together, key=len)
-        self.group = groups[together.index(largest)]
-        if given["metrics_interval"] and not all(set(ranks) <= set(largest) for ranks in together):
-            raise UserError(
-                f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of"
-                f" ranks that hold a parameter together, and {together} cross; use"
-                " metrics_interval=0"
-            )
-        # on files of no mesh
+    def _build_parts(self) -> None:
+        """Make exchange, plan and state of the matrices on each set of ranks. Collective."""
+        given = self._settings
+        sets = rank_sets(self.selection, given)
+        for each in sets:
+            guards.compare_settings(given, self.selection.groups, each.ranks)
+        groups = [each.group(given) for each in sets]
+        check_within_largest(sets, given)
+        sizes = [len(each.ranks) for each in sets]
+        self.group = groups[sizes.index(max(sizes))]
+        # ranks of no mesh agree over this group on what their files have lost
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
-        self._state_groups = [agreeing if isinstance(group, Alone) else group for group in groups]
-        self._run = offload_run(arguments.settings_of(given))
+        self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]
+        self._run = offload_run(options.settings_of(given))
         self.parts = []
-        for ranks, group in zip(in_order, groups, strict=True):
-            self.parts.append(self._part(by_ranks[ranks], group))
-            self.parts[-1].copies = self.group.size() if isinstance(group, Alone) else 1
-        schemes = {part.exchange.scheme for part in self.parts}
+        for number, each in enumerate(sets):
+            if self._run is not None:
+                self._run.group = self._state_groups[number]
+            self.parts.append(self._make_part(each, groups[number]))
+        exchanges = [part.exchange for part in self.parts]
+        schemes = {each.scheme for each in exchanges}
         if given["team_size"] != AUTO and OWNER not in schemes:
             raise UserError(
                 f"team_size={given['team_size']!r} has no effect here: no rank owns what others"
                 " hold; leave it out"
             )
-        self.digest = "-".join(
-            part.exchange.plan.digest() for part in self.parts if part.exchange.plan is not None
-        )
-        self._placed = [(p, checks.placement_of(p)) for p in parameters]
+        plans = [each.plan for each in exchanges if each.plan is not None]
+        self.digest = "-".join(plan.digest() for plan in plans)
+        first = next(iter(self.selection.views))
+        self._from_megatron_fsdp = hasattr(first, "_megatron_fsdp_model")
 
-    def _part(self, matrices: Mapping[torch.Tensor, list[Matrix]], group: Any) -> Part:
-        """The part of parameters whose ranks are those of `group`. Collective."""
-        given, selection, parameters = self._settings, self.selection, list(matrices)
-        settings, device = arguments.settings_of(given), parameters[0].device
-        layout, mine = cuts.layout_of(matrices, group, remedy=_ALIKE, views=selection.views)
-        sources = list[Source]()
-        for p in parameters:
-            first = sources[-1].first + sources[-1].view.count if sources else 0
-            view = selection.views[p]
-            sources.append(
-                source_of(selection.names[p], p, view, mine[first : first + view.count], first)
-            )
-        cuts_of = (cut for p in parameters if isinstance(p, DTensor) for cut in p.placements)
-        replicated = all(isinstance(cut, Replicate) for cut in cuts_of)
-        if self._run is not None:
-            self._run.group = self._state_groups[len(self.parts)]
+    def _make_part(self, rank_set: RankSet, group: Any) -> GroupMuon:
+        """The optimizer of parameters whose ranks are those of `group`. Collective."""
+        given = self._settings
+        matrices = rank_set.matrices
+        views = self.selection.views
+        layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY, views=views)
+        viewed: dict[torch.Tensor, ViewedParameter] = {}
+        first = 0
+        for p in matrices:
+            end = first + views[p].count
+            name = self.selection.name(p)
+            viewed[p] = ViewedParameter(name, p, views[p], mine[first:end], first)
+            first = end
+        device = next(iter(matrices)).device
+        held = Held(layout, group, device, [1] * len(mine), mine, replicated=rank_set.replicated)
         exchange, rules, store = make_parts(
-            Held(layout, group, device, [1] * len(mine), mine, replicated=replicated),
-            settings,
+            held,
+            options.settings_of(given),
             self._orthogonalizer(device),
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
@@ -297,47 +258,43 @@ class Muon(MuonState):
         )
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
-        standing = {source.parameter: source.matrices for source in sources}
-        members = [
-            [one for p in options["params"] for one in standing.get(p, [])]
-            for options in selection.groups
-        ]
-        numbered = enumerate(zip(selection.groups, members, strict=True))
-        of_groups = [
-            (number, {**options, "params": some}) for number, (options, some) in numbered if some
-        ]
-        defaults = {
-            "lr": float(given["lr"]),
-            "momentum": given["momentum"],
-            "weight_decay": given["weight_decay"],
-        }
-        of_matrices = zip(itertools.chain(*standing.values()), layout.matrices, strict=True)
-        return Part(
-            sources,
-            of_groups,
+        groups = []
+        for number, group_options in enumerate(self.selection.groups):
+            members = [viewed[p] for p in group_options["params"] if p in viewed]
+            if members:
+                tensors = [matrix for each in members for matrix in each.matrices]
+                groups.append((number, {**group_options, "params": tensors}))
+        tensors = [matrix for each in viewed.values() for matrix in each.matrices]
+        names = [matrix.name for matrix in layout.matrices]
+        part = GroupMuon(
+            list(viewed.values()),
+            groups,
             exchange,
             rules,
-            defaults=defaults,
-            names={one: m.name for one, m in of_matrices},
+            defaults=self._defaults(),
+            names=dict(zip(tensors, names, strict=True)),
             store=store,
             skip_missing=True,
         )
+        if isinstance(group, Alone):
+            part.copies = self.group.size()
+        return part
 
-    def _add_groups(self, selection: Selection) -> None:
-        """Make the parameter groups, those of AdamW with its settings, in the order that was given."""
-        defaults = {
-            name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")
-        }
-        of_adamw = {
-            name: self._settings[f"adamw_{name}"] for name in ("lr", "weight_decay", "betas", "eps")
-        }
-        of_adamw |= {
-            name: defaults[name] for name in ("lr", "weight_decay") if of_adamw[name] is None
-        }
-        of_adamw |= floats_of(of_adamw)
-        for group in selection.groups:
-            group.update({**(defaults if group[OPTIMIZER] == MUON else of_adamw), **group})
-        torch.optim.Optimizer.__init__(self, selection.groups, defaults)
+    def _defaults(self) -> dict[str, float]:
+        return {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
+
+    def _add_groups(self) -> None:
+        """Make the parameter groups, those of AdamW with its settings, in the given order."""
+        defaults = self._defaults()
+        adamw: dict[str, Any] = {}
+        for name in ("lr", "weight_decay", "betas", "eps"):
+            value = self._settings[f"adamw_{name}"]
+            adamw[name] = defaults[name] if value is None else value
+        adamw.update(floats_of(adamw))
+        for group in self.selection.groups:
+            for name, value in (defaults if group[OPTIMIZER] == MUON else adamw).items():
+                group.setdefault(name, value)
+        torch.optim.Optimizer.__init__(self, self.selection.groups, defaults)
 
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
@@ -353,11 +310,9 @@ class Muon(MuonState):
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
-        scale_mode, factor = arguments.ADJUST_LR[given["adjust_lr_fn"]]
-        of_iteration = (
-            given[name] for name in ("ns_coefficients", "ns_steps", "fp32_matmul_prec", "ns")
-        )
-        iteration = arguments.iteration_of(*of_iteration)
+        scale_mode, factor = options.ADJUST_LR[given["adjust_lr_fn"]]
+        names = ("ns_coefficients", "ns_steps", "fp32_matmul_prec", "ns")
+        iteration = options.iteration_of(*(given[name] for name in names))
         iteration.check_steps_for(given["ns_steps_for"] or {})
         return Orthogonalizer(
             iteration,
@@ -369,39 +324,39 @@ class Muon(MuonState):
         )
 
     def close(self) -> None:
-        """Delete the files of momentum on disk; the optimizer is of no use any more."""
+        """Delete the files of momentum on disk; the optimizer cannot be used after that."""
         if self._run is not None:
             self._run.close()
         self._run = None
 
     def table(self, *, full: bool = False) -> str:
-        """Which parameters Muon takes and which AdamW, with the reason, what is split and what has no weight decay.
+        """Which parameters Muon takes and which AdamW, why, what is split and what does not decay.
 
-        A line for each kind of parameter, of which layers have one each; with `full` for each
-        parameter.
+        One line for each kind of parameter, such as all layers' query projections; with `full` for
+        each parameter.
         """
         return self.selection.table(full=full)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made, but for Megatron-FSDP's `fully_shard`.
+        """Refused once the optimizer is made, except from Megatron-FSDP's `fully_shard`.
 
         That empties an optimizer and gives it the sharded parameters; then it is made anew.
         """
         if self._building:
             super().add_param_group(param_group)
-        elif not self.param_groups:
-            if self.selection.grouped:
-                raise UserError(
-                    "fully_shard(model, optimizer) joins all parameter groups and loses their"
-                    " settings; use fully_shard_model(model), make Muon on its parameters, then"
-                    " fully_shard_optimizer(optimizer)"
-                )
-            with in_arguments():
-                parameters = list(param_group["params"])
-                self._build(self.selection.resharded(parameters) or self._select(parameters))
-        else:
+            return
+        if self.param_groups:
             raise UserError("Muon plans who owns what when it is made; give it all parameters then")
+        if self.selection.grouped:
+            raise UserError(
+                "fully_shard(model, optimizer) joins all parameter groups and loses their"
+                " settings; use fully_shard_model(model), make Muon on its parameters, then"
+                " fully_shard_optimizer(optimizer)"
+            )
+        parameters = list(param_group["params"])
+        with word_as_arguments():
+            self._build(self.selection.resharded(parameters) or self._select(parameters))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -413,88 +368,101 @@ class Muon(MuonState):
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what `closure` returns. Collective.
+        """Update every parameter that has a gradient; returns what `closure` returns. Collective.
 
-        Raises: UserError: parameters have changed since the optimizer was made, a gradient is
-        sparse, or it is closed. OffloadError: on every rank where one cannot read its momentum; no
-        weight has changed if it lay in the buffer, else matrices that came before it have moved.
-        The optimizer is of no use afterwards.
+        Raises:
+            UserError: parameters have changed since the optimizer was made, a gradient is sparse,
+                or it is closed.
+            OffloadError: on every rank if one cannot read its momentum. No weight has changed if it
+                was in the buffer, else matrices that came before it have. The optimizer cannot be
+                used after that.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_up_exchanged()
+        self._follow_exchanged()
         self._require_open()
-        arguments.check_groups(self.param_groups, self._settings)
-        placed = self._placed if self._has_stepped else self._placed + self._placed_of_adamw
-        checks.check_parameters(placed, self.selection.names, self.selection.frozen)
+        options.check_groups(self.param_groups, self._settings)
+        guards.check_parameters(self._placed, self.selection)
         if not self._has_stepped:
-            if self._from_megatron_fsdp and checks.are_zero(self._members, self.group):
-                # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is
-                # there
+            if self._from_megatron_fsdp and guards.are_zero(self._members, self.group):
+                # the step by which Megatron-FSDP's fully_shard_optimizer makes state
                 return loss
-            checks.find_orphans(self._members, self.selection.names)
-            with in_arguments():
-                for part in self.parts:
-                    part.check_weights()
+            self._check_first_step()
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
-        of_adamw = [
+        adamw = [
             (group, adamw_numbers(group))
             for group in self.param_groups
             if group[OPTIMIZER] == ADAMW
         ]
         self._restart_cleared(self._members)
         for part in self.parts:
-            part.take_up_replaced(self.state)
+            part.adopt_replaced(self.state)
             part.take_settings(self.param_groups)
             part.take_gradients()
         with self.metrics.step():
             for part in self.parts:
                 part.update_matrices()
             self.refuse_lost_state()
-            for group, numbers in of_adamw:
+            for group, numbers in adamw:
                 step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
-            part.let_go()
+            part.drop_gradients()
             part.show_settings(self.param_groups)
+        if not self._has_stepped:
+            # AdamW's parameters are checked once, as nothing here views their memory
+            self._placed = {p: self._placed[p] for p in self.selection.views}
         self._has_stepped = True
         return loss
 
+    def _check_first_step(self) -> None:
+        guards.check_orphans(self._members, self.selection)
+        with word_as_arguments():
+            for part in self.parts:
+                part.check_weights()
+
     def skipped_updates(self) -> dict[str, int]:
-        """Updates skipped since the last call, by matrix, where this rank has a part of it. Waits for the device."""
-        return {
-            name: count for part in self.parts for name, count in part.skipped_updates().items()
-        }
+        """Updates skipped since the last call, by matrix, if this rank holds rows of it.
+
+        Waits for the device.
+        """
+        skipped: dict[str, int] = {}
+        for part in self.parts:
+            skipped.update(part.skipped_updates())
+        return skipped
 
     @override
-    def _take_up_exchanged(self) -> None:
-        """Make it anew where `param_groups` have got other parameters since, as accelerate gives them. Collective then.
+    def _follow_exchanged(self) -> None:
+        """Make everything anew if `param_groups` have other parameters now. Collective then.
 
         Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
         """
         now = members_of(self.param_groups)
         if len(now) != len(self._members):
-            flat = any(p.ndim == 1 for p in now) and not any(p.ndim == 2 for p in now)
-            remedy = (
-                "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat buffers"
-                " (as of ZeRO)"
-            )
+            dimensions = {p.ndim for p in now}
+            remedy = "give it all parameters then"
+            if 1 in dimensions and 2 not in dimensions:
+                remedy = (
+                    "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat"
+                    " buffers (as of ZeRO)"
+                )
             raise UserError(
                 f"param_groups have {len(now)} parameters, and had {len(self._members)} when the"
-                f" optimizer was made; {remedy if flat else 'give it all parameters then'}"
+                f" optimizer was made; {remedy}"
             )
         if not any(map(operator.is_not, now, self._members)):
             return
-        kept = [slot for slots in self.state.values() for slot in slots.values()]
-        momentum = self.momentum_state().values() if self.stores else ()
-        if any(bool(slot.any()) for slot in local_parts([*kept, *momentum])):
+        slots = [slot for slots in self.state.values() for slot in slots.values()]
+        if self.stores:
+            slots += self.momentum_state().values()
+        if any(local_part(slot).any() for slot in slots):
             raise UserError(
                 "parameters in param_groups were exchanged after steps, so their state would be"
                 " lost; exchange them before the first step, and load state after that"
             )
         self.state.clear()
-        with in_arguments():
+        with word_as_arguments():
             self._build(self.selection.exchanged(self._members, self.param_groups))

@@ -1,4 +1,4 @@
-"""Which parameters of a model Muon takes and which AdamW, by names, patterns and groups, and the table that says so.
+"""Which parameters of a model Muon takes and which AdamW, by names, patterns and groups.
 
 Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or
 an output layer, and a 3D parameter of experts is a stack of them. A shape alone says nothing, so
@@ -8,8 +8,7 @@ its optimizer.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import nn
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
-from megatron_muon.core.numbers import check_number, number_of
 from megatron_muon.fsdp import fused
-from megatron_muon.fsdp.foreign import foreign, refuse_foreign
+from megatron_muon.fsdp.foreign import refuse_foreign
 from megatron_muon.fsdp.modules import roles_of
-from megatron_muon.fsdp.names import (
+from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
     EMBEDDING,
     LINEAR,
@@ -32,56 +30,58 @@ from megatron_muon.fsdp.names import (
     is_output,
     is_table,
 )
-from megatron_muon.fsdp.table import FROZEN, Row, blocks, table
+from megatron_muon.fsdp.parameter_groups import (
+    ADAMW,
+    DECAY_VECTORS,
+    FOR_OTHER,
+    MUON,
+    OPTIMIZER,
+    Given,
+    check_tensor,
+    decays,
+    members_of,
+    name_in_megatron_fsdp,
+    read_parameters,
+)
+from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.fsdp.views import View
 from megatron_muon.patterns import matching
 
-MUON, ADAMW = "muon", "adamw"
-OPTIMIZER = "optimizer"
-"""The key of a parameter group that says which of the two takes it."""
-
-DECAY_VECTORS = "decay_vectors"
-"""The key of a group of AdamW's that says whether its weight decay holds for what has fewer than two dimensions too."""
-
 VECTOR = "vector"
-"""Why a weight of one row or column is no matrix."""
+"""Why AdamW takes a weight of one row or column."""
 
-BY_GROUP, BY_NAME = "its group says so", "exclude"
-"""Why a parameter is AdamW's where the user has said so."""
+BY_GROUP = "its group says so"
+BY_NAME = "exclude"
+"""Why AdamW takes a parameter where the user said so."""
 
-_NUMBERS = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    "momentum": "muon_momentum",
-    "eps": "adam_eps",
-}
-"""Numbers that a group may have, with the names of their ranges."""
-
-Rule = Callable[[str, torch.Tensor], bool]
+Predicate = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
 
-_FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
-"""Settings of a group that have no effect on its part of Muon, or of AdamW."""
 
-OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-"""Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
+@dataclass
+class Choice:
+    """The optimizer of a parameter, and how Muon reads it.
 
-KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
-"""Settings that a group may have."""
+    Attributes:
+        why: the reason for AdamW; empty for Muon.
+        role: the role of its module, if known.
+        view: how Muon reads it; None for AdamW.
+        split: the blocks of a matrix that holds several.
+        note: for the table, of matrices that look fused, and of adapters.
+    """
 
-NOTES = (
-    "name",
-    "param_names",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "swa_lr",
-)
-"""What else a group may have: a label, and what torch's schedulers keep in it."""
+    name: str
+    why: str = ""
+    role: str = ""
+    view: View | None = None
+    split: RowSplit | None = None
+    note: str = ""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+    def described(self) -> list[str]:
+        """Notes for the table."""
+        if self.view is None:
+            return [self.why]
+        return [self.view.described(), self.note if self.split is None else blocks(self.split)]
 
 
 @dataclass
@@ -91,111 +91,94 @@ class Selection:
     Attributes:
         groups: one for each that was given, in that order, and after these AdamW's parts of those
             that hold both.
-        names: a name for each parameter.
-        why: for each parameter of AdamW, the reason.
-        frozen: what needs no gradient.
-        views: how each parameter of Muon is read.
-        roles: those of weights whose modules are known, by name.
-        left_out: lines of the table for frozen parameters that are no plain numbers.
-        splits: the blocks of matrices that hold several.
-        known_splits: those that modules tell, where `split=` says nothing else.
-        notes: for the table, of matrices that look fused, and of adapters.
+        choices: of all parameters of the groups.
+        frozen: what needs no gradient, with names.
         grouped: whether groups with settings of their own were given.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
-    names: dict[torch.Tensor, str] = field(default_factory=dict)
-    why: dict[torch.Tensor, str] = field(default_factory=dict)
-    frozen: list[torch.Tensor] = field(default_factory=list)
-    views: dict[torch.Tensor, View] = field(default_factory=dict)
-    roles: dict[str, str] = field(default_factory=dict)
-    left_out: list[Row] = field(default_factory=list)
-    splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
-    known_splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
-    notes: dict[torch.Tensor, str] = field(default_factory=dict)
+    choices: dict[torch.Tensor, Choice] = field(default_factory=dict)
+    frozen: dict[torch.Tensor, str] = field(default_factory=dict)
     grouped: bool = False
 
+    @property
+    def views(self) -> dict[torch.Tensor, View]:
+        """How Muon reads each of its parameters."""
+        views = {}
+        for p, choice in self.choices.items():
+            if choice.view is not None:
+                views[p] = choice.view
+        return views
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """The name of a parameter of the groups."""
+        return self.choices[parameter].name
+
     def exchanged(
-        self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]
+        self,
+        before: Sequence[torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
     ) -> Selection:
-        """The same choice for `groups` that have other parameters in the places of those before."""
+        """The same choices for `groups` with other parameters in the places of those before."""
         pairs = list(zip(before, members_of(groups), strict=True))
+        chosen = [(new, self.choices[old]) for old, new in pairs]
+        for new, choice in chosen:
+            check_tensor(choice.name, new)
+        refuse_foreign((choice.name, new, choice.why == BY_GROUP) for new, choice in chosen)
         for old, new in pairs:
-            _check_tensor(self.names[old], new)
-        refuse_foreign((self.names[old], new, self.why.get(old) == BY_GROUP) for old, new in pairs)
-        for old, new in pairs:
-            if old in self.views and new.shape != old.shape:
-                shapes = f"{tuple(new.shape)} in param_groups, and was {tuple(old.shape)}"
+            if self.choices[old].view is not None and new.shape != old.shape:
                 raise UserError(
-                    f"{self.names[old]} is {shapes}; Muon needs whole matrices: use fully_shard"
-                    " (FSDP2)"
+                    f"{self.name(old)} is {tuple(new.shape)} in param_groups, and was"
+                    f" {tuple(old.shape)}; Muon needs whole matrices: use fully_shard (FSDP2)"
                 )
-        return replace(
-            self,
-            groups=[dict(group) for group in groups],
-            names={new: self.names[old] for old, new in pairs},
-            # those of before would keep the unsharded model in memory
-            frozen=[torch.empty(0)] * len(self.frozen),
-            why={new: self.why[old] for old, new in pairs if old in self.why},
-            views={new: self.views[old] for old, new in pairs if old in self.views},
-            splits={},
-            known_splits={
-                new: self.known_splits[old] for old, new in pairs if old in self.known_splits
-            },
-            notes={new: self.notes[old] for old, new in pairs if old in self.notes},
-        )
+        # the frozen tensors of before would keep the unsharded model in memory
+        frozen = {torch.empty(0): name for name in self.frozen.values()}
+        return Selection([dict(group) for group in groups], dict(chosen), frozen, self.grouped)
 
     def resharded(self, parameters: Iterable[torch.Tensor]) -> Selection | None:
-        """The same choice for Megatron-FSDP's parameters; None where they do not have the names of those before."""
-        now = {_known_name(p): p for p in parameters}
+        """The same choices for Megatron-FSDP's parameters; None if their names differ."""
+        now = {name_in_megatron_fsdp(p): p for p in parameters}
         before = members_of(self.groups)
-        if not all(self.names[p] in now for p in before):
+        if not all(self.name(p) in now for p in before):
             return None
-        groups = [
-            {**group, "params": [now[self.names[p]] for p in group["params"]]}
-            for group in self.groups
-        ]
+        groups = []
+        for group in self.groups:
+            members = [now[self.name(p)] for p in group["params"]]
+            groups.append({**group, "params": members})
         return self.exchanged(before, groups)
 
     def table(self, *, full: bool = False) -> str:
-        """Which optimizer takes which parameters, with the reason, what is split and what has no weight decay."""
+        """Which optimizer takes which parameters, why, what is split and what does not decay."""
         rows = []
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
-                notes = [self.why.get(p, ""), self.views[p].described() if p in self.views else ""]
-                notes.append(blocks(self.splits[p]) if p in self.splits else self.notes.get(p, ""))
+                choice = self.choices[p]
+                notes = choice.described()
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
-                rows.append(
-                    Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes)))
-                )
-        return table([*rows, *self.left_out], frozen=len(self.frozen), full=full)
-
-
-def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
-    """The parameters of all these groups."""
-    return [p for group in groups for p in group["params"]]
-
-
-def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether a group's weight decay holds for this parameter of AdamW's."""
-    return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
+                note = "; ".join(filter(None, notes))
+                rows.append(Row(group[OPTIMIZER], choice.name, p.shape, note))
+        return table(rows, frozen=len(self.frozen), full=full)
 
 
 def why_not_muon(
-    name: str, parameter: torch.Tensor, *, is_named: bool = False, role: str = ""
+    name: str,
+    parameter: torch.Tensor,
+    *,
+    is_named: bool = False,
+    role: str = "",
 ) -> str:
-    """Why a parameter is no matrix inside the network, or stack of these; empty where it is one.
+    """Why a parameter is not a matrix inside the network, or a stack of these; empty if it is.
 
-    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, where that is known
-    (`fsdp.names`).
+    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, if known.
     """
     is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
-        return f"{parameter.ndim}D{'' if role == CONVOLUTION else _how_to_stack(name, parameter)}"
+        hint = "" if role == CONVOLUTION else _stacks_hint(name, parameter)
+        return f"{parameter.ndim}D{hint}"
     if not parameter.numel():
         return "no elements"
-    if is_named:  # a patch embedding too, which is a convolution and no table
+    if is_named:  # a patch embedding too, which is a convolution and not a table
         return ""
     if role in (EMBEDDING, OUTPUT):
         return role
@@ -211,9 +194,9 @@ def why_not_muon(
 
 
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter of more than two dimensions can be read as matrices one after the other.
+    """Whether a parameter of more than two dimensions can be a stack of matrices.
 
-    A convolution is recognised by its name, or by a kernel with equal sides of at most 16.
+    A convolution is recognized by its name, or by a kernel with equal sides of at most 16.
     """
     rows, cols = parameter.shape[-2:]
     is_kernel = parameter.ndim > 3 and rows == cols <= 16
@@ -221,315 +204,180 @@ def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
     return min(rows, cols) > 1 and not is_convolution
 
 
-def _how_to_stack(name: str, parameter: torch.Tensor) -> str:
-    """Ends the table's line of a parameter that may be a stack of matrices, and whose name does not say so."""
+def _stacks_hint(name: str, parameter: torch.Tensor) -> str:
+    """How to have a possible stack read as matrices; the pattern finds it in every layer."""
     if parameter.ndim < 3 or not may_be_stack(name, parameter):
         return ""
-    return f'; stacks=["{_pattern_of(name)}"] reads it as matrices'
-
-
-def _pattern_of(name: str) -> str:
-    """A pattern that finds this parameter in every layer: what follows the last number."""
     parts = name.removesuffix(".weight").split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts) or name
+    while any(part.isdigit() for part in parts[:-1]):
+        parts.pop(0)
+    return f'; stacks=["{".".join(parts)}"] reads it as matrices'
 
 
 def select(
     params: Any,
-    matrices: Sequence[str] | Rule | None = None,
+    matrices: Sequence[str] | Predicate | None = None,
     exclude: Sequence[str] = (),
     flatten: Mapping[str, bool] | None = None,
     transposed: Sequence[str] = (),
     stacks: Sequence[str] = (),
+    split: Mapping[str, fused.Split] | None = None,
 ) -> Selection:
-    """Sort parameters by optimizer.
-
-    Args:
-        params: a model, whose modules then tell more than names do; `model.named_parameters()`,
-            tensors, or groups of either; a group may have `optimizer`, "muon" or "adamw", which
-            decides for its parameters.
-        matrices: what Muon is to take, instead of the rule by name: patterns (`matching`) or a
-            `Rule` of one's own.
-        exclude: such patterns of what goes to AdamW all the same.
-        flatten: such patterns of what is read with all dimensions but the first as columns; False
-            takes one back.
-        transposed: such patterns of weights that are stored as (inputs, outputs).
-        stacks: such patterns of parameters whose leading dimensions count matrices.
+    """Sort parameters by optimizer; arguments are those of `Muon`.
 
     Raises:
-        TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
+        TypeError: `params` is a tensor, or holds something that is not a tensor.
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
-    selection = Selection()
     modules: fused.Modules = {}
+    roles: Mapping[str, str] = {}
     if isinstance(params, nn.Module):
-        modules, selection.roles = dict(params.named_modules()), roles_of(params)
-    tensors = list(_trained(params, selection))
+        modules = dict(params.named_modules())
+        roles = roles_of(params)
+    given = read_parameters(params)
+    trained = [each for each in given if each.parameter.requires_grad]
     refuse_foreign(
-        ((selection.names[p], p, options.get(OPTIMIZER) == ADAMW) for _, p, options in tensors),
-        modules,
+        ((each.label, each.parameter, each.optimizer == ADAMW) for each in trained), modules
     )
-    selection.left_out = _packed_rows(selection, modules)
-    if not tensors:
+    if not trained:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
-    flat = set[str]()
-    of_more = [name for name, p, _ in tensors if name and p.ndim > 2]
-    for pattern, is_flat in (flatten or {}).items():
-        found = matching(
-            "flatten", [pattern], of_more, others=[name for name, _, _ in tensors if name]
-        )
-        flat = flat.union(found) if is_flat else flat.difference(found)
-    stacked = set(
-        matching("stacks", stacks, of_more, others=[name for name, _, _ in tensors if name])
-    )
-    if both := sorted(flat & stacked):
-        raise UserError(f"{both[0]} is named in flatten= and in stacks=; leave it out of one")
-    by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
-    if matrices is None:
-        named = flat | stacked
-        included = {
-            name
-            for name, p in by_name.items()
-            if not why_not_muon(name, p, is_named=name in named, role=selection.roles.get(name, ""))
-        }
-    elif callable(matrices):
-        included = {name for name, p in by_name.items() if matrices(name, p)}
-    else:
-        possible = [
-            name
-            for name, p in by_name.items()
-            if p.ndim == 2
-            or name in flat
-            or name in stacked
-            or (p.ndim > 2 and may_be_stack(name, p))
-        ]
-        included = set(matching("matrices", matrices, possible, others=by_name))
-    excluded = set(
-        matching("exclude", exclude, [name for name in by_name if name in included], others=by_name)
-    )
-    parts: dict[tuple[int, str], dict[str, Any]] = {}  # of each given group Muon's, AdamW's or both
-    for name, parameter, options in tensors:
-        optimizer, why = options.get(OPTIMIZER), BY_GROUP
-        if optimizer is None:
-            optimizer = MUON if not name or name in included - excluded else ADAMW
-            why = (
-                why_not_muon(name, parameter, role=selection.roles.get(name, ""))
-                or "not among matrices"
-            )
-            why = BY_NAME if name in excluded else why
-        if optimizer == ADAMW:
-            selection.why[parameter] = why
+    flat, stacked = _read_as(trained, flatten or {}, stacks)
+    free = [each for each in trained if each.name and each.optimizer is None]
+    by_name = {each.name: each for each in free}
+    included = _included(by_name.values(), matrices, flat | stacked, roles)
+    excluded = matching("exclude", exclude, included, others=by_name)
+    selection = Selection(grouped=any(each.options for each in given))
+    frozen = [each for each in given if not each.parameter.requires_grad]
+    selection.frozen = {each.parameter: each.label for each in frozen}
+    for each in trained:
+        p = each.parameter
+        choice = Choice(each.label, role=roles.get(each.name, ""))
+        selection.choices[p] = choice
+        takes = each.optimizer or (MUON if not each.name or each.name in included else ADAMW)
+        if each.name in excluded:
+            choice.why = BY_NAME
+        elif takes == ADAMW:
+            by_rule = why_not_muon(each.name, p, role=choice.role) or "not among matrices"
+            choice.why = BY_GROUP if each.optimizer else by_rule
         else:
-            is_given = bool(name) or OPTIMIZER in options  # nothing tells a stack from its shape
-            if not (name in flat or name in stacked):
-                _check_shape(selection.names[parameter], parameter, is_given=is_given)
-            selection.views[parameter] = View(tuple(parameter.shape), flat=name in flat)
-        parts.setdefault((id(options), optimizer), _part(options, optimizer))["params"].append(
-            parameter
-        )
-    taken = {selection.names[p]: p for p in selection.views}
-    for name in matching("transposed", transposed, taken, others=by_name):
-        selection.views[taken[name]] = replace(selection.views[taken[name]], transposed=True)
-    for name, p in taken.items():
-        _read_as_modules_do(selection, name, p, modules)
-    second = {
-        key: part for key, part in parts.items() if key[1] == ADAMW and (key[0], MUON) in parts
-    }
-    selection.groups = [
-        *(part for key, part in parts.items() if key not in second),
-        *second.values(),
-    ]
-    if not selection.views:
+            if each.name not in flat | stacked:
+                _check_shape(each)
+            choice.view = View(tuple(p.shape), flat=each.name in flat)
+    selection.groups = _groups(trained, selection.choices)
+    taken = {each.name: each for each in selection.choices.values() if each.view is not None}
+    if not taken:
         raise UserError(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what"
             " Muon is to take"
         )
+    for name in matching("transposed", transposed, taken, others=by_name):
+        taken[name].view = replace(_view(taken[name]), transposed=True)
+    for choice in taken.values():
+        _read_by_module(choice, modules)
+    for pattern, parts in (split or {}).items():
+        for name in matching("split", [pattern], taken):
+            rows = _view(taken[name]).matrix[0]
+            taken[name].split = fused.row_split(pattern, parts, name, rows)
     return selection
 
 
-def _packed_rows(selection: Selection, modules: fused.Modules) -> list[Row]:
-    """Lines of the table for frozen parameters that are no plain numbers, such as the 4-bit base under LoRA."""
-    rows = []
-    for parameter in selection.frozen:
-        name = selection.names[parameter]
-        found = foreign(parameter, modules.get(name.rpartition(".")[0]))
-        if found is not None:
-            rows.append(Row(FROZEN, name, tuple(parameter.shape), found.kind))
-    return rows
+def _read_as(
+    trained: Sequence[Given],
+    flatten: Mapping[str, bool],
+    stacks: Sequence[str],
+) -> tuple[set[str], set[str]]:
+    """The names that `flatten=` and `stacks=` find; of several patterns the last holds."""
+    names = [each.name for each in trained if each.name]
+    possible = [each.name for each in trained if each.name and each.parameter.ndim > 2]
+    flat = set[str]()
+    for pattern, is_flat in flatten.items():
+        found = matching("flatten", [pattern], possible, others=names)
+        flat = flat.union(found) if is_flat else flat.difference(found)
+    stacked = set(matching("stacks", stacks, possible, others=names))
+    if both := sorted(flat & stacked):
+        raise UserError(f"{both[0]} is named in flatten= and in stacks=; leave it out of one")
+    return flat, stacked
 
 
-def _read_as_modules_do(
-    selection: Selection, name: str, parameter: torch.Tensor, modules: fused.Modules
-) -> None:
-    """Take from a weight's module whether it is stored transposed, and how its rows divide."""
-    view = selection.views[parameter]
-    if view.flat:
-        return
-    if fused.is_stored_transposed(name, modules):
-        view = selection.views[parameter] = replace(view, transposed=True)
-    split = fused.known_split(name, view.matrix[0], modules)
-    if split is not None:
-        selection.known_splits[parameter] = split
-    elif any(part.lower().startswith("lora_") for part in name.split(".")):
-        selection.notes[parameter] = f"LoRA factor of rank {min(view.matrix)}"
-    elif note := fused.note_of(name, view.matrix, modules):
-        selection.notes[parameter] = note
+def _included(
+    given: Iterable[Given],
+    matrices: Sequence[str] | Predicate | None,
+    read_as: set[str],
+    roles: Mapping[str, str],
+) -> list[str]:
+    """The names that Muon takes, before `exclude=`."""
+    by_name = {each.name: each.parameter for each in given}
+    if callable(matrices):
+        return [name for name, p in by_name.items() if matrices(name, p)]
+    found = []
+    for name, p in by_name.items():
+        is_named = name in read_as
+        if matrices is None:
+            role = roles.get(name, "")
+            is_possible = not why_not_muon(name, p, is_named=is_named, role=role)
+        else:
+            is_possible = is_named or p.ndim == 2 or (p.ndim > 2 and may_be_stack(name, p))
+        if is_possible:
+            found.append(name)
+    return found if matrices is None else matching("matrices", matrices, found, others=by_name)
 
 
-def _check_shape(name: str, parameter: torch.Tensor, *, is_given: bool) -> None:
-    """Refuse, by a UserError, what Muon cannot read as a matrix or a stack of them."""
-    is_stack = parameter.ndim > 2 and is_given and may_be_stack(name, parameter)
-    if not parameter.numel() or not (parameter.ndim == 2 or is_stack):
-        raise UserError(
-            f"{name} has shape {tuple(parameter.shape)}; Muon takes matrices and, by name or group,"
-            " stacks (..., m, n) with m and n above 1: pass model.named_parameters(), leave it out"
-            " of matrices=, name it in flatten= if it is a convolution or in stacks=, or put it"
-            " into a group with optimizer='adamw'"
-        )
+def _groups(
+    trained: Sequence[Given], choices: Mapping[torch.Tensor, Choice]
+) -> list[dict[str, Any]]:
+    """A group for each given one, and after these AdamW's parts of those that hold both."""
+    parts: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in trained:
+        optimizer = ADAMW if choices[each.parameter].view is None else MUON
+        key = each.group, optimizer
+        if key not in parts:
+            parts[key] = _empty_group(each.options, optimizer)
+        parts[key]["params"].append(each.parameter)
+    first = list[dict[str, Any]]()
+    second = list[dict[str, Any]]()
+    for (number, optimizer), group in parts.items():
+        is_second = optimizer == ADAMW and (number, MUON) in parts
+        (second if is_second else first).append(group)
+    return first + second
 
 
-def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """A parameter group of one optimizer, still empty, with the options of a given one that concern it."""
-    group = {name: value for name, value in options.items() if name not in _FOR_OTHER[optimizer]}
+def _empty_group(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
+    """A group of one optimizer with the settings of a given group that concern it."""
+    group = {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
     if optimizer == ADAMW:
         group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
     return {**group, "params": [], OPTIMIZER: optimizer}
 
 
-def splits(given: Mapping[str, fused.Split], selection: Selection) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several: those known, then by pattern; the last pattern that matches holds."""
-    found, by_name = dict(selection.known_splits), {selection.names[p]: p for p in selection.views}
-    for pattern, split in given.items():
-        for name in matching("split", [pattern], by_name):
-            p = by_name[name]
-            found[p] = fused.row_split(pattern, split, name, selection.views[p].matrix[0])
-    return found
+def _view(choice: Choice) -> View:
+    assert choice.view is not None
+    return choice.view
 
 
-def _trained(
-    params: Any, selection: Selection
-) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-    """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
+def _read_by_module(choice: Choice, modules: fused.Modules) -> None:
+    """Take from a weight's module whether it is stored transposed, and how its rows divide."""
+    if _view(choice).flat:
+        return
+    if fused.is_stored_transposed(choice.name, modules):
+        choice.view = replace(_view(choice), transposed=True)
+    rows, cols = _view(choice).matrix
+    choice.split = fused.known_split(choice.name, rows, modules)
+    if any(part.lower().startswith("lora_") for part in choice.name.split(".")):
+        choice.note = f"LoRA factor of rank {min(rows, cols)}"
+    else:
+        choice.note = fused.note_of(choice.name, modules)
 
-    Fills in the selection's `names` and `frozen`.
-    """
-    if isinstance(params, torch.Tensor):
-        raise TypeError(
-            f"params is a {type(params).__name__}; pass the model, or model.named_parameters()"
-        )
-    given = list(params.named_parameters() if isinstance(params, nn.Module) else params)
-    if not given:
+
+def _check_shape(given: Given) -> None:
+    """Raise a UserError for what Muon cannot read as a matrix or a stack."""
+    p = given.parameter
+    # without a name or group nothing tells a stack from its shape
+    is_said = bool(given.name) or given.optimizer is not None
+    is_stack = p.ndim > 2 and is_said and may_be_stack(given.label, p)
+    if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(
-            "params is empty; pass model.named_parameters(), which can be read only once"
+            f"{given.label} has shape {tuple(p.shape)}; Muon takes matrices and, by name or group,"
+            " stacks (..., m, n) with m and n above 1: pass model.named_parameters(), leave it out"
+            " of matrices=, name it in flatten= if it is a convolution or in stacks=, or put it"
+            " into a group with optimizer='adamw'"
         )
-    taken = set[str]()
-    if not any(isinstance(group, Mapping) for group in given):
-        given = [{"params": given}]
-    for number, group in enumerate(given):
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(
-                f"entry {number} of params is no parameter group with 'params', as the others are"
-            )
-        options = {key: value for key, value in group.items() if key != "params"}
-        _check_options(options, number)
-        selection.grouped |= bool(options)
-        if isinstance(group["params"], nn.Module):
-            raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
-        members = (
-            [group["params"]]
-            if isinstance(group["params"], torch.Tensor)
-            else list(group["params"])
-        )
-        if not members:
-            raise UserError(f"parameter group {number} has no parameters; leave it out")
-        for place, entry in enumerate(members):
-            shown = (
-                f"parameter {place}" if len(given) == 1 else f"group {number}, parameter {place}"
-            )
-            named = (
-                isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
-            )
-            name, parameter = entry if named else ("", entry)
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(
-                    f"{shown} is a {type(parameter).__name__}, not a tensor; pass"
-                    " model.named_parameters()"
-                )
-            name = name or _known_name(parameter)
-            if parameter in selection.names or (name and name in taken):
-                raise UserError(
-                    f"{name or shown} is given twice; pass each parameter once, by a name of"
-                    " its own"
-                )
-            selection.names[parameter] = name or shown
-            taken.add(name)
-            if parameter.requires_grad:
-                _check_tensor(name or shown, parameter)
-                yield name, parameter, options
-            else:
-                selection.frozen.append(parameter)
-
-
-def _check_options(options: Mapping[str, Any], number: int) -> None:
-    """Refuse what has no effect on a group; what users note in groups of their own, they add once it is made."""
-    optimizer = options.get(OPTIMIZER)
-    for name, value in options.items():
-        wrong = ""
-        if name in OF_ALL:
-            wrong = "which holds for the whole optimizer; pass it to Muon"
-        elif name not in (*KNOWN, *NOTES):
-            wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
-        elif name == OPTIMIZER and value not in (MUON, ADAMW):
-            wrong = "which does not exist; choose 'muon' or 'adamw'"
-        elif name == DECAY_VECTORS and not isinstance(value, bool):
-            wrong = "which is not True or False; choose one"
-        elif name in _FOR_OTHER.get(str(optimizer), ()):
-            wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
-        if wrong:
-            raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
-        if name == "betas":
-            check_betas(value, "betas", f" of parameter group {number}")
-        elif name in _NUMBERS:
-            check_number(_NUMBERS[name], value, flag=f"{name} of parameter group {number}")
-
-
-def check_betas(betas: Any, name: str, where: str = "") -> None:
-    """Refuse, by a UserError that calls them `name`, what are not two numbers in a sequence, an array or a tensor."""
-    has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
-    if not has_elements or len(betas) != 2:
-        raise UserError(f"{name}={betas!r}{where} are not two numbers")
-    for place, beta in enumerate(betas):
-        check_number("adam_beta1", beta, flag=f"{name}[{place}]{where}")
-
-
-def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a group as floats, those of tensors as they are now."""
-    numbers: dict[str, Any] = {
-        name: float(number_of(group[name])) for name in _NUMBERS if name in group
-    }
-    if "betas" in group:
-        numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
-    return numbers
-
-
-def _check_tensor(name: str, parameter: torch.Tensor) -> None:
-    if parameter.dtype not in _DTYPES:
-        why = "; in fp16 updates overflow: use bf16" if parameter.dtype == torch.float16 else ""
-        raise UserError(
-            f"{name} is of {parameter.dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}"
-        )
-    if parameter.layout != torch.strided:
-        raise UserError(
-            f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters"
-        )
-
-
-def _known_name(parameter: torch.Tensor) -> str:
-    """The name that Megatron-FSDP has for one of its parameters; empty where it is not one."""
-    model = getattr(parameter, "_megatron_fsdp_model", None)
-    if model is None:
-        return ""
-    buffer = model.param_and_grad_buffer
-    name: str = buffer.param_to_name.get(getattr(parameter, "orig_param", None), "")
-    return re.sub(r"^(module\.)+", "", name)

@@ -1,4 +1,4 @@
-"""The table of an optimizer's parameters: which optimizer takes what, why, and how it is read."""
+"""The table of parameters: the optimizer that takes each, why, and how it is read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
 
 
-FROZEN = "frozen"
-"""In the table, in the place of an optimizer."""
-
-
 class Row(NamedTuple):
     """A parameter, the optimizer that takes it, and a note on it."""
 
@@ -29,42 +25,52 @@ class Row(NamedTuple):
 
 
 def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
-    """Tensors, elements and share of each optimizer; below, each kind of parameter, or with `full` each parameter.
+    """Tensors, elements and share of each optimizer, then each kind of parameter.
 
-    Parameters of one kind differ in the numbers of their layers alone, and share a line.
+    Parameters of one kind differ only in the numbers of their layers, and share a line; with `full`
+    each parameter has one.
     """
     sizes: dict[str, list[int]] = defaultdict(list)
     kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for row in rows:
-        if row.optimizer != FROZEN:  # counted by `frozen`
-            sizes[row.optimizer].append(math.prod(row.shape))
+        sizes[row.optimizer].append(math.prod(row.shape))
         shape = " x ".join(map(str, row.shape)) or "scalar"
         kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
         kinds[row.optimizer, shape, kind, row.note].append(row.name)
-    total = max(sum(map(sum, sizes.values())), 1)
-    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+    total = sum(sum(counts) for counts in sizes.values())
+    lines = [_line("optimizer", "tensors") + _sizes("parameters", "share")]
     for optimizer, counts in sizes.items():
-        lines.append(
-            f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}"
-        )
+        share = sum(counts) / max(total, 1)
+        start = _line(optimizer, f"{len(counts):,}")
+        lines.append(start + _sizes(f"{sum(counts):,}", f"{share:.1%}"))
     if frozen:
-        lines.append(f"{FROZEN:<12}{frozen:>9,}")
+        lines.append(_line("frozen", f"{frozen:,}"))
     lines.append("")
     for (optimizer, shape, kind, note), names in kinds.items():
         shown = names[0] if len(names) == 1 else kind
-        lines.append(
-            f"{optimizer:<12}{len(names):>9,}{shape:>16}  {shown}{f' ({note})' if note else ''}"
-        )
+        if note:
+            shown += f" ({note})"
+        start = _line(optimizer, f"{len(names):,}")
+        lines.append(f"{start}{shape:>16}  {shown}")
     return "\n".join(lines)
 
 
+def _line(optimizer: str, tensors: str) -> str:
+    return f"{optimizer:<12}{tensors:>9}"
+
+
+def _sizes(parameters: str, share: str) -> str:
+    return f"{parameters:>16}{share:>9}"
+
+
 def blocks(split: RowSplit) -> str:
-    """The rows of each block, as a note; of several alike in a row, how many there are. Empty for one block."""
-    runs = [
-        (split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)
-    ]
-    shown = ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
+    """The rows of each block, as a note; empty for one block. Equal blocks in a row are counted."""
     if len(split.parts) == 1:
         return ""
+    shown = []
+    for part, equal in itertools.groupby(split.parts):
+        rows = f"{split.groups * part:,}"
+        count = len(list(equal))
+        shown.append(f"{count} x {rows}" if count > 1 else rows)
     order = ", interleaved" if split.groups > 1 else ""
-    return f"blocks of {shown} rows{order}"
+    return f"blocks of {', '.join(shown)} rows{order}"

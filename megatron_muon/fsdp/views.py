@@ -1,10 +1,10 @@
 """How Muon reads a parameter as matrices.
 
     2D                  a matrix
-    more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of all layers' experts:
-                        each matrix is orthogonalised and scaled alone
-    by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)` of a convolution
-    `transposed=`       weights that are stored as (inputs, outputs): the rows of a matrix are their columns
+    more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of
+                        all layers' experts; each is orthogonalized and scaled alone
+    by `flatten=`       all dimensions but the first are columns: `(out, in * k * k)`
+    `transposed=`       (inputs, outputs) weights: the rows of a matrix are their columns
 
 Gradients, weights and state stay as they are; what the core gets are views of the part that this
 rank holds.
@@ -22,13 +22,9 @@ import torch
 from megatron_muon.core.layout import Rectangle
 
 
-def _range(first: int, count: int) -> slice:
-    return slice(first, first + count)
-
-
 @dataclass(frozen=True)
 class View:
-    """How a parameter of this shape, over all ranks, is read; `flat` takes more than two dimensions."""
+    """How a parameter of this shape, whole over all ranks, is read."""
 
     shape: tuple[int, ...]
     flat: bool = False
@@ -65,13 +61,15 @@ class View:
         """A name for each matrix, `name[l,e]` in a stack."""
         if not self.is_stack:
             return [name]
-        return [f"{name}[{','.join(map(str, place))}]" for place in np.ndindex(*self.stacked)]
+        places = (",".join(map(str, place)) for place in np.ndindex(*self.stacked))
+        return [f"{name}[{place}]" for place in places]
 
     def described(self) -> str:
         """A note for the table; empty for a matrix that is the parameter itself."""
         size = " x ".join(map(str, self.matrix))
         if self.is_stack:
-            return f"{' x '.join(map(str, self.stacked))} matrices of {size}"
+            count = " x ".join(map(str, self.stacked))
+            return f"{count} matrices of {size}"
         return "" if self.is_itself else f"as {size}"
 
     def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
@@ -84,25 +82,25 @@ class View:
         """
         leading = len(self.stacked)
         row = offsets[leading], sizes[leading]
-        col = (
-            (0, math.prod(self.shape[1:]))
-            if self.flat
-            else (offsets[leading + 1], sizes[leading + 1])
-        )
+        col = 0, math.prod(self.shape[1:])
+        if not self.flat:
+            col = offsets[leading + 1], sizes[leading + 1]
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
-        held[tuple(map(_range, offsets[:leading], sizes))] = True
+        ranges = zip(offsets[:leading], sizes, strict=False)
+        slices = [slice(first, first + count) for first, count in ranges]
+        held[tuple(slices)] = True
         return [mine if is_held else (0, 0, 0, 0) for is_held in held.flat]
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices `(rows, cols)` of `local`, this rank's part of the parameter or of a tensor like it."""
+        """The matrices `(rows, cols)` of this rank's part of a tensor like the parameter."""
         return self.unstacked(self.whole(local))
 
     def unstacked(self, read: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices of a tensor that is read already, `(rows, cols)` or `(..., rows, cols)`."""
+        """The matrices of a tensor in the form that `whole` returns."""
         return list(read.flatten(0, -3).unbind()) if self.is_stack else [read]
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter, or its like, a DTensor too, as it is read, `(rows, cols)` or `(..., rows, cols)`."""
+        """A tensor like the parameter, also a DTensor, as `(rows, cols)` or `(..., rows, cols)`."""
         folded = tensor.flatten(1) if self.flat else tensor
         return folded.mT if self.transposed else folded

@@ -24,7 +24,7 @@ from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.core.rules.plain import aligned
 from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp.build import make_parts
+from megatron_muon.fsdp.assembly import make_parts
 from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp

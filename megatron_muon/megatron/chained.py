@@ -18,11 +18,12 @@ from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, refuse_copy
 from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
+from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights
-from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
 from megatron_muon.offload.store import RecordStore, worst_failure
+from megatron_muon.settings import word_as_flags
 
 
 class MuonChainedOptimizer(ChainedOptimizer):
@@ -60,7 +61,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._weights = weights
         self._scalar_state = scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
-        self.qk_clip: QKClip | None = None
+        self.qk_clip: AttentionLogits | None = None
         self._has_stepped = False
         # set once the step in which it happened is finished
         self.offload_failure: OffloadError | None = None
@@ -82,7 +83,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not self._has_stepped:  # by now a checkpoint is loaded
             for muon in self._muons.values():
                 if isinstance(muon, ShardedMuon):
-                    muon.check_weights()
+                    with word_as_flags():
+                        muon.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a custom

@@ -34,8 +34,9 @@ from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.build import offload_run
-from megatron_muon.fsdp.checks import compare_settings
+from megatron_muon.fsdp.assembly import offload_run
+from megatron_muon.fsdp.guards import compare_settings
+from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import logits_flag
@@ -43,12 +44,12 @@ from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
-from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
 from megatron_muon.megatron.state_report import report_state
-from megatron_muon.settings import steps_for
+from megatron_muon.settings import flag_of, steps_for, word_as_flags
 
 
+@word_as_flags()
 def get_megatron_muon_optimizer(
     config: OptimizerConfig,
     model_chunks: Sequence[Any],
@@ -122,7 +123,7 @@ def get_megatron_muon_optimizer(
         scalar_state=scalar_state,
     )
     if logits_flag(model_chunks[0].config):
-        chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
+        chain.qk_clip = AttentionLogits(model_chunks, pg_collection.tp)
     chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
     return chain
 
@@ -175,7 +176,7 @@ def _report(
         if muon.exchange.scheme == OWNER:
             unmet[kind.rstrip("s")] = muon.exchange.unmet
     for note in refuse_unmet(unmet):
-        say(f"megatron-muon: note: {note}")
+        say(f"megatron-muon: note: {note.worded(flag_of)}")
     digest = "-".join(plan.digest() for plan in plans.values())
     if digest:
         say(f"megatron-muon: plan {digest}")

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.megatron.flags.refusals import CheckedRun, check
-from megatron_muon.settings import TP_MODE, MuonSettings
+from megatron_muon.settings import TP_MODE, MuonSettings, word_as_flags
 
 
 @dataclass
@@ -38,6 +38,7 @@ def with_settings(
     return MuonOptimizerConfig(**{name: value for name, value in given.items() if name in names})
 
 
+@word_as_flags()
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
     """Refuse settings that Muon under Megatron-FSDP does not support, with value and remedy."""
     check_numbers(config)

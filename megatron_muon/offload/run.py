@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
-from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
@@ -97,9 +97,13 @@ class OffloadRun:
                 return file
             file.close()
         self.close()
-        raise UserError(
-            f"--muon-offload-dir {self.directory} {failed}; choose a directory with room for it,"
-            " --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
+        assert failed is not None
+        raise SettingError(
+            "muon_offload_dir",
+            self.directory,
+            failed,
+            "choose a directory with room for it, {muon_momentum_dtype} bf16 or int8, or a smaller"
+            " {muon_offload_fraction}",
         )
 
 

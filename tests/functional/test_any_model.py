@@ -64,7 +64,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def weights(
-    rank: int, world_size: int, *, kind: str, options: dict[str, Any], steps: int = STEPS
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    options: dict[str, Any],
+    steps: int = STEPS,
 ) -> Any:
     """In a worker: the weights after training from the same start."""
     torch.manual_seed(0)
@@ -77,7 +82,9 @@ def weights(
 
 
 def assert_close(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = ATOL
+    found: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    atol: float = ATOL,
 ) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
@@ -330,45 +337,6 @@ def test_what_fully_shard_of_model_and_optimizer_keeps(ranks: Pool, tmp_path: Pa
     refusal, calls = ranks(2, refilled, folder=str(tmp_path))[0]
     assert "joins all parameter groups and loses their settings; use fully_shard_model" in refusal
     assert calls == 1
-
-
-def made_before(rank: int, world_size: int, *, steps: int) -> Any:
-    """In a worker: weights of training by an optimizer made before `fully_shard`, whose parameters
-    are exchanged as accelerate does it (accelerate.utils.fsdp_utils); and what a step says where
-    they are not.
-    """
-    made = frameworks.Net()
-    optimizer = megatron_muon.Muon(made.named_parameters(), **frameworks.SETTINGS)
-    torch.manual_seed(0)
-    training = frameworks.fsdp2()  # the same weights
-    names = {p: name for name, p in made.named_parameters()}
-    (batch,) = frameworks.tokens(1)
-    training.model(batch).backward()
-    try:
-        optimizer.step()
-    except megatron_muon.core.errors.UserError as error:
-        refusal = str(error)
-    training.model.zero_grad()
-    for group in optimizer.param_groups:
-        group["params"] = [training.model.get_parameter(names[p]) for p in group["params"]]
-    training.optimizer = optimizer
-    for batch in frameworks.tokens(steps):
-        training.step(batch)
-    return refusal, training.weights()
-
-
-def test_an_optimizer_made_before_fully_shard_trains_if_its_parameters_are_exchanged(
-    ranks: Pool,
-) -> None:
-    """The step ended in KeyError: 'exp_avg'; without an exchange nothing moved and nothing was
-    said.
-    """
-    _, expected = ranks(1, weights, kind="plain", options={})[0]
-    refusal, found = ranks(2, made_before, steps=STEPS)[0]
-    assert refusal.startswith(
-        "layers.0.0.weight has no gradient at the first step, and no other parameter has one; if"
-    )
-    assert_close(found, expected)
 
 
 WITHOUT_MEGATRON = """

@@ -41,7 +41,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_rank_without(
-    rank: int, world_size: int, *, kind: str, options: dict[str, Any], fault: str
+    rank: int,
+    world_size: int,
+    *,
+    kind: str,
+    options: dict[str, Any],
+    fault: str,
 ) -> Any:
     """In a worker: which weights and momenta a step leaves alone whose gradient one rank lacks, or
     has as NaN.
@@ -54,7 +59,8 @@ def one_rank_without(
         before, momenta = training.weights(), training.optimizer.momentum_state()
         momenta = {p: local(momentum).clone() for p, momentum in momenta.items()}
         names = {
-            p: name.replace("module.", "") for p, name in training.optimizer.selection.names.items()
+            p: each.name.replace("module.", "")
+            for p, each in training.optimizer.selection.choices.items()
         }
         if number == 1 and rank == world_size - 1:
             p = next(p for p, name in names.items() if name == VICTIM)
@@ -140,9 +146,9 @@ def made_by_some(rank: int, world_size: int) -> str | None:
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from megatron_muon.fsdp import checks
+    from megatron_muon.fsdp import guards
 
-    checks.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
+    guards.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
     net = nn.Linear(8, 8, bias=False)
     fully_shard(net)
     said = None
@@ -167,7 +173,11 @@ def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool)
 
 
 def changed_dtype(
-    rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    dtypes: tuple[str, str],
 ) -> tuple[bool, int]:
     """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps
     counted after one more.
@@ -198,7 +208,10 @@ def changed_dtype(
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")]),
+    wide_but(
+        [("fp32", "int8")],
+        [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")],
+    ),
 )
 def test_a_checkpoint_loads_into_another_momentum_dtype(
     ranks: Pool, saved: str, loaded: str, tmp_path: Path
@@ -206,7 +219,8 @@ def test_a_checkpoint_loads_into_another_momentum_dtype(
     """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding
     depends on.
     """
-    assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2
+    found = ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded))
+    assert found == [(True, 3)] * 2
 
 
 def without_a_tower(rank: int, world_size: int) -> Any:
@@ -215,7 +229,10 @@ def without_a_tower(rank: int, world_size: int) -> Any:
     """
     torch.manual_seed(0)
     model = nn.Sequential(
-        OrderedDict(tower=nn.Linear(8, 8, bias=False), up=nn.Linear(8, 6, bias=False))
+        OrderedDict(
+            tower=nn.Linear(8, 8, bias=False),
+            up=nn.Linear(8, 6, bias=False),
+        )
     )
     tower = model.tower.weight
     fully_shard(model, ignored_params={tower})
@@ -238,7 +255,11 @@ def without_a_tower(rank: int, world_size: int) -> Any:
         ]
         now = tower.detach(), local(up.detach())
         moved.append(
-            (*(not torch.equal(one, two) for one, two in zip(before, now, strict=True)), len(said))
+            (
+                not torch.equal(before[0], now[0]),
+                not torch.equal(before[1], now[1]),
+                len(said),
+            )
         )
     return moved
 

@@ -151,11 +151,12 @@ def resharded(rank: int, world_size: int) -> Any:
 
 def choice_of(optimizer: Any) -> Any:
     selection = optimizer.selection
-    blocks = {selection.names[p]: len(split.parts) for p, split in selection.splits.items()}
+    chosen = selection.choices.values()
+    blocks = {each.name: len(each.split.parts) for each in chosen if each.split is not None}
     return (
-        sorted(selection.names[p] for p in selection.views),
+        sorted(each.name for each in chosen if each.view is not None),
         blocks,
-        sorted(selection.why.values()),
+        sorted(each.why for each in chosen if each.why),
     )
 
 

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-import megatron_muon
 from megatron_muon.core.errors import UserError
 from tests.support import frameworks
 from tests.support.frameworks import WIDTH, Net
@@ -118,16 +117,16 @@ class Run:
     """A model and its optimizer, of which `bits` is all that a checkpoint has to keep."""
 
     def __init__(
-        self, placement: str, settings: Mapping[str, Any], *, seed: int, lr: float, adamw: bool
+        self,
+        placement: str,
+        settings: Mapping[str, Any],
+        *,
+        seed: int,
+        lr: float,
     ) -> None:
         torch.manual_seed(seed)
         self.model = PLACEMENTS[placement].place(Mixture())
-        if adamw:
-            self.optimizer: Any = torch.optim.AdamW(
-                self.model.parameters(), lr=lr, betas=(0.9, 0.95)
-            )
-        else:
-            self.optimizer = frameworks.muon(self.model, **{"lr": lr, **settings})
+        self.optimizer = frameworks.muon(self.model, **{"lr": lr, **settings})
 
     def step(self, batch: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -153,10 +152,6 @@ class Run:
             if "momentum_buffer" in slots
         }
         return {p: local(momentum).data_ptr() for p, momentum in shown.items()}
-
-    def close(self) -> None:
-        if isinstance(self.optimizer, megatron_muon.Muon):
-            self.optimizer.close()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -321,13 +316,12 @@ def saved_and_loaded(
     settings: Mapping[str, Any],
     folder: str,
     ways: list[str],
-    adamw: bool = False,
 ) -> dict[str, Any]:
-    """In a worker: for each way what differs after it; of AdamW, the error that it ends in."""
+    """In a worker: for each way what differs after it."""
     torch.set_num_threads(1)
     given = {**settings, **({"offload_dir": folder} if settings.get("offload") == "nvme" else {})}
     first, second, third = frameworks.tokens(3)
-    run, found = Run(placement, given, seed=0, lr=0.02, adamw=adamw), dict[str, Any]()
+    run, found = Run(placement, given, seed=0, lr=0.02), dict[str, Any]()
     run.step(first)
     run.step(second)
     for way in ways:
@@ -336,22 +330,15 @@ def saved_and_loaded(
         WAYS[way].save(run, place)
     run.step(third)
     expected = run.bits()
-    run.close()
+    run.optimizer.close()
     for way in ways:
-        other = Run(placement, given, seed=1, lr=0.5, adamw=adamw)
+        other = Run(placement, given, seed=1, lr=0.5)
         before = other.addresses()
-        try:
-            WAYS[way].load(other, Path(folder, way))
-        except Exception as error:
-            if not adamw:
-                raise
-            found[way] = repr(error)
-            continue
-        if not adamw:
-            assert other.addresses() == before, way
+        WAYS[way].load(other, Path(folder, way))
+        assert other.addresses() == before, way
         other.step(third)
         found[way] = different(other.bits(), expected)
-        other.close()
+        other.optimizer.close()
     return found
 
 
@@ -359,55 +346,34 @@ TORCH_FAILS = {"fsdp2 x tp": ["whole", "whole, flattened"]}
 """torch's `distribute_tensor` ends in an assertion for `_StridedShard`, whatever the optimizer."""
 
 FOUR = ["torch.save by rank", "whole, broadcast"]
-CASES = [(placement, settings) for placement in PLACEMENTS for settings in SETTINGS]
-OFTEN = [("one process", "bf16 on disk"), ("ddp", "normuon"), ("fsdp2", "muon")]
+CASES = [(placement, settings, list(WAYS)) for placement in PLACEMENTS for settings in SETTINGS]
+ON_TWO_DIMENSIONS = [(placement, "muon", FOUR) for placement in ("hsdp", "fsdp2 x tp")]
+OFTEN = [
+    ("one process", "bf16 on disk", list(WAYS)),
+    ("ddp", "normuon", list(WAYS)),
+    ("fsdp2", "muon", list(WAYS)),
+    *ON_TWO_DIMENSIONS,
+]
 
 
-def check(ranks: Pool, placement: str, settings: str, ways: list[str], folder: Path) -> None:
-    given = {
-        "placement": placement,
-        "settings": SETTINGS[settings],
-        "ways": ways,
-        "folder": str(folder),
-    }
-    for found in ranks(PLACEMENTS[placement].ranks, saved_and_loaded, **given):
-        assert found.keys() == set(ways)
-        assert not {way: places for way, places in found.items() if places}
-
-
-@pytest.mark.parametrize(("placement", "settings"), wide_but(OFTEN, CASES))
+@pytest.mark.parametrize(
+    ("placement", "settings", "ways"), wide_but(OFTEN, CASES + ON_TWO_DIMENSIONS)
+)
 def test_each_way_of_saving_goes_on_to_the_bit(
-    ranks: Pool, placement: str, settings: str, tmp_path: Path
+    ranks: Pool,
+    placement: str,
+    settings: str,
+    ways: list[str],
+    tmp_path: Path,
 ) -> None:
     """Story: `torch.save` of a sharded optimizer's state dict ended in "invalid python storage",
     and one entry of a group, betas, came back from whole state dicts as a list.
     """
-    ways = [way for way in WAYS if way not in TORCH_FAILS.get(placement, ())]
-    check(ranks, placement, settings, ways, tmp_path)
-
-
-@pytest.mark.parametrize("placement", ["hsdp", "fsdp2 x tp"])
-def test_two_ways_of_saving_on_two_mesh_dimensions(
-    ranks: Pool, placement: str, tmp_path: Path
-) -> None:
-    check(ranks, placement, "muon", FOUR, tmp_path)
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_torch_cannot_load_it_cannot_load_into_adamw(
-    ranks: Pool, placement: str, tmp_path: Path
-) -> None:
-    given = {
-        "placement": placement,
-        "settings": {},
-        "ways": list(WAYS),
-        "folder": str(tmp_path),
-        "adamw": True,
-    }
-    for found in ranks(PLACEMENTS[placement].ranks, saved_and_loaded, **given):
-        failed = [way for way, outcome in found.items() if isinstance(outcome, str)]
-        assert failed == TORCH_FAILS.get(placement, [])
+    possible = [way for way in ways if way not in TORCH_FAILS.get(placement, ())]
+    given = {"settings": SETTINGS[settings], "ways": possible, "folder": str(tmp_path)}
+    size = PLACEMENTS[placement].ranks
+    for found in ranks(size, saved_and_loaded, placement=placement, **given):
+        assert found == {way: [] for way in possible}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -76,7 +76,9 @@ class Model:
         flat = any(self.flatten[part] for part in self.flatten if part in name)
         if whole.ndim < 2 or (not flat and any(part in name for part in self.excluded)):
             return []
-        parts = [whole.flatten(1)] if flat else list(whole.view(-1, *whole.shape[-2:]))
+        parts = [whole.flatten(1)]
+        if not flat:
+            parts = list(whole.view(-1, *whole.shape[-2:]))
         return (
             [part.T for part in parts] if any(part in name for part in self.transposed) else parts
         )
@@ -232,7 +234,10 @@ class Whole:
     """A model's weights, and the reference's optimizers of them: whole matrices in one process."""
 
     def __init__(
-        self, model: Model, weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+        self,
+        model: Model,
+        weights: Mapping[str, torch.Tensor],
+        settings: Mapping[str, Any],
     ) -> None:
         from tests.support.reference import SplitAdaptiveMuon, SplitHyperball, SplitMuon
 
@@ -273,7 +278,8 @@ class Whole:
             )
             given |= more
         self._optimizers = [kind(taken, **given)]
-        self._optimizers.append(torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), eps=1e-8))
+        adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), eps=1e-8)
+        self._optimizers.append(adamw)
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """One update from whole gradients; of a matrix whose gradient is missing or not finite,

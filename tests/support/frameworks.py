@@ -55,7 +55,8 @@ def tokens(steps: int) -> list[torch.Tensor]:
     process.
     """
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(WORDS, (4, 9), generator=generator).to(device()) for _ in range(steps)]
+    batches = [torch.randint(WORDS, (4, 9), generator=generator) for _ in range(steps)]
+    return [batch.to(device()) for batch in batches]
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Training:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Whole weights by name, as the optimizer has them. Collective."""
-        names = self.optimizer.selection.names
+        names = {p: each.name for p, each in self.optimizer.selection.choices.items()}
         return {
             name.replace("module.", ""): self.whole(parameter).clone()
             for parameter, name in names.items()
@@ -149,7 +150,10 @@ MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 
 def megatron_fsdp(
-    strategy: str = "optim_grads_params", package: str = "", at_once: bool = False, **settings: Any
+    strategy: str = "optim_grads_params",
+    package: str = "",
+    at_once: bool = False,
+    **settings: Any,
 ) -> Training:
     """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`.
 

@@ -88,7 +88,8 @@ class Trainer:
         self.steps_done = 0
 
     def step(
-        self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of
+        self,
+        gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of,
     ) -> Any:
         """One optimizer step with given whole gradients, written where Megatron-FSDP keeps the
         reduced ones.
@@ -205,7 +206,9 @@ class Trainer:
         )
 
     def assemble(
-        self, shards: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]
+        self,
+        shards: dict[str, torch.Tensor],
+        shapes: dict[str, tuple[int, ...]],
     ) -> dict[str, torch.Tensor]:
         """Whole tensors from the shards of all ranks; every element is there, and replicas agree to
         the last bit.

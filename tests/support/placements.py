@@ -64,7 +64,8 @@ def _along(placements: str, experts: str = "") -> dict[int, tuple[Cut, Cut]]:
 
 def _on(mesh: tuple[int, ...], dense: str, experts: str) -> dict[int, tuple[Cut, Cut]]:
     size = math.prod(mesh)
-    return {size: (Cut(mesh, dense) if " " in dense else Cut((size,), dense), Cut(mesh, experts))}
+    of_dense = Cut(mesh, dense) if " " in dense else Cut((size,), dense)
+    return {size: (of_dense, Cut(mesh, experts))}
 
 
 LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
@@ -90,12 +91,27 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
     "shards of shards": _on((2, 2), "S0 S0", "S0 S0"),
     "plain beside fsdp": {size: (PLAIN, Cut((size,), "S0")) for size in (2, 4)},
     "experts apart": {
-        2: (Cut((2,), "S0"), Cut((1,), "S0", ((0,), (1,)))),
-        4: (Cut((4,), "S0"), Cut((2,), "S1", ((0, 1), (2, 3)))),
+        2: (
+            Cut((2,), "S0"),
+            Cut((1,), "S0", ((0,), (1,))),
+        ),
+        4: (
+            Cut((4,), "S0"),
+            Cut((2,), "S1", ((0, 1), (2, 3))),
+        ),
     },
-    "experts apart, unequal": {4: (Cut((4,), "S0"), Cut((), "S0", ((0,), (1, 2, 3))))},
-    "experts apart, plain": {4: (PLAIN, Cut((2,), "S0", ((0, 2), (1, 3))))},
-    "crossing": {4: (Cut((2,), "S0", ((0, 1), (2, 3))), Cut((2,), "S0", ((0, 2), (1, 3))))},
+    "experts apart, unequal": {
+        4: (Cut((4,), "S0"), Cut((), "S0", ((0,), (1, 2, 3)))),
+    },
+    "experts apart, plain": {
+        4: (PLAIN, Cut((2,), "S0", ((0, 2), (1, 3)))),
+    },
+    "crossing": {
+        4: (
+            Cut((2,), "S0", ((0, 1), (2, 3))),
+            Cut((2,), "S0", ((0, 2), (1, 3))),
+        )
+    },
 }
 """For numbers of ranks, how they hold dense weights and how experts."""
 
@@ -177,14 +193,18 @@ class Held:
         return {name: nn.Parameter(self.tensor(name, whole)) for name, whole in wholes.items()}
 
     def give(
-        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
     ) -> None:
         """Give parameters their parts of whole gradients, none where there is none."""
         for name, p in parameters.items():
             p.grad = self.tensor(name, gradients[name]) if name in gradients else None
 
     def differences(
-        self, parameters: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        wholes: Mapping[str, torch.Tensor],
     ) -> dict[str, float]:
         """The largest difference between each parameter here and its part of the whole."""
         found = {}

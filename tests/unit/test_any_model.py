@@ -14,10 +14,16 @@ from torch.optim import _muon as torch_muon
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from megatron_muon.fsdp.arguments import EPS
+from megatron_muon.fsdp.options import EPS
 from tests.support.small_model import Model, give_gradients
 
-SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
+SHAPES = [
+    (24, 40),
+    (40, 24),
+    (16, 16),
+    (1, 7),
+    (5, 1),
+]
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Tensor]:
@@ -56,9 +62,10 @@ GIVEN: list[dict[str, Any]] = [
     for decay in (0.0, 0.1)
     for ns in ("standard", "gram")
 ]
+GIVEN.append({"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7})
 
 
-@pytest.mark.parametrize("given", [*GIVEN, {"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7}])
+@pytest.mark.parametrize("given", GIVEN)
 def test_ten_steps_are_those_of_torch_in_fp32(torch_in_fp32: None, given: dict[str, Any]) -> None:
     """Products are formed in another order: 1e-6 of weights of size 1 to 4, which move by 0.02 to
     0.2 a step.
@@ -112,7 +119,7 @@ def test_the_rest_is_torchs_adamw() -> None:
     optimizer = megatron_muon.Muon(
         model.named_parameters(), lr=0.02, adamw_lr=1e-2, adamw_weight_decay=0.3
     )
-    names = [name for name, p in model.named_parameters() if p in optimizer.selection.why]
+    names = [name for name, p in model.named_parameters() if p not in optimizer.selection.views]
     rest = [p for name, p in twin.named_parameters() if name in names]
     vectors = {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}
     adamw = torch.optim.AdamW(
@@ -190,7 +197,8 @@ def test_a_gradient_that_is_not_finite_changes_its_matrix_not_at_all() -> None:
     for settings in ({}, {"nesterov": False}, {"momentum_dtype": "bf16"}):
         p, other = nn.Parameter(torch.eye(4)), nn.Parameter(torch.eye(4))
         optimizer = megatron_muon.Muon([p, other], lr=0.1, **settings)
-        p.grad, other.grad = torch.full((4, 4), math.inf), torch.ones(4, 4)
+        p.grad = torch.full((4, 4), math.inf)
+        other.grad = torch.ones(4, 4)
         optimizer.step()
         assert torch.equal(p, torch.eye(4))
         assert not torch.equal(other, torch.eye(4))
@@ -213,7 +221,7 @@ def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -
         torch.ones_like(bf16),
     )
     optimizer.step()
-    changed = [not torch.equal(each, torch.eye(4, dtype=each.dtype)) for each in (p, other, bf16)]
+    changed = [not torch.equal(each, torch.eye(4).to(each.dtype)) for each in (p, other, bf16)]
     assert changed == [True, False, True]
     assert optimizer.skipped_updates() == {"parameter 1": 1}
 
@@ -235,15 +243,6 @@ def test_state_that_is_missing_or_frozen_later() -> None:
     assert torch.equal(optimizer.state[model.layers[0].weight]["momentum_buffer"], momentum)
     assert not optimizer.state[model.lm_head.weight]["exp_avg"].any()
     trained(optimizer, steps=1)
-
-
-def test_frozen_parameters_have_no_state() -> None:
-    model = Model()
-    model.layers[0].requires_grad_(False)
-    optimizer = megatron_muon.Muon(model.named_parameters())
-    assert model.layers[0].weight not in optimizer.state
-    assert optimizer.selection.frozen == [model.layers[0].weight, model.layers[0].bias]
-    assert re.search(r"^frozen +2$", optimizer.table(), re.MULTILINE)
 
 
 KEPT: list[dict[str, Any]] = [
@@ -300,20 +299,6 @@ def test_state_dicts_go_on_as_if_nothing_had_happened(
         UserError, match=r"has (no|\(8, [16]\)) moment2_buffer of layers\.0\.weight"
     ):
         other.load_state_dict(optimizer.state_dict())
-
-
-def test_norms_are_kept_and_the_rest_may_decay() -> None:
-    """Unlike on the command line, where both have one rate of decay."""
-    model = Model()
-    optimizer = megatron_muon.Muon(
-        model.named_parameters(), lr=0.02, weight_decay=0.0, adamw_weight_decay=0.1, hyperball=True
-    )
-    matrices = [p for p in model.parameters() if "momentum_buffer" in optimizer.state[p]]
-    before = [(p.detach().clone(), p.detach().norm()) for p in matrices]
-    trained(optimizer)
-    for p, (start, norm) in zip(matrices, before, strict=True):
-        torch.testing.assert_close(p.detach().norm(), norm, rtol=2e-6, atol=0.0)
-        assert (p.detach() - start).norm() > 0.01 * norm
 
 
 def test_a_matrix_of_zeros_is_named_in_the_first_step() -> None:

@@ -38,7 +38,7 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
-        return [selection.names[p] for p in selection.views]
+        return [selection.name(p) for p in selection.views]
 
     assert taken() == ["layers.0.weight", "layers.1.weight"]
     assert taken(matrices=["layers.*.weight", "lm_head"]) == [
@@ -64,12 +64,21 @@ NAMES = {
         BIAS,
         "to_logits",
         "fc",
+        "value_head",
+        "v_head.summary",
+        "score",
+        "generator",
+        "generator.proj",
+        "lm_heads",
+        "logits",
+        "reward_head",
     ),
     "muon": (
         "layers.0.fc1",
         "encoder.layer.0.output.dense",
         "h.3.attn.c_proj",
         "shared_experts.up_proj",
+        "generator.fc1",
     ),
 }
 
@@ -92,7 +101,7 @@ def test_patterns_choose_among_matrices() -> None:
     """Biases and norms that a pattern finds too are no mistake."""
     layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
     selection = select(layers, matrices=["layers.*"])
-    assert [selection.names[p] for p in selection.views] == ["layers.0.weight"]
+    assert [selection.name(p) for p in selection.views] == ["layers.0.weight"]
 
 
 def wrong(**given: Any) -> Callable[[], Any]:
@@ -140,7 +149,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "channels_last": (
         lambda: megatron_muon.Muon(
-            [("conv", nn.Parameter(torch.ones(2, 3, 3, 3).to(memory_format=torch.channels_last)))],
+            [("conv", nn.Parameter(of(2, 3, 3, 3).to(memory_format=torch.channels_last)))],
             flatten={"*": True},
         ),
         "conv is not contiguous, strides .* leave it out of flatten=",
@@ -148,7 +157,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no rows": (groups(of(0, 4)), r"parameter 0 has shape \(0, 4\)"),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
     "two of one name": (
-        groups({"params": [("w", ONE)]}, {"params": [("w", of(2, 1, 3, 3))]}),
+        groups(
+            {"params": [("w", ONE)]},
+            {"params": [("w", of(2, 1, 3, 3))]},
+        ),
         "w is given twice; pass each parameter once, by a name of its own",
     ),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), "group 1 has no parameters"),
@@ -188,7 +200,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "turned": (wrong(ns_coefficients=(-3.4445, 4.775, -2.0315)), "singular values between"),
     "blown up": (wrong(ns_coefficients=(2.0, 0.0, 0.0)), "singular values between"),
-    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), "are not numbers"),
+    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), r"is not \(a, b, c\), or a sequence"),
     "unproven": (
         wrong(ns_coefficients="cans"),
         "^ns_coefficients cans is not stable with fp32_matmul_prec",
@@ -287,7 +299,7 @@ def test_wrong_input_is_refused_by_name(case: str) -> None:
 def test_frozen_weights_may_have_any_dtype(dtype: torch.dtype) -> None:
     """As of the base model under LoRA: fp16, or codes of a quantization."""
     base = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
-    assert select([("base", base), ("lora", ONE)]).frozen == [base]
+    assert select([("base", base), ("lora", ONE)]).frozen == {base: "base"}
 
 
 @pytest.fixture

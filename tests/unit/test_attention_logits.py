@@ -16,8 +16,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.qk_clip import QKClip, projections, record_max_logits
-from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, factors
+from megatron_muon.megatron.attention_logits import AttentionLogits, projections, record_max_logits
+from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling
 
 ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 
@@ -33,8 +33,10 @@ def test_a_group_is_scaled_by_its_largest_logit(groups, in_group, logits, alpha)
     bit.
     """
     logits = logits[: groups * in_group]
-    group_of = torch.tensor([head // in_group for head in range(len(logits))])
-    found = factors(torch.tensor(logits), group_of, groups=groups, alpha=alpha, threshold=100.0)
+    layer = groups * in_group, groups
+    scaling = HeadScaling([layer], alpha=alpha, threshold=100.0, device=torch.device("cpu"))
+    scaling.largest.copy_(torch.tensor(logits))
+    found = scaling.factors()
     for group in range(groups):
         largest = max(logits[group * in_group : (group + 1) * in_group])
         gamma = 100.0 / largest if largest > 100.0 else 1.0
@@ -51,7 +53,8 @@ def test_rows_of_projections_are_those_of_the_attention():
     grouped = TransformerConfig(**common, num_query_groups=3)
     assert projections(grouped) == {"linear_qkv": [(QUERY, 10), (KEY, 5), (OTHER, 5)]}
     grouped.attention_output_gate = True
-    assert projections(grouped) == {"linear_qkv": [(QUERY, 10), (OTHER, 10), (KEY, 5), (OTHER, 5)]}
+    gated = [(QUERY, 10), (OTHER, 10), (KEY, 5), (OTHER, 5)]
+    assert projections(grouped) == {"linear_qkv": gated}
     latent = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
     keys = {"linear_kv_up_proj": [(KEY, 4), (OTHER, 3)]}
     for rank, queries in ((None, "linear_q_proj"), (10, "linear_q_up_proj")):
@@ -159,4 +162,4 @@ def test_attention_that_cannot_be_clipped_is_refused(attention, message):
     chunk = torch.nn.Module()
     chunk.layers, chunk.config = torch.nn.ModuleList([attention]), Attention(None).config
     with pytest.raises(UserError, match=message):
-        QKClip([chunk], ALONE.tp)
+        AttentionLogits([chunk], ALONE.tp)

@@ -23,8 +23,8 @@ from megatron_muon.core.layout import (
     from_rectangles,
 )
 from megatron_muon.core.layout import Shard as Held
-from megatron_muon.fsdp import cuts
-from megatron_muon.fsdp.cuts import Places, bucket_shards
+from megatron_muon.fsdp import buckets as cuts
+from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 
 
 @given(
@@ -36,7 +36,12 @@ from megatron_muon.fsdp.cuts import Places, bucket_shards
     st.randoms(use_true_random=False),
 )
 def test_every_rank_gets_its_rows_of_a_bucket(
-    part: tuple[int, int], gap: int, piece_rows: int, grid: tuple[int, int], along: str, random: Any
+    part: tuple[int, int],
+    gap: int,
+    piece_rows: int,
+    grid: tuple[int, int],
+    along: str,
+    random: Any,
 ) -> None:
     """Against a bucket of marked elements that is cut as Megatron-FSDP does: instances alike, parts
     side by side.
@@ -74,13 +79,19 @@ def test_every_rank_gets_its_rows_of_a_bucket(
         if held:
             row, col = divmod(held[0], shape[1])
             rectangles[places[instance, number, of_part]] = (row, len(held) // cols, col, cols)
-    found = bucket_shards(start, piece, part, shape, Places(places))
+    found = bucket_shards(start, piece, part, shape, PieceHolders(places))
     assert found == tuple(sorted(as_shards(rectangles), key=lambda shard: shard.rank))
     Layout(len(ranks), (Matrix("w", shape, found),))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "kinds"), [((3,), "F"), ((2, 3), "RF"), ((2, 3), "FF"), ((2, 2), "RR")]
+    ("mesh", "kinds"),
+    [
+        ((3,), "F"),
+        ((2, 3), "RF"),
+        ((2, 3), "FF"),
+        ((2, 2), "RR"),
+    ],
 )
 def test_dbuffers_are_cut_as_they_say(
     mesh: tuple[int, ...], kinds: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +133,8 @@ def layout(**changes: Any) -> Layout:
         "split": RowSplit(2, (3, 1)),
     }
     given = {**made, **changes}
-    return Layout(2, (from_rectangles(*given.values()), Matrix("v", (3, 3), everywhere((3, 3), 2))))
+    other = Matrix("v", (3, 3), everywhere((3, 3), 2))
+    return Layout(2, (from_rectangles(*given.values()), other))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +156,8 @@ def test_matrices_that_share_their_shards_are_as_if_each_had_its_own() -> None:
     """Equal in digest and in what ranks hold, and a tuple that tiles one shape is not taken to tile
     another.
     """
-    own = tuple(from_rectangles(f"w{i}", (8, 4), [(0, 5, 0, 4), (5, 3, 0, 4)]) for i in range(3))
+    rectangles = [(0, 5, 0, 4), (5, 3, 0, 4)]
+    own = tuple(from_rectangles(f"w{i}", (8, 4), rectangles) for i in range(3))
     shared = tuple(Matrix(matrix.name, matrix.shape, own[0].shards) for matrix in own)
     assert own[0].shards is not own[1].shards
     assert (Layout(2, own).digest(), Layout(2, own).held(1)) == (

@@ -16,11 +16,6 @@ from torch import nn
 import megatron_muon
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.group_numbers import read_group
-from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.ranks import Alone
-from megatron_muon.core.rules.rule import Held
-from megatron_muon.megatron.builder import make_muon
-from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 Make = Callable[[float], Any]
 KINDS: dict[str, Make] = {
@@ -158,7 +153,9 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
     """Two elements were a RuntimeError of torch, in the middle of a step."""
-    value, w, b = WRONG[wrong], nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(4))
+    value = WRONG[wrong]
+    w = nn.Parameter(torch.eye(4))
+    b = nn.Parameter(torch.zeros(4))
     if wrong != "nothing":
         with pytest.raises(
             UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"
@@ -189,7 +186,9 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "betas", [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None], ids=repr
+    "betas",
+    [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None],
+    ids=repr,
 )
 def test_betas_are_two_numbers(betas: Any) -> None:
     """One number in a group was a TypeError."""
@@ -216,39 +215,3 @@ def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:
     assert read["lr"].data_ptr() == group["lr"].data_ptr()
     assert (type(read["weight_decay"]), type(read["momentum"])) == (float, float)
     assert type(read_group(group, group, torch.device("cuda:0"))["lr"]) is float
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"muon_cautious_weight_decay": True},
-        {"optimizer": "adaptive_muon"},
-        {"muon_hyperball": True},
-    ],
-)
-@pytest.mark.parametrize("make", [np.float32, np.float64])
-def test_a_config_of_megatrons_takes_numpys_numbers(make: Make, variant: dict[str, Any]) -> None:
-    found = []
-    for kind in (float, make):
-        decay = 0.0 if variant.get("muon_hyperball") else 0.125
-        rates = {"lr": kind(0.0625), "min_lr": kind(0.0), "weight_decay": kind(decay)}
-        others = {
-            "muon_momentum": kind(0.875),
-            "adaptive_muon_beta2": kind(0.875),
-            "adaptive_muon_eps": kind(2.0**-20),
-        }
-        config = MuonOptimizerConfig(**{"optimizer": "muon", **variant, **rates, **others})
-        generator = torch.Generator().manual_seed(0)
-        p = nn.Parameter(torch.randn(6, 8, generator=generator))
-        layout = Layout(1, (row_sharded("w", (6, 8), [6]),))
-        held = Held(layout, Alone(), torch.device("cpu"), [1])  # type: ignore[arg-type]
-        muon = make_muon(
-            [{"params": [p], "lr": kind(0.0625)}], held, config, {p: "w"}, offload=None
-        )
-        for step in range(3):
-            muon.param_groups[0]["lr"] = kind(0.0625) / (step + 1)  # as Megatron's schedule
-            p.grad = torch.randn(6, 8, generator=generator)
-            muon.step()
-        found.append(p.detach())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)

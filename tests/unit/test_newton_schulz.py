@@ -224,7 +224,7 @@ def test_the_device_decides_from_which_ratio_gram_pays() -> None:
 
 def test_an_unknown_set_is_named() -> None:
     with pytest.raises(
-        ValueError, match="--muon-coefficient-type cubic does not exist; choose one of simple"
+        ValueError, match="muon_coefficient_type cubic does not exist; choose one of simple"
     ):
         ns.coefficients("cubic", 5)
 

@@ -133,9 +133,9 @@ def test_constructors_keep_to_the_rule():
     for name, value, flag in (
         ("lr", -1.0, "lr"),
         ("lr", math.nan, "lr"),
-        ("momentum", math.nan, "muon-momentum"),
+        ("momentum", math.nan, "muon_momentum"),
     ):
-        with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
+        with pytest.raises(ValueError, match=f"^{flag} {value:g} is (out of range|not finite)"):
             ShardedMuon([], None, [], defaults={**good, name: value}, names={})
     for settings in (
         {"iteration": Iteration(steps=0)},
@@ -167,7 +167,7 @@ def test_the_buffers_of_bench_keep_to_it(text):
 )
 def test_what_is_no_number_and_what_no_float_holds_is_refused(value, wrong):
     """With 400 digits it was an OverflowError."""
-    with pytest.raises(UserError, match=rf"^--muon-num-ns-steps .* {wrong}") as raised:
+    with pytest.raises(UserError, match=rf"^muon_num_ns_steps .* {wrong}") as raised:
         check_number("muon_num_ns_steps", value)
     assert len(str(raised.value)) < 140
 

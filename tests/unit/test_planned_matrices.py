@@ -233,7 +233,7 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
     cpu.install(force=True)
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
-    from megatron_muon.fsdp.cuts import Places, bucket_shards
+    from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
     from megatron_muon.tools.plan.matrices import in_buckets
 
     model = torch.nn.Module()
@@ -241,10 +241,10 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
         model.register_parameter(f"w{index}", torch.nn.Parameter(torch.empty(shape, device="meta")))
     ddp_config = SimpleNamespace(data_parallel_sharding_strategy="optim")
     groups = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: world_size))
-    places = Places(np.arange(world_size).reshape(1, world_size, 1))
+    holders = PieceHolders(np.arange(world_size).reshape(1, world_size, 1))
     starts = in_buckets(model, groups, ddp_config, None)
     shards = {
-        p: bucket_shards(*starts[p], tuple(p.shape), tuple(p.shape), places)
+        p: bucket_shards(*starts[p], tuple(p.shape), tuple(p.shape), holders)
         for p in model.parameters()
     }
     policy = buffers.BucketingPolicy(None, [], "optim")

@@ -36,7 +36,14 @@ def seen_by_attention(model: Any) -> Iterator[dict[Any, tuple[torch.Tensor, ...]
     code = sys.modules[type(model).__module__]
     original = code.eager_attention_forward
 
-    def spied(module: Any, query: Any, key: Any, value: Any, mask: Any, **given: Any) -> Any:
+    def spied(
+        module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        **given: Any,
+    ) -> Any:
         heads = range(query.shape[1])
         of_heads = [
             query[:, h] @ key[:, h * key.shape[1] // len(heads)].mT * module.scaling for h in heads

@@ -206,7 +206,7 @@ def test_a_matrix_of_zeros_has_no_sphere() -> None:
     optimizer.check_weights()
     with torch.no_grad():
         mine[1].zero_()
-    with pytest.raises(ValueError, match=r"matrix1 is zero: .* --muon-exclude"):
+    with pytest.raises(ValueError, match=r"matrix1 is zero: .* muon_exclude"):
         optimizer.check_weights()
 
 
@@ -343,6 +343,6 @@ def test_a_rule_takes_the_place_of_the_iteration_and_keeps_state_with_the_owner(
 
 def test_a_rule_for_whole_blocks_has_no_teams() -> None:
     with pytest.raises(
-        ValueError, match="--muon-team-size 2: Whitened works on whole matrices, which"
+        ValueError, match="muon_team_size 2 cannot be: Whitened works on whole matrices, which"
     ):
         whitening(parameters(), team_size="2")

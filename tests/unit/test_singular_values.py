@@ -183,7 +183,7 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
     orthogonalizer = Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps))
     assert orthogonalizer.iteration.method_for(128, 1024) == "standard"
     with pytest.raises(
-        ValueError, match=rf"--muon-ns gram is not stable in bf16 with {steps} steps of .* auto"
+        ValueError, match=rf"muon_ns gram is not stable in bf16 with {steps} steps of .* auto"
     ):
         Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps, method=GRAM))
     in_fp32 = Orthogonalizer(
@@ -197,7 +197,7 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
     [
         (
             {"coefficient_type": "cans"},
-            "cans is not stable with --muon-fp32-matmul-prec medium; use highest",
+            "cans is not stable with muon_fp32_matmul_prec medium; use highest",
         ),
         (
             {"coefficient_type": "cans", "precision": "high"},
@@ -205,7 +205,7 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
         ),
         (
             {"coefficient_type": "aol"},
-            "--muon-coefficient-type aol turns updates round .* such as quintic",
+            "muon_coefficient_type aol turns updates round .* such as quintic",
         ),
         (
             {"coefficient_type": "polar_express", "steps": 4},
@@ -214,15 +214,15 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
         (
             {"steps": 6},
             (
-                "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5,"
+                "muon_num_ns_steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5,"
                 " 8, 9, 10;"
             ),
         ),
-        ({"steps": 0}, "--muon-num-ns-steps 0 is out of range"),
-        ({"steps": 13}, "--muon-num-ns-steps 13 is not proven"),
+        ({"steps": 0}, "muon_num_ns_steps 0 is out of range"),
+        ({"steps": 13}, "muon_num_ns_steps 13 is not proven"),
         (
             {"method": "newton"},
-            "--muon-ns newton does not exist; choose one of auto, standard, gram",
+            "muon_ns newton does not exist; choose one of auto, standard, gram",
         ),
     ],
 )

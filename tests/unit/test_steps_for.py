@@ -41,8 +41,12 @@ def test_the_last_pattern_that_is_found_holds() -> None:
         ("layers.0", 4),
         ("fc1", 3),
     ], "of two alike the place of the last"
-    assert steps_of(NAMES, asked) == {NAMES[0]: 4, NAMES[1]: 3, NAMES[3]: 3}
-    assert steps_of(NAMES, {"fc1": 3, "layers.0": 4})[NAMES[1]] == 4
+    assert steps_of(NAMES, asked, argument="--muon-ns-steps-for") == {
+        NAMES[0]: 4,
+        NAMES[1]: 3,
+        NAMES[3]: 3,
+    }
+    assert steps_of(NAMES, {"fc1": 3, "layers.0": 4}, argument="--muon-ns-steps-for")[NAMES[1]] == 4
     assert steps_for(SimpleNamespace(muon_ns_steps_for=["a=b=2"])) == {"a=b": 2}
 
 
@@ -50,7 +54,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
     with pytest.raises(
         UserError, match=r"--muon-ns-steps-for fc3 matches none of Muon's 4 .*; did you mean fc1"
     ):
-        steps_of(NAMES, {"qkv": 3, "fc3": 4})
+        steps_of(NAMES, {"qkv": 3, "fc3": 4}, argument="--muon-ns-steps-for")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,12 @@ def placements(draw: Any, mesh: tuple[int, ...], dims: int) -> list[Placement]:
     st.data(),
 )
 def test_every_rank_has_its_elements_of_every_matrix(
-    sizes: list[int], mesh: tuple[int, ...], flat: bool, transposed: bool, random: Any, data: Any
+    sizes: list[int],
+    mesh: tuple[int, ...],
+    flat: bool,
+    transposed: bool,
+    random: Any,
+    data: Any,
 ) -> None:
     """Marked elements that torch.chunk cuts, one axis of the mesh after the other.
 

@@ -20,7 +20,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.errors import SettingError, UserError
 from megatron_muon.core.rows import local_rows
 from megatron_muon.core.rules.plain import acts, is_on_device, together, zero_nan
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
@@ -164,10 +164,12 @@ class Hyperball(Rule):
         norms = largest.tolist()
         for index, name in enumerate(names):
             if 0.0 in norms[self._starts[index] : self._starts[index + 1]]:
-                raise UserError(
-                    f"--muon-hyperball keeps the norm of every matrix, and {name} is zero: it would"
-                    " stay so; initialize it otherwise, or leave it to the scalar optimizer by"
-                    " --muon-exclude"
+                raise SettingError(
+                    "muon_hyperball",
+                    True,
+                    f"keeps the norm of every matrix, and {name} is zero: it would stay so",
+                    "initialize it otherwise, or leave it to the scalar optimizer by"
+                    " {muon_exclude}",
                 )
 
     def _matrices(self, index: int, rows: torch.Tensor) -> list[torch.Tensor]:

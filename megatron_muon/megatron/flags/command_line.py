@@ -26,7 +26,7 @@ from megatron_muon.megatron.flags.refusals import (
     check,
     has_transformer_engine,
 )
-from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings
+from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings, word_as_flags
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -140,6 +140,7 @@ def cpu_has_bf16() -> bool:
     return any(line.startswith("Features") and "bf16" in line.split() for line in lines)
 
 
+@word_as_flags()
 def check_settings(
     args: argparse.Namespace,
     *,

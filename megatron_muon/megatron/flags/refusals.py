@@ -14,9 +14,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from megatron_muon.core.numbers import check_number, flag_of
+from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError, install
-from megatron_muon.settings import MuonSettings, choices_of, default_of, iteration_of, steps_for
+from megatron_muon.settings import (
+    MuonSettings,
+    choices_of,
+    default_of,
+    flag_of,
+    iteration_of,
+    steps_for,
+    word_as_flags,
+)
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer for which this package makes the optimizer under Megatron-FSDP."""
@@ -138,6 +146,7 @@ class CheckedRun:
         return int(max(self.tensor_model_parallel_size, self.expert_tensor_parallel_size or 1))
 
 
+@word_as_flags()
 def check(run: CheckedRun, *, is_training: bool = False) -> None:
     """Raise a `UserError` with a line for every rule that applies.
 

@@ -27,7 +27,7 @@ from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
 from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
-from megatron_muon.fsdp.names import EMBEDDING, OUTPUT
+from megatron_muon.fsdp.name_rules import EMBEDDING, OUTPUT
 from megatron_muon.fsdp.selection import why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
@@ -96,7 +96,9 @@ def tag_for_muon(
         parameter = matrices.pop(name)
         parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"
         others.append(name)
-    steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
+    steps = steps_of(
+        matrices, steps_for or {}, argument="--muon-ns-steps-for", others=others, hint=hint
+    )
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
     _warn_if_few(model_chunks)
@@ -107,7 +109,8 @@ def _warn_if_few(model_chunks: Sequence[Any]) -> None:
     inside = []
     for parameter, name in parameter_names(model_chunks).items():
         why = getattr(parameter, "why_not_muon", "")
-        if parameter.requires_grad and (is_muon_matrix(parameter) or is_left(name, parameter, why)):
+        is_left_out = why != "--muon-exclude" and is_left(name, parameter, why)
+        if parameter.requires_grad and (is_muon_matrix(parameter) or is_left_out):
             inside.append(Inside(name, parameter.numel(), why))
     text = warning_of_few(
         inside,

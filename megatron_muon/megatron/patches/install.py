@@ -39,7 +39,7 @@ from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.patches.progress import log_to_both, show_progress
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.patching import Patches
-from megatron_muon.settings import LoadSettings
+from megatron_muon.settings import LoadSettings, word_as_flags
 
 TOO_LATE = (
     "call megatron_muon.enable() earlier, before Megatron parses flags and makes an optimizer"
@@ -71,6 +71,7 @@ def follow(
         patches.around(parser, "parse_known_args")(functools.partial(parse_known_args, parser))
         return parser
 
+    @word_as_flags()
     def parse_known_args(parser: Any, parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         flags, unknown = parse(*args, **kwargs)
         has_muon = _has_muon(flags)

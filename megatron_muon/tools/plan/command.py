@@ -246,7 +246,7 @@ def read_transformers(
     """
     import torch
 
-    from megatron_muon.fsdp.selection import select, splits
+    from megatron_muon.fsdp.selection import select
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     path = shipped.find(path)
@@ -273,26 +273,24 @@ def read_transformers(
             f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}"
         ) from None
     selection = select(model)
-    blocks = splits({}, selection)
-    if ep > 1 and not any(view.is_stack for view in selection.views.values()):
+    views = selection.views
+    if ep > 1 and not any(view.is_stack for view in views.values()):
         raise UserError(f"--hf {path} has no stacks of experts for Muon; leave --ep {ep} out")
-    cut = {
-        view: _shards_of(view, world_size, ep) for view in dict.fromkeys(selection.views.values())
-    }
-    matrices = [
-        Matrix(name, view.matrix, shards, blocks.get(p, whole(view.matrix[0])))
-        for p, view in selection.views.items()
-        for name, shards in zip(view.names(selection.names[p]), cut[view], strict=True)
-    ]
+    cut = {view: _shards_of(view, world_size, ep) for view in dict.fromkeys(views.values())}
+    matrices = []
+    for p, view in views.items():
+        split = selection.choices[p].split or whole(view.matrix[0])
+        for name, shards in zip(view.names(selection.name(p)), cut[view], strict=True):
+            matrices.append(Matrix(name, view.matrix, shards, split))
     return _fully_sharded(world_size, matrices, hardware)
 
 
 def _fully_sharded(
     ranks: int, matrices: Iterable[Matrix], hardware: Hardware
 ) -> tuple[Settings, list[Group]]:
-    from megatron_muon.fsdp import arguments
+    from megatron_muon.fsdp.options import iteration_of as iteration_of_arguments
 
-    settings = Settings(None, Memory(2, hardware.iterate(arguments.iteration_of())))
+    settings = Settings(None, Memory(2, hardware.iterate(iteration_of_arguments())))
     return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
 
 

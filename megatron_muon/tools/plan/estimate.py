@@ -28,6 +28,7 @@ from megatron_muon.core.plan import LIFETIMES, MOMENTS, Plan, make_plan, moments
 from megatron_muon.core.slices import BlockSlice
 from megatron_muon.core.traffic import all_to_all_s
 from megatron_muon.megatron.run_device import BF16_TFLOPS
+from megatron_muon.settings import flag_of, word_as_flags
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -187,6 +188,7 @@ class KindPlan:
         return self._plans[pattern]
 
 
+@word_as_flags()
 def plan_kinds(
     groups: Sequence[Group], settings: Settings, hardware: Hardware
 ) -> tuple[list[KindPlan], list[str]]:
@@ -198,9 +200,8 @@ def plan_kinds(
     """
     kinds = [KindPlan(group, settings, hardware) for group in groups]
     shared = [kind for kind in kinds if kind.group.layout.world_size > 1]
-    return kinds, refuse_unmet(
-        {kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared}
-    )
+    unmet = {kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared}
+    return kinds, [note.worded(flag_of) for note in refuse_unmet(unmet)]
 
 
 def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from megatron.training import training
 
 from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.fsdp.cuts import Places, bucket_shards
+from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
@@ -218,12 +218,14 @@ def _groups(
         )
         parts = tensor if over_tp else 1
         # Tensor-parallel ranks lie together, instances apart.
-        places = Places(np.arange(instances * ranks * parts).reshape(instances, ranks, parts))
+        holders = PieceHolders(
+            np.arange(instances * ranks * parts).reshape(instances, ranks, parts)
+        )
         matrices = []
         for parameter in muon:
             matrix = mp.matrix_of(names[parameter], parameter, settings, over_tp=over_tp)
             part = mp.matrix_shape(parameter, over_tp=False)
-            shards = bucket_shards(*starts[parameter.orig_param], part, matrix.shape, places)
+            shards = bucket_shards(*starts[parameter.orig_param], part, matrix.shape, holders)
             matrices.append(replace(matrix, shards=shards))
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))

@@ -1,8 +1,4 @@
-"""Builds the parts of a Muon from what a front end knows: exchange, rules and store.
-
-`megatron_muon.Muon` and Megatron's factory find out which matrices there are and who holds what,
-and give it here with their settings.
-"""
+"""Makes exchange, rules and store of a Muon, for `megatron_muon.Muon` and Megatron's factory."""
 
 from __future__ import annotations
 
@@ -36,35 +32,36 @@ def make_parts(
     plan: Plan | None = None,
     scratch: Any = None,
 ) -> tuple[Exchange, list[Rule], RecordStore | None]:
-    """What a `ShardedMuon` is made of. Collective.
+    """The exchange, the rules and the store of a `ShardedMuon`. Collective.
 
-    Args: held: the matrices, and what this rank has of them. settings: of the user. orthogonalizer:
-    on the device where momentum and exchange compute; unscaled with `moment2`, the second moment's
-    rule. moment2, nesterov,
-    decoupled: which rules; `decoupled` decay shrinks weights, other decay is added to the gradient.
-    offload: keeps momentum elsewhere, or in another format than fp32. group: the same ranks as the
-    layout's, for an exchange on another device. plan: of the exchange, where it has been made
-    before. scratch: buffers of another Muon, which steps before or after this one.
+    Args:
+        held: the matrices, and this rank's part of them.
+        orthogonalizer: on the device where momentum and exchange compute; unscaled with `moment2`.
+        moment2: the rule of the second moment, if any.
+        decoupled: decay shrinks weights; other decay is added to the gradient.
+        offload: keeps momentum off the device, or in another format than fp32.
+        group: the layout's ranks, for an exchange on another device.
+        plan: of the exchange, if it has been made before.
+        scratch: buffers of another Muon, which steps before or after this one.
     """
-    cautious, device = settings.muon_cautious_weight_decay, orthogonalizer.device
+    cautious = settings.muon_cautious_weight_decay
+    device = orthogonalizer.device
     names = chosen_rules(
         moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled
     )
     scheme = scheme_of(settings, replicated=held.replicated)
     if any(RULES[name].unscaled for name in names):
-        held = replace(
-            held,
-            scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices],
-        )
+        scales = [orthogonalizer.row_scales(matrix) for matrix in held.layout.matrices]
+        held = replace(held, scales=[each.to(held.device) for each in scales])
     options = {
         "nesterov": nesterov,
         "beta2": settings.adaptive_muon_beta2,
         "eps": settings.adaptive_muon_eps,
     }
     rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
-    store = (
-        offload.make_store(held.layout, held.group.rank(), device) if offload is not None else None
-    )
+    store = None
+    if offload is not None:
+        store = offload.make_store(held.layout, held.group.rank(), device)
     exchange = make_exchange(
         scheme,
         held.layout,
@@ -87,7 +84,7 @@ def make_parts(
 
 
 def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
-    """How matrices become whole: where every rank holds them, by sharing the work or doing all of it."""
+    """The scheme of the exchange; replicated matrices need none, except to share the work."""
     if replicated:
         return SHARED if settings.muon_share_replicated else LOCAL
     return settings.muon_exchange
@@ -96,10 +93,7 @@ def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
 def offload_run(
     settings: MuonSettings, group: dist.ProcessGroup | None = None
 ) -> OffloadRun | None:
-    """What keeps momentum elsewhere, or in another format, than as fp32 on the device.
-
-    Its stores are made by the ranks of `group`, None being all.
-    """
+    """The stores of momentum, unless it is fp32 on the device. `group`: their ranks; None: all."""
     if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
         return None
     return OffloadRun(

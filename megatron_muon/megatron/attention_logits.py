@@ -1,7 +1,4 @@
-"""QK-clip in Megatron: its attention keeps the logits of a step, and rows of the main weights are scaled by them.
-
-What is scaled by how much stands in `megatron_muon/qk_clip.py`.
-"""
+"""Attention logits in Megatron: measured in each step, and clipped by main weights (`qk_clip`)."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.cuts import noted_part
+from megatron_muon.fsdp.buckets import noted_part
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.model.matrices import fused_rows
-from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, Scaled, Scaling, places
+from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling, Parts
 
 
-def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
-    """The projections that make queries and keys, with the `(kind, rows)` of one query group, or latent head."""
+def projections(config: Any) -> dict[str, Parts]:
+    """The projections that make queries and keys, with the rows of a query group or latent head."""
     if config.multi_latent_attention:
         queries = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         return {
@@ -33,18 +30,12 @@ def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
     fused = fused_rows("linear_qkv.weight", config)
     assert fused is not None
     query, *gate, key, value = fused.parts
-    return {
-        "linear_qkv": [
-            (QUERY, query),
-            *((OTHER, rows) for rows in gate),
-            (KEY, key),
-            (OTHER, value),
-        ]
-    }
+    others = [(OTHER, rows) for rows in gate]
+    return {"linear_qkv": [(QUERY, query), *others, (KEY, key), (OTHER, value)]}
 
 
-class QKClip:
-    """Measures the attention logits of a model's steps and, where its config asks for that, clips.
+class AttentionLogits:
+    """Measures the attention logits of a model's steps and, with --qk-clip, clips.
 
     Every rank has all layers; `tensor_parallel` ranks share the heads of one. `largest` is the
     largest logit of the last step, a scalar on the device.
@@ -61,28 +52,29 @@ class QKClip:
         if not attentions:
             raise UserError(f"{flag}: the model has no attention; leave {flag} out")
         self._cores = [attention.core_attention for _, _, attention in attentions]
-        heads, rank = config.num_attention_heads, tensor_parallel.rank()
-        of_layer = heads if config.multi_latent_attention else config.num_query_groups
-        groups = len(attentions) * of_layer
-        here = heads // tensor_parallel.size()
-        device = next(model_chunks[0].parameters()).device
-        every = torch.arange(len(attentions) * heads, device=device)
-        self._mine = every.view(-1, heads)[:, rank * here : (rank + 1) * here].flatten()
-        self._of_heads = torch.full_like(every, -math.inf, dtype=torch.float32)
-        self.largest = self._of_heads.max()
-        scaled = [
-            Scaled(parameter, places([parts], layer * of_layer, of_layer, groups=groups)[rows])
-            for layer, (chunk, path, _) in enumerate(attentions if config.qk_clip else ())
-            for name, parts in projections(config).items()
-            for parameter, rows in _shards(chunk, f"{path}.{name}.", rank)
-        ]
-        alpha, threshold = config.qk_clip_alpha, config.qk_clip_threshold
-        self._scale = Scaling(
-            scaled, every * of_layer // heads, groups=groups, alpha=alpha, threshold=threshold
+        heads = config.num_attention_heads
+        groups = heads if config.multi_latent_attention else config.num_query_groups
+        self._scaling = HeadScaling(
+            [(heads, groups)] * len(attentions),
+            alpha=config.qk_clip_alpha,
+            threshold=config.qk_clip_threshold,
+            device=next(model_chunks[0].parameters()).device,
         )
+        rank = tensor_parallel.rank()
+        here = heads // tensor_parallel.size()
+        by_layer = self._scaling.largest.view(-1, heads)
+        self._mine = by_layer[:, rank * here : (rank + 1) * here]
+        self.largest = self._scaling.largest.max()
+        if not config.qk_clip:
+            return
+        for layer, (chunk, path, _) in enumerate(attentions):
+            for name, parts in projections(config).items():
+                factors = self._scaling.factors_of(layer, [parts])
+                for parameter, rows in _shards(chunk, f"{path}.{name}.", rank):
+                    self._scaling.add(parameter, factors[rows])
 
     def forget(self) -> None:
-        """Drop the logits of forward passes that no step follows, such as those of an evaluation."""
+        """Drop the logits of forward passes without a step, such as those of an evaluation."""
         for core in self._cores:
             core.current_max_attn_logits = None
 
@@ -96,18 +88,18 @@ class QKClip:
                 " step, as in a CUDA graph, in FP8 and with --attention-backend flash; leave one"
                 " of the two out"
             )
-        self._of_heads.fill_(-math.inf)
-        self._of_heads[self._mine] = torch.cat(found).float()
-        dist.all_reduce(self._of_heads, op=dist.ReduceOp.MAX)
-        self.largest = self._of_heads.max()
+        largest = self._scaling.largest.fill_(-math.inf)
+        self._mine.copy_(torch.cat(found).view_as(self._mine))
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        self.largest = largest.max()
 
     def clip(self) -> None:
         """Scale this rank's rows of the main weights by the logits that were measured last."""
-        self._scale(self._of_heads)
+        self._scaling.scale()
 
 
 def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
-    """The attention modules of a chunk with their paths without wrappers; a UserError for one without logits."""
+    """The attention modules of a chunk, with paths; a UserError if one shows no logits."""
     for path, module in chunk.named_modules():
         if (core := getattr(module, "core_attention", None)) is None:
             continue
@@ -123,9 +115,9 @@ def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
                 f" Engine's, or leave {flag} out"
             )
         for number in ("num_attention_heads", "num_query_groups"):
-            if (here := getattr(module.config, number)) != (
-                of_model := getattr(chunk.config, number)
-            ):
+            here = getattr(module.config, number)
+            of_model = getattr(chunk.config, number)
+            if here != of_model:
                 raise UserError(
                     f"{flag}: {name} has {number} {here}, where the model has {of_model}; use"
                     f" layers of one kind, or leave {flag} out"
@@ -136,7 +128,7 @@ def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
 def _shards(
     chunk: Any, prefix: str, tensor_parallel_rank: int
 ) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The weight and bias of a projection where this rank holds rows of them, and which rows of the whole these are."""
+    """A projection's weight and bias, with this rank's rows of the whole, if it holds any."""
     buffer = chunk.param_and_grad_buffer
     for name, parameter in buffer.optimizer_named_parameters:
         if name.replace("module.", "") not in (f"{prefix}weight", f"{prefix}bias"):
@@ -146,7 +138,8 @@ def _shards(
                 f"--qk-clip would scale rows of {prefix}weight, which is frozen; train it, or leave"
                 " it out"
             )
-        if rows := len(parameter._local_tensor):
+        rows = len(parameter._local_tensor)
+        if rows:
             start = noted_part(buffer, name)[0][0]
             # all of a tensor-parallel rank's part
             if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":
@@ -155,7 +148,7 @@ def _shards(
 
 
 def record_max_logits(attention: DotProductAttention) -> None:
-    """Have local attention keep each head's largest logit, as Transformer Engine's does; twice is once.
+    """Have local attention keep each head's largest logit, as Transformer Engine does; idempotent.
 
     `current_max_attn_logits` has the largest scaled and masked logit of each head of this
     tensor-parallel rank, over the forward passes since it was None, without evaluation. Raises a
@@ -176,10 +169,11 @@ def record_max_logits(attention: DotProductAttention) -> None:
     def note(scores: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         masked = mask(scores, where)  # (batch, heads, queries, keys)
         if softmax.training:
-            found, before = masked.detach().amax(dim=(0, 2, 3)), attention.current_max_attn_logits
-            attention.current_max_attn_logits = (
-                found if before is None else torch.maximum(before, found)
-            )
+            found = masked.detach().amax(dim=(0, 2, 3))
+            before = attention.current_max_attn_logits
+            if before is not None:
+                found = torch.maximum(before, found)
+            attention.current_max_attn_logits = found
         return masked
 
     softmax.mask_func = note

@@ -1,0 +1,219 @@
+"""Parameters as users give them: a model, named tensors or groups, and the settings of groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.numbers import check_number, number_of
+
+MUON = "muon"
+ADAMW = "adamw"
+OPTIMIZER = "optimizer"
+"""The key of a parameter group for the optimizer that takes it."""
+
+DECAY_VECTORS = "decay_vectors"
+"""The key of an AdamW group: weight decay also for parameters of fewer than two dimensions."""
+
+_NUMBERS = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "momentum": "muon_momentum",
+    "eps": "adam_eps",
+}
+"""Numbers that a group may have, with the settings whose ranges hold for them."""
+
+FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
+"""Settings of a group that have no effect on its part of Muon, or of AdamW."""
+
+OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+"""Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
+
+KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
+"""Settings that a group may have."""
+
+NOTES = (
+    "name",
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
+)
+"""Other keys that a group may have: a label, and the notes of torch's schedulers."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A parameter as the user gave it.
+
+    Attributes:
+        name: empty if it has none.
+        label: its name, or its place, for messages.
+        group: the number of its group.
+        options: settings of the group.
+    """
+
+    parameter: torch.Tensor
+    name: str
+    label: str
+    group: int
+    options: dict[str, Any]
+
+    @property
+    def optimizer(self) -> str | None:
+        """The optimizer that its group names."""
+        return self.options.get(OPTIMIZER)
+
+
+def read_parameters(params: Any) -> list[Given]:
+    """All parameters of a model, of named tensors, of tensors, or of groups of either.
+
+    Raises a TypeError for what is not a parameter, and a UserError for one that Muon cannot take.
+    """
+    if isinstance(params, torch.Tensor):
+        kind = type(params).__name__
+        raise TypeError(f"params is a {kind}; pass the model, or model.named_parameters()")
+    entries = list(params.named_parameters() if isinstance(params, nn.Module) else params)
+    if not entries:
+        raise UserError(
+            "params is empty; pass model.named_parameters(), which can be read only once"
+        )
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        entries = [{"params": entries}]
+    found = list[Given]()
+    for number, group in enumerate(entries):
+        options = _options(group, number)
+        place = f"group {number}, parameter" if len(entries) > 1 else "parameter"
+        for index, member in enumerate(_members(group["params"], number)):
+            name, parameter = _named(member, f"{place} {index}")
+            label = name or f"{place} {index}"
+            found.append(Given(parameter, name, label, number, options))
+    _check_unique(found)
+    for each in found:
+        if each.parameter.requires_grad:
+            check_tensor(each.label, each.parameter)
+    return found
+
+
+def _options(group: Any, number: int) -> dict[str, Any]:
+    """The settings of a group; a UserError for one without effect."""
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise TypeError(
+            f"entry {number} of params is no parameter group with 'params', as the others are"
+        )
+    options = {name: value for name, value in group.items() if name != "params"}
+    optimizer = options.get(OPTIMIZER)
+    for name, value in options.items():
+        wrong = ""
+        if name in OF_ALL:
+            wrong = "which holds for the whole optimizer; pass it to Muon"
+        elif name not in (*KNOWN, *NOTES):
+            wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
+        elif name == OPTIMIZER and value not in (MUON, ADAMW):
+            wrong = "which does not exist; choose 'muon' or 'adamw'"
+        elif name == DECAY_VECTORS and not isinstance(value, bool):
+            wrong = "which is not True or False; choose one"
+        elif name in FOR_OTHER.get(str(optimizer), ()):
+            wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
+        if wrong:
+            raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
+        if name == "betas":
+            check_betas(value, "betas", f" of parameter group {number}")
+        elif name in _NUMBERS:
+            check_number(_NUMBERS[name], value, setting=f"{name} of parameter group {number}")
+    return options
+
+
+def _members(params: Any, number: int) -> list[Any]:
+    if isinstance(params, nn.Module):
+        raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
+    members = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not members:
+        raise UserError(f"parameter group {number} has no parameters; leave it out")
+    return members
+
+
+def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
+    """The name, empty if there is none, and the parameter."""
+    is_pair = isinstance(member, (tuple, list)) and len(member) == 2
+    name, parameter = member if is_pair and isinstance(member[0], str) else ("", member)
+    if not isinstance(parameter, torch.Tensor):
+        kind = type(parameter).__name__
+        raise TypeError(f"{place} is a {kind}, not a tensor; pass model.named_parameters()")
+    return name or name_in_megatron_fsdp(parameter), parameter
+
+
+def _check_unique(given: Iterable[Given]) -> None:
+    parameters = set[torch.Tensor]()
+    names = set[str]()
+    for each in given:
+        if each.parameter in parameters or each.name in names:
+            raise UserError(
+                f"{each.label} is given twice; pass each parameter once, by a name of its own"
+            )
+        parameters.add(each.parameter)
+        if each.name:
+            names.add(each.name)
+
+
+def check_betas(betas: Any, name: str, where: str = "") -> None:
+    """Raise a UserError unless `betas` are two numbers in a sequence, an array or a tensor."""
+    has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
+    if not has_elements or len(betas) != 2:
+        raise UserError(f"{name}={betas!r}{where} are not two numbers")
+    for place, beta in enumerate(betas):
+        check_number("adam_beta1", beta, setting=f"{name}[{place}]{where}")
+
+
+def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a group as floats; tensors are read."""
+    numbers: dict[str, Any] = {}
+    for name in _NUMBERS:
+        if name in group:
+            numbers[name] = float(number_of(group[name]))
+    if "betas" in group:
+        numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
+    return numbers
+
+
+def check_tensor(name: str, parameter: torch.Tensor) -> None:
+    """Raise a UserError for dtypes and layouts that neither optimizer takes."""
+    dtype = parameter.dtype
+    if dtype not in _DTYPES:
+        why = "; in fp16 updates overflow: use bf16" if dtype == torch.float16 else ""
+        raise UserError(f"{name} is of {dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}")
+    if parameter.layout != torch.strided:
+        raise UserError(
+            f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters"
+        )
+
+
+def name_in_megatron_fsdp(parameter: torch.Tensor) -> str:
+    """The name that Megatron-FSDP has for one of its parameters; empty for others."""
+    model = getattr(parameter, "_megatron_fsdp_model", None)
+    if model is None:
+        return ""
+    names: Mapping[Any, str] = model.param_and_grad_buffer.param_to_name
+    name = names.get(getattr(parameter, "orig_param", None), "")
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """The parameters of all these groups."""
+    return [p for group in groups for p in group["params"]]
+
+
+def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether an AdamW group's weight decay holds for this parameter."""
+    return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
