@@ -31,7 +31,7 @@ from megatron_muon.tools.plan.estimate import (
     Group,
     GroupPlan,
     Hardware,
-    Settings,
+    PlanSettings,
     plan_group,
 )
 from megatron_muon.tools.plan.training_step import holder_bytes, owner_bytes
@@ -104,7 +104,7 @@ class Line:
         return [self.source, self.what, *shown]
 
 
-def planned(shapes: Shapes, ranks: int, settings: Settings, hardware: Hardware) -> GroupPlan:
+def planned(shapes: Shapes, ranks: int, settings: PlanSettings, hardware: Hardware) -> GroupPlan:
     """Matrices whose rows are spread over the ranks evenly, each owned by one, with room for all in one wave."""
     cut = {
         shape: row_sharded(
@@ -144,7 +144,7 @@ EXPERT_MATRICES: Shapes = 40 * 512 // EXPERT // COPIES * [(2688, 1024), (1024, 2
 def megatron() -> Iterator[Line]:
     """Optimizer steps on 32 GB300 in the three modes of `--muon-tp-mode`."""
     iteration = Iteration("quintic", 5, "medium", STANDARD, DENSE)
-    settings = Settings(1e9, Memory(4, iteration), team_size="1")
+    settings = PlanSettings(1e9, Memory(4, iteration), team_size="1")
     domains = (DENSE_MATRICES, TENSOR * REMAT, REMAT), (EXPERT_MATRICES, EXPERT_REMAT, EXPERT_REMAT)
     held = sum(numel(shapes) / ranks for shapes, ranks, _ in domains)
     elementwise_ms = (
@@ -216,7 +216,7 @@ ACTION = Transformer(18, 1024, 4096, 2048, 256, 0)
 def dmuon_optimizer_ms(shapes: Shapes, parameters: float, ranks: int) -> tuple[float, float]:
     """Milliseconds of the optimizer with AdamW for all, and with DMuon, whose owners have whole gradients already."""
     iteration = OneRestart("polar_express", 5, "medium", GRAM, SYMMETRIC)
-    settings = Settings(1e9, Memory(2, iteration), team_size="1")
+    settings = PlanSettings(1e9, Memory(2, iteration), team_size="1")
     owned = planned(shapes, ranks, settings, A800)
     plan = owned.plan
     elements = [0] * ranks

@@ -23,9 +23,9 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, node_pattern, plan_group
-from megatron_muon.tools.plan.matrices import read_model
+from megatron_muon.tools.plan.plan_command import settings_of
+from megatron_muon.tools.plan.planned_model import read_model
 from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse import rank as of_rank
 from megatron_muon.tools.rehearse.recorder import Recorder

@@ -47,13 +47,13 @@ GROUPS = {
         "summary": Command("train.run_summary", "sum up a finished run"),
     },
     "use what was trained": {
-        "generate": Command("models.command", "write text with a checkpoint"),
-        "eval": Command("models.command", "loss and bits per byte of a checkpoint on any text"),
-        "export": Command("models.command", "checkpoint to Hugging Face or torch_dist"),
-        "import": Command("models.command", "Hugging Face model to a checkpoint, to go on with"),
+        "generate": Command("models.model_commands", "write text with a checkpoint"),
+        "eval": Command("models.model_commands", "loss and bits per byte of a checkpoint on any text"),
+        "export": Command("models.model_commands", "checkpoint to Hugging Face or torch_dist"),
+        "import": Command("models.model_commands", "Hugging Face model to a checkpoint, to go on with"),
     },
     "plan and measure": {
-        "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),
+        "plan": Command("plan.plan_command", "plan a Muon step on paper, for any number of ranks"),
         "rehearse": Command(
             "rehearse.command", "run every rank's real step without a GPU, and compare"
         ),

@@ -21,7 +21,7 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.tools.plan import command as plan_command
+from megatron_muon.tools.plan import plan_command
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_group
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -22,8 +22,8 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, node_pattern
+from megatron_muon.tools.plan.plan_command import settings_of
 from megatron_muon.tools.rehearse import machine
 from megatron_muon.tools.rehearse.checks import Finding, Recorded, check
 from megatron_muon.tools.rehearse.machine import RecordingGroup

@@ -15,12 +15,12 @@ from megatron_muon import cpu
 from megatron_muon.core.memory import Memory
 from megatron_muon.settings import MuonSettings
 from megatron_muon.tools.plan import training_step
-from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, Settings
-from megatron_muon.tools.plan.training_step import Model, Parameters
+from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, PlanSettings
+from megatron_muon.tools.plan.training_step import Parameters, TrainedModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SETTINGS = Settings(256, Memory(2))
-TINY = Model(
+SETTINGS = PlanSettings(256, Memory(2))
+TINY = TrainedModel(
     parameters=(Parameters(1_600_000, 1_200_000, 1, 16),),
     copies=1,
     sequence_flops=6e12,
@@ -47,15 +47,15 @@ def changed(tmp_path: Path, name: str, changes: dict[str, object]) -> Path:
     return path
 
 
-def read_model(path: Path, world_size: int) -> Model:
+def read_model(path: Path, world_size: int) -> TrainedModel:
     cpu.install(force=True)
-    from megatron_muon.tools.plan.matrices import read_model
+    from megatron_muon.tools.plan.planned_model import read_model
 
     return read_model(path, world_size)[2]
 
 
 def simulate(
-    model: Model = TINY, mfu: float = 0.5, **changes: Any
+    model: TrainedModel = TINY, mfu: float = 0.5, **changes: Any
 ) -> tuple[dict[str, Any], list[str]]:
     figures = {"world_size": 16, "step_ms": 5.0, "max_over_mean": 2.0} | changes
     return training_step.simulate(
@@ -63,7 +63,7 @@ def simulate(
     )
 
 
-def memory(model: Model, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
+def memory(model: TrainedModel, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
     return training_step.memory(model, MuonSettings(**settings), step_bytes, HARDWARE["h100-sxm"])
 
 

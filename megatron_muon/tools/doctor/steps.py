@@ -35,7 +35,7 @@ from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.codecs import Codec, Int8
 from megatron_muon.offload.store import DISK, HOST, RecordStore
 from megatron_muon.tools.doctor.checks import Check, Context, arithmetic, machine, training
-from megatron_muon.tools.plan import command as plan
+from megatron_muon.tools.plan import planned_shards as plan
 from megatron_muon.tools.plan.estimate import measured
 
 # The matrices of a layer of llama3-8b, in small with odd ones and a stack of experts.
