@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = ["configs", "scripts/slurm/pretrain.sbatch"]
+SHIPPED = ["configs", "scripts/slurm/pretrain.sbatch", "scripts/slurm/sweep.sbatch"]
 """What a wheel holds of the repository's root, in megatron_muon/shipped: megatron_muon/shipped.py finds it there."""
 
 
@@ -82,7 +82,7 @@ setup(
         ],
         "hf": ["transformers>=4.50"],
         "te": ["transformer-engine[pytorch]>=2.9"],
-        "plots": ["markdown-it-py>=3.0", "matplotlib>=3.8"],
+        "plots": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.18"],
         "trainers": ["accelerate>=1.10", "pytorch-lightning>=2.5", "transformers>=5.0", "trl>=1.0"],
         "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],

@@ -41,9 +41,7 @@ GROUPS = {
             "quickstart", "train a small GPT in this folder, and show what it writes"
         ),
         "train": Command("train.command", "train what an experiment file says"),
-        "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
-        "report": Command("report.command", "write a page with plots on one run or many"),
-        "submit": Command("submit", "put a training into SLURM's queue"),
+        "compare": Command("compare", "compare runs: a table, and a picture of their losses"),
         "summary": Command("train.run_summary", "sum up a finished run"),
     },
     "use what was trained": {
@@ -71,7 +69,7 @@ EPILOG = """\
 examples:
   megatron-muon quickstart
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
-  megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2 --seeds 3
+  megatron-muon compare runs/first runs/second --png losses.png
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   megatron-muon COMMAND --help
 

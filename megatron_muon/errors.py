@@ -20,7 +20,7 @@ from megatron_muon.core.errors import UserError as UserError
 _OF_HF = ("transformers", "huggingface_hub", "safetensors", "tokenizers")
 _EXTRAS = {
     **dict.fromkeys(("megatron", "einops", "tensorboard"), ("megatron", "Megatron's part")),
-    **dict.fromkeys(("matplotlib", "markdown_it"), ("plots", "a report")),
+    "matplotlib": ("plots", "a picture"),
     **dict.fromkeys(_OF_HF, ("hf", "a model of Hugging Face")),
 }
 """Packages that are not needed everywhere: the extra that installs each, and what needs it."""

@@ -41,8 +41,7 @@ def write_json(file: Path | None, content: Any) -> None:
 class CommandParser(argparse.ArgumentParser):
     """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
-    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of
-    `--seeds`.
+    Nothing may be abbreviated: `train --no 5` is a mistake, not the first letters of `--no-save`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -153,21 +153,16 @@ class Reader:
 
     def megatron_muon(self, argv: list[str]) -> None:
         """A command of ours, in this process; without a run to look at, it is parsed."""
-        if argv[0] in ("submit", "sweep", "train") and not {"--dry-run", "--list-flags"} & set(
-            argv
-        ):
+        if argv[0] == "train" and "--dry-run" not in argv:
             argv.insert(1, "--dry-run")
-        if argv[0] == "sweep":  # other seeds differ in a number
-            end = argv.index("--") if "--" in argv else len(argv)
-            argv = [*argv[:end], "--seeds", "1", "--", *argv[end + 1 :], "--device", "cpu"]
-        if argv[0] == "train":
+        if argv[0] == "train" and "--device" not in argv:  # else it is for another machine
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
         goes_on = "--resume" in argv and "--config" not in argv
         imported = argv[0] == "train" and any(word.startswith("imported/") for word in argv)
         if (
             goes_on
             or imported
-            or argv[0] in ("summary", "report", "import")
+            or argv[0] in ("summary", "compare", "import")
             or "--checkpoint" in argv
         ):
             ours._build_parser(argv)[0].parse_args(argv)
@@ -190,15 +185,11 @@ class Reader:
         assert not error, error
 
     def sbatch(self, argv: list[str]) -> None:
-        """What `submit` says of the same flags."""
-        script = next(place for place, word in enumerate(argv) if word.endswith("pretrain.sbatch"))
+        """Settles the flags of a script of scripts/slurm, for a rank on each node."""
+        (script,) = [place for place, word in enumerate(argv) if word.endswith(".sbatch")]
         assert (ROOT / argv[script]).is_file()
-        config, *flags = argv[script + 1 :]
         nodes = argv[argv.index("--nodes") + 1] if "--nodes" in argv else "1"
-        array = ["--array", os.environ["ARRAY_FLAGS"]] if "ARRAY_FLAGS" in os.environ else []
-        self.ours(
-            ["submit", "--dry-run", "--config", config, "--nodes", nodes, *array, "--", *flags]
-        )
+        self.settle([*argv[script + 1 :], "--data-path", "data/stdlib"], ranks=int(nodes))
 
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
@@ -295,7 +286,7 @@ def test_no_command_is_overlooked_and_no_entry_left_over() -> None:
             "torchrun --nproc-per-node 2 pretrain_gpt.py --config configs/quickstart.yaml"
             " --muon-exchnage owner"
         ),
-        "megatron-muon submit --config configs/none.yaml --nodes 2 --dry-run",
+        "sbatch --nodes 2 scripts/slurm/pretrain.sbatch --config configs/none.yaml",
         "torchrun --nproc-per-node 2 pretrain_gpt.py ... --lr 1",
         "bash scripts/quickstart.sh",
     ],

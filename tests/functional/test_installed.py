@@ -34,24 +34,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one.
     """
     folder, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source")
-    names = (
-        "setup.py",
-        "pyproject.toml",
-        "MANIFEST.in",
-        "README.md",
-        "LICENSE",
-        "configs",
-        "scripts",
-        "megatron_muon",
-    )
-    subprocess.run(["cp", "-r", *(cli.ROOT / name for name in names), source], check=True)
+    names = "setup.py pyproject.toml MANIFEST.in README.md LICENSE configs scripts megatron_muon"
+    subprocess.run(["cp", "-r", *(cli.ROOT / name for name in names.split()), source], check=True)
     venv.create(folder, with_pip=False, symlinks=True)
-    site = (
-        folder
-        / "lib"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        / "site-packages"
-    )
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = folder / "lib" / version / "site-packages"
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
     # pip of this environment, for the other: a .pth is not followed where pip looks for what is
     # installed
@@ -62,26 +49,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(installed: Path) -> dict[str, str]:
     """Nothing of the repository on Python's path."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
-    }
-    return {**env, "PATH": f"{installed}:{env['PATH']}"}
+    env = {**os.environ, "PATH": f"{installed}:{os.environ['PATH']}"}
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        env.pop(name, None)
+    return env
 
 
 def test_a_quickstart_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    short = (
-        "--train-iters",
-        "2",
-        "--eval-interval",
-        "2",
-        "--eval-iters",
-        "1",
-        "--save-interval",
-        "2",
-    )
-    line = [installed / "megatron-muon", "quickstart", *short]
+    short = "--train-iters 2 --eval-interval 2 --eval-iters 1 --save-interval 2"
+    line = [installed / "megatron-muon", "quickstart", *short.split()]
     options = {
         "cwd": tmp_path,
         "env": environment(installed),
@@ -96,9 +72,8 @@ def test_a_quickstart_from_an_empty_folder(installed: Path, tmp_path: Path) -> N
     assert (tmp_path / "runs/quickstart/checkpoints/iter_0000002").is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}
     for command in (
-        "submit --config configs/quickstart.yaml --nodes 2 --dry-run",
         "plan --hf configs/transformers/llama3-8b.json --world-size 64",
-        "sweep --config configs/quickstart.yaml --grid lr=4e-3,8e-3 --dry-run",
+        "train --config configs/quickstart.yaml --dry-run --out runs/other",
     ):
         done = subprocess.run(
             [installed / "megatron-muon", *command.split()], timeout=QUICKSTART_S, **options
@@ -116,18 +91,8 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
     """
     job = yaml.safe_load((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    flags = (
-        *cli.MUON,
-        *cli.TINY,
-        *corpus,
-        "--train-iters",
-        "60",
-        "--save",
-        "ck",
-        "--global-batch-size",
-        "4",
-    )
-    write_config(tmp_path / "tiny.yaml", *flags)
+    more = "--train-iters 60 --save ck --global-batch-size 4".split
+    write_config(tmp_path / "tiny.yaml", *cli.MUON, *cli.TINY, *corpus, *more())
     script = container["args"][0].replace("configs/llama3-8b.yaml", "tiny.yaml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

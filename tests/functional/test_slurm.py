@@ -1,5 +1,4 @@
-"""scripts/slurm on a real SLURM: two nodes on this machine's loopback, from
-scripts/slurm/local_cluster.sh.
+"""scripts/slurm on a real SLURM of two nodes on the loopback, from scripts/slurm/local_cluster.sh.
 
 All jobs are submitted at once and run side by side, because each start costs ten seconds of
 imports. MUON_REQUIRE_SLURM turns "cannot be installed here" from a skip into a failure.
@@ -23,40 +22,24 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.train.records import read_events
 from tests.functional.test_train import write_config
 from tests.support import cli
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 
-CLUSTER = cli.ROOT / "scripts/slurm/local_cluster.sh"
-SCRIPT = cli.ROOT / "scripts/slurm/pretrain.sbatch"
+SCRIPTS = cli.ROOT / "scripts/slurm"
+CLUSTER = SCRIPTS / "local_cluster.sh"
 STEPS = 100
 """Some seconds of training: time enough to be preempted."""
 
-FLAGS = (
-    *(
-        *cli.MUON,
-        "--data-parallel-sharding-strategy",
-        "optim_grads_params",
-        "--muon-fp32-matmul-prec",
-        "highest",
-    ),
-    *(
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        str(STEPS),
-        "--save",
-        "ck",
-        "--save-interval",
-        "100000",
-    ),
-    *("--tensorboard-dir", "tensorboard", "--tensorboard-log-interval", "1"),
-)
+FLAGS = f"""
+    {" ".join(cli.MUON)} --data-parallel-sharding-strategy optim_grads_params
+    --muon-fp32-matmul-prec highest --global-batch-size 4 --train-iters {STEPS}
+    --save ck --save-interval 100000 --tensorboard-dir tensorboard --tensorboard-log-interval 1
+""".split()
+FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
 @dataclass(frozen=True)
@@ -65,24 +48,16 @@ class Cluster:
 
     env: Mapping[str, str]
 
-    def call(self, *arguments: str, cwd: Path | None = None) -> str:
+    def call(self, *arguments: str | Path, cwd: Path | None = None) -> str:
         """The output of one of SLURM's commands."""
-        done = subprocess.run(
-            arguments,
-            env=self.env,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
+        done = subprocess.run(arguments, env=self.env, cwd=cwd, check=False, **how)
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, folder: Path, *arguments: str) -> Job:
+    def submit(self, folder: Path, *arguments: str | Path) -> Job:
         """`sbatch ARGUMENTS` in a folder."""
-        folder.mkdir(exist_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
+        (folder / "logs").mkdir(parents=True)
         return Job(self, self.call("sbatch", "--parsable", *arguments, cwd=folder).strip(), folder)
 
 
@@ -100,10 +75,9 @@ class Job:
 
     @property
     def shown(self) -> dict[str, str]:
-        """What SLURM knows of it: JobState, Restarts, ExitCode, ..."""
-        return dict(
-            re.findall(r"(\w+)=(\S*)", self.cluster.call("scontrol", "show", "job", self.number))
-        )
+        """Fields of `scontrol show job`: JobState, Restarts, ExitCode, ..."""
+        shown = self.cluster.call("scontrol", "show", "job", self.number)
+        return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def log(self, node: int | None = None) -> str:
         """The log of the batch script, or of a node."""
@@ -115,21 +89,20 @@ class Job:
     @property
     def iterations(self) -> list[int]:
         """The iterations that it has logged, over all its starts. The last rank logs them."""
-        return [
-            iteration.number for iteration in cli.Run(0, self.log(1) or self.log(0), 0.0).iterations
-        ]
+        run = cli.Run(0, self.log(1) or self.log(0), 0.0)
+        return [iteration.number for iteration in run.iterations]
 
     def until(self, condition: Callable[[Job], Any], seconds: float = 100.0) -> None:
         """Wait until `condition(job)` is true."""
         deadline = time.monotonic() + seconds
         while not condition(self):
-            assert time.monotonic() < deadline, f"{self.shown}\n{self.log()}\n{self.log(0)[-5000:]}"
+            late = time.monotonic() > deadline
+            assert not late, f"{self.shown}\n{self.log()}\n{self.log(0)[-5000:]}"
             time.sleep(0.2)
 
     def ended(self) -> str:
         """Its final state, once it is there."""
-        final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        self.until(lambda job: job.shown["JobState"] in final)
+        self.until(lambda job: job.shown["JobState"] in FINAL)
         return self.shown["JobState"]
 
 
@@ -138,28 +111,26 @@ def cluster() -> Iterator[Cluster]:
     folder = Path(tempfile.mkdtemp(prefix="muon-slurm-", dir="/tmp"))
     port = 20000 + os.getpid() % 3000 * 3
     env = {**os.environ, "CLUSTER_DIR": str(folder / "cluster"), "BASE_PORT": str(port)}
-    started = subprocess.run(
-        [CLUSTER, "start"], env=env, capture_output=True, text=True, check=False, timeout=400
-    )
+    line, how = [CLUSTER, "start"], {"capture_output": True, "text": True}
+    started = subprocess.run(line, env=env, check=False, timeout=400, **how)
     if started.returncode:
         shutil.rmtree(folder)
-        if re.search("needs root|cannot be|could not install", started.stderr) and not env.get(
-            "MUON_REQUIRE_SLURM"
-        ):
+        is_refused = re.search("needs root|cannot be|could not install", started.stderr)
+        if is_refused and not env.get("MUON_REQUIRE_SLURM"):
             pytest.skip(f"no SLURM here: {started.stderr.splitlines()[-1]}")
         pytest.fail(started.stderr)
     for_jobs = {
         "SLURM_CONF": str(folder / "cluster/slurm.conf"),
         "MUON_ROOT": str(cli.ROOT),
         "VENV": sys.prefix,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RATES": "0.01 none",  # of the sweep
     }
-    for_jobs |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     yield Cluster({**cli.environment(), **env, **for_jobs})
     subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=120)
-    lines = (
-        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
-    )
-    assert [line for line in lines if str(folder) in line] == []
+    for process in psutil.process_iter(["cmdline"]):
+        assert str(folder) not in " ".join(process.info["cmdline"] or ())
     assert list(folder.iterdir()) == []
     folder.rmdir()
 
@@ -170,41 +141,36 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     here = tmp_path_factory.mktemp("jobs")
     config = here / "tiny.yaml"
     write_config(config, *cli.TINY, *FLAGS, *cli.make_corpus(here))
-    preempted = cluster.submit(
-        here / "preempted", "--nodes=2", "--cpus-per-task=2", str(SCRIPT), str(config)
-    )
+    both = ("--nodes=2", "--cpus-per-task=2")
+    training = (SCRIPTS / "pretrain.sbatch", "--config", config)
+    preempted = cluster.submit(here / "preempted", *both, *training)
 
     # In the partition whose jobs are never preempted. SLURM looks at time limits twice a minute,
     # and signals a job that might otherwise be signalled late: 30 to 60 seconds after its start.
-    folder = here / "array"
-    folder.mkdir()
-    for_ever = "--train-iters 100000 --lr-decay-iters 100000"
-    (folder / "tasks.txt").write_text(f"{for_ever} --save a\n--data-path 'no such text' --save b\n")
-    array = ["--nodes", "1", "--array", "tasks.txt", "--partition", "urgent", "--time", "4"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name, value in cluster.env.items():
-            patch.setenv(name, value)
-        assert command.main(["submit", "--config", str(config), *array]) == ExitStatus.OK
-    first = cluster.call(
-        "squeue", "--noheader", "--array", "--partition=urgent", "--format=%F"
-    ).split()[0]
+    tasks = ("--array=0-1", "--partition=urgent", "--time=4", SCRIPTS / "sweep.sbatch")
+    for_ever = ("--train-iters", "100000", "--lr-decay-iters", "100000")
+    array = cluster.submit(here / "array", *tasks, "--config", config, *for_ever)
+    limited, failing = (Job(cluster, f"{array.number}_{task}", array.folder) for task in (0, 1))
 
     # from there on SIGTERM leads to a checkpoint
     preempted.until(lambda job: "setting random seeds" in job.log(0))
-    other = ("--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap", "sleep 1")
+    other = ("--partition=urgent", *both, "--wrap", "sleep 1")
     cluster.submit(here / "urgent", *other).until(lambda job: job.shown["JobState"] == "COMPLETED")
-    limited, failing = (Job(cluster, f"{first}_{task}", folder) for task in (1, 2))
     limited.until(lambda job: job.iterations)
     # it only waits for its limit: the cores are for other tests
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.cwd() == str(folder):
+            if process.cwd() == str(array.folder):
                 process.nice(19)
                 # where cores are shared by sessions
                 if (session := Path(f"/proc/{process.pid}/autogroup")).exists():
                     session.write_text("19")
     return {"preempted": preempted, "limited": limited, "failing": failing}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Training losses by step, from TensorBoard's files."""
+    return {point.step: point.value for point in read_events(folder).points("lm loss")}
 
 
 def test_preempted_requeued_resumed_and_no_step_lost(
@@ -226,43 +192,34 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     for node in (0, 1):
         assert "no checkpoint in ck yet: a first start" in job.log(node)
         assert f"going on from ck, iteration {saved[0]}\n" in job.log(node)
-    found = {
-        point.step: point.value
-        for point in read_events(job.folder / "tensorboard").points("lm loss")
-    }
-    expected = {
-        point.step: point.value for point in read_events(tmp_path / "tensorboard").points("lm loss")
-    }
+    found = losses(job.folder / "tensorboard")
     assert sorted(found) == list(range(1, STEPS + 1))
-    assert found == expected
+    assert found == losses(tmp_path / "tensorboard")
 
 
 def test_a_failure_is_not_requeued(jobs: dict[str, Job]) -> None:
-    """The second task of the array, whose line of flags names data that is not there."""
+    """The second task of the sweep, whose learning rate is not a number."""
     job = jobs["failing"]
     assert job.ended() == "FAILED"
-    assert (job.shown["ArrayTaskId"], job.shown["ExitCode"]) == ("2", "2:0")
+    assert (job.shown["ArrayTaskId"], job.shown["ExitCode"]) == ("1", "2:0")
     assert job.log().endswith("failed with status 2: not requeued\n")
-    assert "no such text.bin does not exist" in job.log(0)
+    assert "--lr: invalid float value: 'none'" in job.log(0)
 
 
 @pytest.mark.wide
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[str, Job]) -> None:
-    """The first task of the array, and that task alone. In the end its user cancels it, which is
-    final.
-    """
+    """The first task of the sweep, and that task alone. In the end its user cancels it for good."""
     job = jobs["limited"]
-    job.until(lambda job: "going on from a, iteration" in job.log(0))
-    saved = files.latest(job.folder / "a")
+    save = "runs/lr-sweep/lr=0.01,seed=1/checkpoints"
+    job.until(lambda job: f"going on from {save}, iteration" in job.log(0), seconds=200.0)
+    saved = files.latest(job.folder / save)
     assert isinstance(saved, int)
     job.until(lambda job: job.iterations[-1] > saved)
     iterations = job.iterations
     assert iterations == list(range(1, iterations[-1] + 1))
-    assert job.shown["ArrayTaskId"] == "1"
+    assert job.shown["ArrayTaskId"] == "0"
     assert int(job.shown["Restarts"]) >= 1
-    starts = job.log().count(", start ")
-    assert (
-        job.log().count("ended by SIGTERM") == job.log().count("back into the queue") == starts - 1
-    )
+    ended, requeued = (job.log().count(w) for w in ("ended by SIGTERM", "back into the queue"))
+    assert ended == requeued == job.log().count(", start ") - 1
     job.cluster.call("scancel", job.number)
     assert job.ended() == "CANCELLED"

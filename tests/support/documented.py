@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.cli import ROOT
 
 PROGRAM = re.compile(
-    r"(sudo )?([A-Z_]+=\S+ )*"
+    r"(sudo )?([A-Z_]+=(\"[^\"]*\"|\S+) )*"
     r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|docker|apptainer|kubectl|python3?"
     r"|source|export|mkdir|cd|git|(\./)?(scripts|examples|requirements)/\S+)(?= |$)"
 )
@@ -25,7 +25,6 @@ STAND_INS = {
     "torchrun ...": "torchrun --nproc-per-node 2",
     "--config ...": "--config configs/quickstart.yaml",
     "--config FILE": "--config configs/quickstart.yaml",
-    "--config my.yaml": "--config configs/quickstart.yaml",
     "/local/nvme": "local-nvme",
     "/scratch/8b": "scratch-8b",
 }
@@ -47,10 +46,9 @@ ELSEWHERE = {
         "unit/test_plan_command.py"
     ),
     r"megatron-muon rehearse --config": "unit/test_plan_command.py",
-    r"\./examples/": "functional/test_sweep.py",
+    r"(CONFIG|SEEDS)=.* \./examples/|(RECIPES=.* )?\./examples/": "unit/test_sweep_loops.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
     r".*--wandb-project": "functional/test_wandb.py",
-    r"megatron-muon train --config \.\.\./model_config.yaml": "functional/test_train.py",
 }
 """Commands, by a pattern of their beginning, that another test runs."""
 
@@ -69,9 +67,6 @@ NOT_HERE = {
         "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py"
     ),
     r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
-    r"python -m megatron_muon\.tools\.train\.node ": (
-        "needs a second machine; test_installed.py runs what a pod runs"
-    ),
     r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
@@ -81,8 +76,8 @@ _TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 
 LEFT_OUT = {
     **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
     r"pip install": "installs packages",
-    r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
-    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster",
+    r".*sbatch": "needs a SLURM cluster",
+    r"megatron-muon compare": "needs runs with validations; see test_compare.py",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
     r"megatron-muon doctor --gpu|.*my-h100\.yaml": "needs a GPU; see test_gpu_checks.py",
     r".* examples/trainers/": "needs the extra `trainers`; see test_examples.py",
@@ -109,8 +104,8 @@ class Command:
 
 
 def pages() -> list[str]:
-    """README.md and every page under docs/, but for those that `megatron-muon report` has written."""
-    files = (file for file in (ROOT / "docs").rglob("*.md") if file.name != "report.md")
+    """README.md and every page under docs/."""
+    files = (ROOT / "docs").rglob("*.md")
     return ["README.md", *sorted(str(file.relative_to(ROOT)) for file in files)]
 
 

@@ -77,10 +77,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
             ["train", "--config", "a.yaml", "--nporc", "2"],
             "unknown flag --nporc; did you mean --nproc\\?",
         ),
-        (
-            ["sweep", "--config", "a.yaml", "--gird", "lr=1"],
-            "unknown flag --gird; did you mean --grid\\?",
-        ),
+        (["compare", "a", "--pgn", "b.png"], "unknown flag --pgn; did you mean --png\\?"),
     ],
 )
 def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
@@ -88,16 +85,13 @@ def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    "command", ["train --quiet", "sweep --grid lr=1,2 optimizer=adam", "submit --nodes 2"]
-)
+@pytest.mark.parametrize("command", ["train --quiet"])
 @pytest.mark.parametrize(
     "flags",
     [
         ["--lr", "0.001"],
         ["--lr=0.001", "--bf16", "--moe-layer-freq", "-1"],
         ["--data-path", "0.5", "a", "0.5", "b"],
-        ["--seed", "5"],  # sweep has --seeds, which it does not abbreviate
         [],
     ],
 )
@@ -132,7 +126,7 @@ def test_what_follows_dashes_is_megatrons():
         (
             ModuleNotFoundError("no", name="matplotlib"),
             2,
-            "error: matplotlib is not installed, which a report needs;",
+            "error: matplotlib is not installed, which a picture needs;",
         ),
         (
             OSError(28, "No space left"),

@@ -49,10 +49,8 @@ def test_the_job_has_what_the_operator_requires():
         "pods that wait for a failed one would hold GPUs"
     )
     name, seconds = nodes["PET_RDZV_CONF"].split("=")
-    assert (name, int(seconds) > 3600) == (
-        "join_timeout",
-        True,
-    ), "torchrun gives up after ten minutes"
+    assert name == "join_timeout"
+    assert int(seconds) > 3600, "torchrun gives up after ten minutes"
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == set(volumes)
     assert volumes["storage"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
@@ -66,15 +64,9 @@ def test_a_pod_types_a_command_that_exists(tmp_path, monkeypatch):
     (command,) = re.findall(
         r"^python3 -m megatron_muon.tools.train.node (.*) &$", line, re.MULTILINE
     )
-    values = {
-        "GPUS": "8",
-        "NODES": "2",
-        "RANK": "1",
-        "MASTER_ADDR": "llama3-8b-master-0",
-        "MASTER_PORT": "23456",
-    }
-    for name, value in values.items():
-        command = command.replace(f"${name}", value)
+    values = "GPUS=8 NODES=2 RANK=1 MASTER_ADDR=llama3-8b-master-0 MASTER_PORT=23456"
+    for value in values.split():
+        command = command.replace("${}".format(*value.split("=")), value.partition("=")[2])
     assert "$" not in command
     args = parse_args(shlex.split(command))
     assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", 1, "8")
@@ -95,13 +87,8 @@ def pod(tmp_path):
         command = tmp_path / "python3"
         command.write_text(f"#!/bin/bash\n{code}\n")
         command.chmod(0o755)
-        env = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "NODES": "2",
-            "GPUS": "8",
-            "RANK": str(rank),
-        }
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "GPUS": "8"}
+        env |= {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         started.append(subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path, env=env))
         return started[-1]
 
@@ -177,8 +164,77 @@ def test_both_recipes_copy_what_the_installation_reads():
     for recipe in (docker, apptainer):
         assert "scripts/containers/install.sh" in recipe
     text = "".join(file.read_text("utf-8") for file in CONTAINERS.iterdir())
-    assert (
-        set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE))
-        == {"quickstart"}
-        <= set(cli.COMMANDS)
-    )
+    shown = set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE))
+    assert shown == {"quickstart"} <= set(cli.COMMANDS)
+
+
+# SLURM's scripts, with stand-ins for its commands; test_slurm.py has the real ones
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Runs a script of scripts/slurm as a job would; its exit status, and the words of srun."""
+    for name, code in (
+        ("scontrol", "echo node0"),
+        ("srun", 'printf "%s\\n" "$@"'),
+        ("venv/bin/python3", "exit 1"),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").touch()  # as in a checkout of Megatron-LM, which is not ours
+    job = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node0 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NAME=it"
+    env = dict(word.split("=") for word in job.split())
+    env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    def run(script: str, *flags: str, **more: str) -> tuple[int, list[str]]:
+        line = ["bash", ROOT / f"scripts/slurm/{script}.sbatch", *flags]
+        given = {**env, **more}
+        done = subprocess.run(line, cwd=tmp_path, env=given, stdout=subprocess.PIPE, text=True)
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+FLAGS = ("--config", "configs/quickstart.yaml", "--lr", "1e-3")
+
+
+def test_a_job_starts_the_installed_package_or_the_images_where_there_is_no_checkout(
+    submit, tmp_path
+):
+    status, lines = submit("pretrain", *FLAGS, VENV=str(tmp_path / "venv"))
+    assert (status, lines[-7:-1]) == (0, ["-m", "megatron_muon.pretrain_gpt", *FLAGS])
+    _, lines = submit("pretrain", *FLAGS, CONTAINER_IMAGE="image.sqsh")
+    assert lines[lines.index("--container-mounts") + 1] == f"{tmp_path}:{tmp_path}"
+    _, lines = submit("pretrain", *FLAGS, CONTAINER_IMAGE="image.sif")
+    inside = f"exec --nv --bind {tmp_path}:{tmp_path} --pwd {tmp_path} image.sif python3 -m"
+    start = lines.index("apptainer") + 1
+    assert lines[start : start + 9] == inside.split()
+
+
+def test_a_job_that_cannot_start_says_what_to_type(submit, tmp_path):
+    venv = {"VENV": str(tmp_path / "venv")}
+    for flags, given, says in (
+        (FLAGS, {}, "is not a checkout of megatron_muon: type sbatch in one"),
+        (("--config", "mine.yaml"), venv, "mine.yaml does not exist"),
+        (("configs/quickstart.yaml",), venv, "needs a configuration: sbatch scripts/slurm/"),
+        (FLAGS, {"VENV": "/none"}, "/none/bin/python3 does not exist: run scripts/lib/setup.sh"),
+    ):
+        status, lines = submit("pretrain", *flags, **given)
+        assert status == 2
+        assert says in lines[-1]
+
+
+def test_an_array_has_a_task_for_each_rate_and_seed(submit):
+    grid = {"RATES": "1e-3 2e-3", "SEEDS": "5 6", "SLURM_ARRAY_JOB_ID": "7"}
+    grid |= {"MUON_ROOT": str(ROOT), "CONTAINER_IMAGE": "i"}
+    for task, values in enumerate(("1e-3 5", "2e-3 5", "1e-3 6", "2e-3 6")):
+        lr, seed = values.split()
+        _, lines = submit("sweep", *FLAGS[:2], SLURM_ARRAY_TASK_ID=str(task), **grid)
+        folder = f"runs/lr-sweep/lr={lr},seed={seed}"
+        flags = f"--lr {lr} --seed {seed} --save {folder}/checkpoints"
+        given = f"{flags} --tensorboard-dir {folder}/tensorboard".split()
+        at = lines.index("--lr")
+        assert lines[at : at + len(given)] == given
+    status, lines = submit("sweep", *FLAGS[:2], SLURM_ARRAY_TASK_ID="4", **grid)
+    assert (status, lines) == (2, ["sweep.sbatch: no rate for task 4: --array=0-3"])

@@ -29,7 +29,6 @@ MISTAKES = [
         "there is no flag --num-layres; did you mean num-layers?",
     ),
     (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
-    (("sweep", "--config", "a.yaml", "--grid", "num_layres=2,3"), "there is no flag --num-layres"),
     (
         ("train", "--config", "a.yaml", "--out", "taken"),
         "taken holds a run that stopped after 7 of 20 iterations",
@@ -133,7 +132,7 @@ def test_the_flag_that_was_meant(parser: Parser, typed: str, meant: str | None) 
     [
         ("trian", "train"),
         ("sumary", "summary"),
-        ("sweeps", "sweep"),
+        ("compares", "compare"),
         ("rehearsal", "rehearse"),
         ("deploy", None),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "scripts/slurm/pretrain.sbatch"
+SCRIPTS = {f"scripts/slurm/{name}.sbatch" for name in ("pretrain", "sweep")}
 NOT_COPIED = {".venv", ".git", "build", "dist", "runs", "data"}
 
 
@@ -62,10 +62,10 @@ def built(tmp_path_factory):
     return build(tree, "wheel", to), build(tree, "sdist", to)
 
 
-def test_a_wheel_has_the_package_the_configs_and_slurms_script_and_nothing_else(built):
+def test_a_wheel_has_the_package_the_configs_and_slurms_scripts_and_nothing_else(built):
     wheel, _ = built
     of_package = {name for name in contents(wheel) if ".dist-info/" not in name}
-    shipped = {f"megatron_muon/shipped/{name}" for name in (*below("configs"), SCRIPT)}
+    shipped = {f"megatron_muon/shipped/{name}" for name in below("configs") | SCRIPTS}
     assert of_package == below("megatron_muon") | shipped
     assert "megatron_muon/py.typed" in of_package
     assert len(shipped) > 10
@@ -77,23 +77,10 @@ def test_a_source_distribution_has_what_builds_and_tests_it(built):
         names = {
             member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
         }
-    folders = (
-        "megatron_muon",
-        "configs",
-        "scripts",
-        "tests",
-        "benchmarks",
-        "examples",
-        "docs",
-        "requirements",
-        ".ci",
-    )
-    at_root = {
-        name
-        for name in os.listdir(ROOT)
-        if name.endswith((".py", ".toml", ".md", ".in")) or name == "LICENSE"
-    }
-    assert (below(*folders) | at_root | {".python-version"}) - names == set()
+    folders = "megatron_muon configs scripts tests benchmarks examples docs requirements .ci"
+    endings = (".py", ".toml", ".md", ".in", "LICENSE", ".python-version")
+    at_root = {name for name in os.listdir(ROOT) if name.endswith(endings)}
+    assert (below(*folders.split()) | at_root) - names == set()
     assert not [name for name in names if name.startswith(("build/", ".venv/", "runs/", "data/"))]
 
 

@@ -1,1 +1,0 @@
-"""`megatron-muon report`: a page with tables and plots on runs."""

@@ -1,1 +1,0 @@
-"""`megatron-muon sweep`: many runs over settings and seeds."""
