@@ -206,6 +206,7 @@ def simulate(
         "adam_ms": adam,
         "muon_ms": ours,
         "muon_over_adam": ours["total"] / adam["total"],
+        "communication_share": adam["communication"] / adam["total"],
     }
     return figures, _warnings(model, sequences)
 
