@@ -78,13 +78,13 @@ examples:
   megatron-muon COMMAND --help
 
 exit status:
-  0 all is well, 1 it failed, 2 a mistake of the user, 75 a training that SIGTERM ended after a checkpoint (start it
-  again with --resume), 130 Ctrl-C; train hands on any other status of its run
+  0 success, 1 failure, 2 a mistake of the user, 130 Ctrl-C, 75 a training that SIGTERM ended after
+  a checkpoint (start it again with --resume); train passes on any other status of its run
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default `sys.argv[1:]`; the exit status is one of `EPILOG`."""
+    """Run the command line `argv`, by default `sys.argv[1:]`; returns a status of `EPILOG`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:

@@ -13,32 +13,36 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 _DESCRIPTIONS = {
     "export": """\
-Writes a checkpoint for other software: hf, a folder that transformers, vLLM and lm-evaluation-harness load
-(safetensors, config.json, tokenizer), or torch_dist, for Megatron's own tools. It runs in one process without a GPU;
-memory stays near the largest tensor. Settings without a counterpart in the target are refused.
+Writes a checkpoint for other software: hf, a folder that transformers, vLLM and
+lm-evaluation-harness load (safetensors, config.json, tokenizer), or torch_dist, for Megatron's
+own tools. It runs in one process without a GPU; memory stays near the largest tensor. Settings
+without a counterpart in the target are refused.
 
 examples:
   megatron-muon export --checkpoint runs/first --to hf exported/first
 """,
     "import": """\
-Writes a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a checkpoint for --load DIR
---finetune, with its tokenizer and flags: OUT/model.yaml is an experiment file; add data and learning rates to it.
-Nothing is downloaded: FOLDER is a local folder. Settings for which Megatron has no flag are refused.
+Writes a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a
+checkpoint for --load DIR --finetune, with its tokenizer and flags: OUT/model.yaml is an
+experiment file; add data and learning rates to it. Nothing is downloaded: FOLDER is a local
+folder. Settings for which Megatron has no flag are refused.
 
 examples:
   megatron-muon import --from hf models/Llama-3.2-1B imported/llama
 """,
     "generate": """\
-Continues a prompt with a checkpoint, or with a folder that export has written. The model is the one that export
-writes, in memory; transformers generates. No GPU is needed. These models continue text: they are not trained to chat.
+Continues a prompt with a checkpoint, or with a folder that export has written. The model is the
+one that export writes, in memory; transformers generates. No GPU is needed. These models continue
+text: they are not trained to chat.
 
 examples:
   megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
 """,
     "eval": """\
-Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a text file or on data
-from megatron-muon data prepare. Documents are concatenated and cut into samples as in training; every token is
-predicted once. Bits per byte compare models with different tokenizers.
+Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a
+text file or on data from megatron-muon data prepare. Documents are concatenated and cut into
+samples as in training; every token is predicted once. Bits per byte compare models with different
+tokenizers.
 
 examples:
   megatron-muon eval --checkpoint runs/first --text README.md
