@@ -242,8 +242,13 @@ class _Layers:
         ours = [megatron + name for name in line.megatron.replace("*", kind).split()]
         theirs = [hf + name for name in line.hf.replace("*", kind).split()]
         if len(ours) == 1:
-            heads = self._heads if line.megatron == _QKV else None
-            yield WeightRow(ours[0], tuple(theirs), shape, heads=heads, transposed=self._is_gpt2)
+            yield WeightRow(
+                ours[0],
+                tuple(theirs),
+                shape,
+                heads=self._heads if line.megatron == _QKV else None,
+                transposed=self._is_gpt2,
+            )
             return
         for name, hf_name in zip(ours, theirs, strict=True):
             yield WeightRow(name, (hf_name,), shape)

@@ -140,7 +140,12 @@ def _write(loaded: Loaded, args: argparse.Namespace) -> None:
         raise UserError(f"the prompt has {len(ids)} tokens, the model takes {limit}")
     options: dict[str, Any] = {"do_sample": False}
     if args.temperature:
-        options = {"do_sample": True, "temperature": args.temperature, "top_p": _TOP_P, "top_k": 0}
+        options = {
+            "do_sample": True,
+            "temperature": args.temperature,
+            "top_p": _TOP_P,
+            "top_k": 0,
+        }
     inputs = torch.tensor([ids], device=model.device)
     try:
         torch.manual_seed(args.seed)

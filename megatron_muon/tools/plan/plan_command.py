@@ -325,7 +325,9 @@ def show(figures: Figures, source: str) -> None:
 
 def _show_memory(memory: Figures) -> None:
     adam, muon = memory["adam"], memory["muon"]
-    rows = [(label, size(adam[part]), size(muon[part])) for part, label in _MEMORY.items()]
+    rows = []
+    for part, label in _MEMORY.items():
+        rows.append((label, size(adam[part]), size(muon[part])))
     print_table(("memory of a GPU", "with Adam", "with Muon"), rows)
     capacity = f"a GPU has {size(memory['capacity'])}"
     if memory["fits"]:
