@@ -116,9 +116,10 @@ def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
     cuts_rows = experts < world_size
     possible = []
     for size in range(1, experts + 1):
-        divides = experts % size == world_size % size == 0
+        if experts % size or world_size % size:
+            continue
         rows_are_even = size == 1 or rows % (world_size // size) == 0
-        if divides and (rows_are_even or not cuts_rows):
+        if rows_are_even or not cuts_rows:
             possible.append(size)
     if ep not in possible:
         raise UserError(
