@@ -25,9 +25,9 @@ from benchmarks.rehearse import machine, rank
 from benchmarks.rehearse.recorder import Recorder
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout
-from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, node_pattern, plan_group
-from megatron_muon.tools.plan.matrices import read_model
+from megatron_muon.tools.plan.plan_command import settings_of
+from megatron_muon.tools.plan.planned_model import read_model
 
 STEPS, COLUMNS = 8, 8
 

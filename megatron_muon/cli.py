@@ -1,8 +1,8 @@
-"""The `megatron-muon` command: finds the subcommand, imports its module alone, runs it, turns errors into one line.
+"""The `megatron-muon` command: imports and runs one subcommand, and reports errors in one line.
 
 A subcommand is one entry of `GROUPS` and one module: `configure(parser)` adds arguments,
 description and examples, `run(args)` does the work, returns the exit status, and raises `UserError`
-for what the user got wrong.
+for mistakes of the user.
 """
 
 import argparse
@@ -45,13 +45,17 @@ GROUPS = {
         "summary": Command("train.run_summary", "show the figures of a run"),
     },
     "use what was trained": {
-        "generate": Command("models.command", "write text with a checkpoint"),
-        "eval": Command("models.command", "loss and bits per byte of a checkpoint on any text"),
-        "export": Command("models.command", "checkpoint to Hugging Face or torch_dist"),
-        "import": Command("models.command", "Hugging Face model to a checkpoint, to go on with"),
+        "generate": Command("models.model_commands", "write text with a checkpoint"),
+        "eval": Command(
+            "models.model_commands", "loss and bits per byte of a checkpoint on any text"
+        ),
+        "export": Command("models.model_commands", "checkpoint to Hugging Face or torch_dist"),
+        "import": Command(
+            "models.model_commands", "Hugging Face model to a checkpoint, to go on with"
+        ),
     },
     "plan and measure": {
-        "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks"),
+        "plan": Command("plan.plan_command", "plan a Muon step, for any number of ranks"),
     },
     "prepare and check": {
         "data": Command("data", "prepare text for training"),
@@ -71,24 +75,22 @@ examples:
   megatron-muon COMMAND --help
 
 exit status:
-  0 all is well, 1 it failed, 2 a mistake of the user, 75 a training that SIGTERM ended after a checkpoint (start it
-  again with --resume), 130 Ctrl-C; train hands on any other status of its run
+  0 success, 1 failure, 2 a mistake of the user, 130 Ctrl-C, 75 a training that SIGTERM ended after
+  a checkpoint (start it again with --resume); train passes on any other status of its run
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line `argv`, by default `sys.argv[1:]`, and returns the exit status, as `EPILOG` has them."""
+    """Run the command line `argv`, by default `sys.argv[1:]`; returns a status of `EPILOG`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def run() -> int:
         with settling("reading the command line"):
             parser, modules = _build_parser(arguments)
             args = parser.parse_args(arguments)
-            # A checkpoint that is not there is refused before the command imports what takes
-            # seconds.
-            if (checkpoint := getattr(args, "checkpoint", None)) is not None and not Path(
-                checkpoint
-            ).is_dir():
+            checkpoint = getattr(args, "checkpoint", None)
+            # refused before the command's imports, which take seconds
+            if checkpoint is not None and not Path(checkpoint).is_dir():
                 from megatron_muon.checkpoint import folders
 
                 folders.find(Path(checkpoint))
@@ -102,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def reported(run: Callable[[], int]) -> int:
-    """Calls `run`, prints what it raises in one line, and returns the exit status."""
+    """Call `run`, print its errors in one line each, and return the exit status."""
     status: int = ExitStatus.USAGE
     try:
         status = run()
@@ -122,10 +124,10 @@ def reported(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         status = ExitStatus.INTERRUPTED
-    except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
+    except BrokenPipeError:  # `megatron-muon ... | head`
         _discard_output()
         status = ExitStatus.FAILURE
-    # a file or a device that commands do not know, a name that is not text
+    # errors of files and devices that no command expects, names that are not text
     except (OSError, UnicodeError) as error:
         _say(f"error: {unforeseen(error)}")
         if isinstance(error, OSError) and error.filename is None:  # a full device
@@ -139,28 +141,27 @@ def _say(*lines: str) -> None:
 
 
 def _discard_output() -> None:
-    """Let what is left in stdout's buffer go nowhere, as the interpreter writes it out at its end."""
+    """Discard stdout's buffer, which the interpreter would write at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _ShowVersions(argparse.Action):
-    """Shows what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
+    """Prints versions, system and driver for a bug report, without importing the packages."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from megatron_muon.megatron.provenance import versions
 
         found = {**versions(), "system": platform.platform()}
         with contextlib.suppress(OSError):
-            found["gpu driver"] = (
-                Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-            )
+            driver = Path("/proc/driver/nvidia/version").read_text("utf-8")
+            found["gpu driver"] = driver.splitlines()[0]
         for name, version in found.items():
             print(f"{name:<20} {version}")
         parser.exit(ExitStatus.OK)
 
 
 def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, ModuleType]]:
-    """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
+    """The parser, and the module of the subcommand in `arguments`, if any."""
     about = "Muon for Megatron-LM under Megatron-FSDP: tools around training."
     usage = "megatron-muon [-h] [--version] COMMAND ..."
     parser = CommandParser(prog="megatron-muon", usage=usage, description=about, epilog=EPILOG)
@@ -169,10 +170,9 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     )
     listed = []
     for group, commands in GROUPS.items():
-        listed += [
-            f"{group}:",
-            *(f"  {name:<12}{command.summary}" for name, command in commands.items()),
-        ]
+        listed.append(f"{group}:")
+        for name, command in commands.items():
+            listed.append(f"  {name:<12}{command.summary}")
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.tools.parser import CommandParser, write_json
-from megatron_muon.tools.plan import command as plan
+from megatron_muon.tools.plan import plan_command as plan
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_kinds
 
 if TYPE_CHECKING:

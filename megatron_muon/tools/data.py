@@ -22,9 +22,10 @@ examples:
 DESCRIPTION = """\
 Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-path OUTPUT.
 
-A text file is one document, a line of a JSONL file (.jsonl, .ndjson) is one; a document that is the only one is cut at
-paragraphs into up to 100, because --split divides documents. Directories are searched in sorted order, but for what is
-hidden, __pycache__, site-packages and dist-packages; files that are not UTF-8 text are skipped and counted.
+A text file is one document, and so is a line of a JSONL file (.jsonl, .ndjson). A single document
+is cut at paragraphs into up to 100, because --split divides documents. Directories are searched in
+sorted order, without hidden files, __pycache__, site-packages and dist-packages; files that are not
+UTF-8 text are skipped and counted.
 """
 
 
@@ -76,11 +77,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data and prints what was written and how to train on it."""
-    # Beside data there may be a folder of that name: Megatron-LM caches its indices in
-    # PREFIX/cache.
+    """Prepare the data; print its size and the flags that train on it."""
+    # Data may have a folder of its name: Megatron-LM caches its indices in PREFIX/cache.
     is_folder = Path(args.output).is_dir() and not Path(f"{args.output}.bin").exists()
-    if is_folder or args.output.endswith("/"):  # which a Path would not show
+    if is_folder or args.output.endswith("/"):
         raise UserError(
             f"--output {args.output} is a directory; give a prefix in it, such as data/corpus"
         )

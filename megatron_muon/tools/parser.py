@@ -1,6 +1,6 @@
-"""The argument parser of `megatron-muon`: no abbreviations, and a suggestion for what is misspelled.
+"""The argument parser of `megatron-muon`: no abbreviations, suggestions for misspelled flags.
 
-Commands that start trainings take any flag of pretrain_gpt.py beside their own.
+Commands that start trainings also take any flag of pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def positive(text: str) -> int:
 
 
 def write_json(file: Path | None, content: Any) -> None:
-    """Writes what a command has found to the FILE of its --json, if that was given.
+    """Write a command's figures to the FILE of --json, if given.
 
     Raises:
         UserError: the file cannot be written.
@@ -41,27 +41,30 @@ def write_json(file: Path | None, content: Any) -> None:
 class CommandParser(argparse.ArgumentParser):
     """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
-    Nothing may be abbreviated: `train --no 5` is a mistake, not the first letters of `--no-save`.
+    Nothing may be abbreviated: the first letters of a flag may be a flag of Megatron's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # leaves lines of descriptions and examples as they are
-        plain = argparse.RawDescriptionHelpFormatter
-        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": plain, **kwargs})
+        kwargs.setdefault("allow_abbrev", False)
+        # keeps the lines of descriptions and examples
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **kwargs)
         self._passes_on = False
 
     def take_megatron_flags(self, words: str) -> None:
-        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows."""
+        """Accept flags of pretrain_gpt.py among the command's own, and everything after `--`."""
         self._passes_on = True
         self.add_argument_group("flags of pretrain_gpt.py", words)
 
     def parse_known_args(  # type: ignore[override]  # of argparse's overloads the last alone
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parses; a flag that nobody knows is an error, with the nearest one."""
+        """Parse; an unknown flag is an error that suggests the nearest one."""
         own = list(sys.argv[1:] if args is None else args)
-        end = own.index("--") if self._passes_on and "--" in own else len(own)
-        own, passed = own[:end], own[end + 1 :]
+        passed: list[str] = []
+        if self._passes_on and "--" in own:
+            end = own.index("--")
+            own, passed = own[:end], own[end + 1 :]
         self._refuse_misspelled(own)
         parsed, rest = super().parse_known_args(own, namespace)
         if self._passes_on:
@@ -69,26 +72,28 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, rest
 
     def _refuse_misspelled(self, argv: Sequence[str]) -> None:
-        """Refuses a flag that the command does not have, unless pretrain_gpt.py may."""
+        """Reject flags of neither the command nor, where these are accepted, pretrain_gpt.py."""
+        options = self._option_string_actions
         for token in argv:
-            flag, options = token.partition("=")[0], self._option_string_actions
+            flag = token.partition("=")[0]
             if token == "--" or (self._subparsers is not None and not token.startswith("-")):
                 return  # a subcommand has a parser of its own
             if not flag.startswith("--") or flag in options or " " in flag:
                 continue
             if self._passes_on and nearest(flag, options) is None:
                 continue
-            known = _megatrons() if self._passes_on else frozenset()
+            known = _megatron_flags() if self._passes_on else frozenset()
             if flag not in known:
                 self.error(f"unknown flag {flag}{did_you_mean(flag, [*options, *known])}")
 
 
-def _megatrons() -> frozenset[str]:
+def _megatron_flags() -> frozenset[str]:
     """All flags of pretrain_gpt.py."""
     from megatron_muon.megatron.flags import flag_names as names
     from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
-    if not (known := names.kept()):
+    known = names.kept()
+    if not known:
         with quiet_imports():
             from megatron_muon.megatron.flags.command_line import build_parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,108 +22,57 @@ from tests.support.wide import wide_but
 TOLERANCE = 1e-4
 """Of logits, in fp32: the two add up in other orders. Seen: 3e-7 of logits up to 1.5."""
 
-SIZES = (
-    *(
-        "--num-layers",
-        "2",
-        "--hidden-size",
-        "48",
-        "--ffn-hidden-size",
-        "80",
-        "--num-attention-heads",
-        "4",
-    ),
-    *(
-        "--seq-length",
-        "32",
-        "--max-position-embeddings",
-        "32",
-        "--make-vocab-size-divisible-by",
-        "16",
-    ),
-    *(
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "2",
-        "--eval-iters",
-        "0",
-    ),
-    *(
-        "--attention-dropout",
-        "0.0",
-        "--hidden-dropout",
-        "0.0",
-        "--log-interval",
-        "1",
-        "--split",
-        "98,2,0",
-    ),
+SIZES = shlex.split(
+    "--num-layers 2 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --make-vocab-size-divisible-by 16 --micro-batch-size 1"
+    " --global-batch-size 4 --train-iters 2 --eval-iters 0 --attention-dropout 0.0"
+    " --hidden-dropout 0.0 --log-interval 1 --split 98,2,0"
 )
-MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--lr", "0.02", "--init-method-std", "0.1")
-ROPE = ("--position-embedding-type", "rope")
-LLAMA = ("--normalization", "RMSNorm", "--swiglu", *ROPE, "--disable-bias-linear")
-GROUPS = ("--group-query-attention", "--num-query-groups", "2")
-UNTIED = ("--untie-embeddings-and-output-weights",)
-MIXTURE = (*LLAMA, *GROUPS, *UNTIED, "--num-experts", "4", "--moe-router-topk", "2")
+MUON = "--optimizer muon --use-megatron-fsdp --lr 0.02 --init-method-std 0.1"
+ROPE = "--position-embedding-type rope"
+BIASED = f"--normalization RMSNorm --swiglu {ROPE}"
+LLAMA = f"{BIASED} --disable-bias-linear"
+GROUPS = "--group-query-attention --num-query-groups 2"
+UNTIED = "--untie-embeddings-and-output-weights"
+MIXTURE = f"{LLAMA} {GROUPS} {UNTIED} --num-experts 4 --moe-router-topk 2"
 SHARED = (
-    *(
-        *LLAMA,
-        *GROUPS,
-        "--num-experts",
-        "4",
-        "--moe-layer-freq",
-        "([0]*1+[1]*1)",
-        "--moe-router-topk",
-        "2",
-    ),
-    *(
-        "--moe-router-score-function",
-        "sigmoid",
-        "--moe-router-enable-expert-bias",
-        "--moe-ffn-hidden-size",
-        "24",
-    ),
-    *("--moe-shared-expert-intermediate-size", "24"),
+    f"{LLAMA} {GROUPS} --num-experts 4 --moe-layer-freq ([0]*1+[1]*1) --moe-router-topk 2"
+    " --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    " --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 24"
 )
-"""A dense layer, then one with experts as DeepSeek has them, but for its attention."""
+"""A dense layer, then one with experts as in DeepSeek, except for its attention."""
+LEARNED = "--position-embedding-type learned_absolute"
 MODELS = {
-    "llama": (*LLAMA, *GROUPS, *UNTIED),
+    "llama": f"{LLAMA} {GROUPS} {UNTIED}",
     "llama tied": LLAMA,
-    "llama with biases": (*LLAMA[:-1], *GROUPS, *UNTIED),
-    "llama scaled": (*LLAMA, "--use-rope-scaling", "--rotary-base", "500000"),
-    "qwen2": (*LLAMA, *GROUPS, "--add-qkv-bias"),
-    "qwen3": (*LLAMA, *GROUPS, *UNTIED, "--qk-layernorm", "--kv-channels", "16"),
+    "llama with biases": f"{BIASED} {GROUPS} {UNTIED}",
+    "llama scaled": f"{LLAMA} --use-rope-scaling --rotary-base 500000",
+    "qwen2": f"{LLAMA} {GROUPS} --add-qkv-bias",
+    "qwen3": f"{LLAMA} {GROUPS} {UNTIED} --qk-layernorm --kv-channels 16",
     "mixtral": MIXTURE,
-    "qwen3_moe": (*MIXTURE, "--qk-layernorm", "--moe-ffn-hidden-size", "24"),
-    "gpt2": ("--position-embedding-type", "learned_absolute"),
-    "gpt2 without biases": (
-        "--position-embedding-type",
-        "learned_absolute",
-        "--disable-bias-linear",
-        *UNTIED,
-    ),
+    "qwen3_moe": f"{MIXTURE} --qk-layernorm --moe-ffn-hidden-size 24",
+    "gpt2": LEARNED,
+    "gpt2 without biases": f"{LEARNED} --disable-bias-linear {UNTIED}",
     "shared experts": SHARED,
-    "squared relu": ("--squared-relu", "--no-bias-gelu-fusion", *ROPE, "--rotary-percent", "0.5"),
+    "squared relu": f"--squared-relu --no-bias-gelu-fusion {ROPE} --rotary-percent 0.5",
 }
-ZERO, TP = "--data-parallel-sharding-strategy", ("--tensor-model-parallel-size", "2")
-EP = ("--expert-model-parallel-size", "2")
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "no_shard": (2, (ZERO, "no_shard")),
-    "zero-1": (2, (ZERO, "optim")),
-    "zero-2": (2, (ZERO, "optim_grads")),
-    "zero-3": (2, ()),
-    "four ranks": (4, ()),
+ZERO = "--data-parallel-sharding-strategy"
+TP = "--tensor-model-parallel-size 2"
+EP = "--expert-model-parallel-size 2"
+LAYOUTS = {
+    "no_shard": (2, f"{ZERO} no_shard"),
+    "zero-1": (2, f"{ZERO} optim"),
+    "zero-2": (2, f"{ZERO} optim_grads"),
+    "zero-3": (2, ""),
+    "four ranks": (4, ""),
     "TP 2": (2, TP),
-    "TP 2 x DP 2": (4, (*TP, "--sequence-parallel")),
+    "TP 2 x DP 2": (4, f"{TP} --sequence-parallel"),
     "EP 2": (2, EP),
-    "EP 2 x TP 2": (4, (*TP, "--sequence-parallel", *EP)),
-    "HSDP": (4, ("--num-distributed-optimizer-instances", "2")),
-    "bf16": (2, ("--bf16",)),
+    "EP 2 x TP 2": (4, f"{TP} --sequence-parallel {EP}"),
+    "HSDP": (4, "--num-distributed-optimizer-instances 2"),
+    "bf16": (2, "--bf16"),
 }
-"""Ranks, and flags beside ZeRO-3."""
+"""Ranks, and flags added to ZeRO-3."""
 
 MISSING = {
     "shared experts": "--moe-shared-expert-intermediate-size 24",
@@ -158,16 +108,8 @@ def trained(train: Trainings) -> Trained:
         if (model, name) not in made:
             ranks, flags = LAYOUTS[name]
             made[model, name] = place = train.folder / f"{model}-{name}".replace(" ", "-")
-            flags = (
-                *MUON,
-                *MODELS[model],
-                ZERO,
-                "optim_grads_params",
-                *flags,
-                "--save",
-                str(place),
-            )
-            train(*flags, "--save-interval", "2", ranks=ranks).checked()
+            line = f"{MUON} {MODELS[model]} {ZERO} optim_grads_params {flags} --save-interval 2"
+            train(*shlex.split(line), "--save", str(place), ranks=ranks).checked()
         return made[model, name]
 
     return checkpoint
@@ -211,9 +153,10 @@ def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: s
     return found[0].float()
 
 
-def megatron(train: Trainings, model: str, load: Path, *flags: str) -> torch.Tensor:
+def megatron(train: Trainings, model: str, load: Path, flags: str) -> torch.Tensor:
     """Logits of a checkpoint in megatron-core, on one rank."""
-    line = train.line("--load", str(load), "--finetune", *MODELS[model], *flags, ranks=1)
+    words = shlex.split(f"--finetune {MODELS[model]} {flags}")
+    line = train.line("--load", str(load), *words, ranks=1)
     (logits,) = train.ranks(1, logits_of_megatron, argv=line, folder=str(train.folder))
     return logits[..., :257]
 
@@ -222,23 +165,24 @@ def transformers(folder: Path) -> torch.Tensor:
     """Logits of an exported folder."""
     from transformers import AutoModelForCausalLM
 
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = (
-            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            .eval()(tokens())
-            .logits
-        )
+        logits = model(tokens()).logits
     assert isinstance(logits, torch.Tensor)
     return logits
 
 
-def rows(name: str) -> tuple[str, ...]:
+def rows(name: str) -> str:
     """The flag by which one rank pads the vocabulary as a layout's ranks do."""
-    return ("--make-vocab-size-divisible-by", "32" if "TP 2" in name else "16")
+    return f"--make-vocab-size-divisible-by {32 if 'TP 2' in name else 16}"
 
 
-def command(*words: object) -> None:
-    assert cli.main([str(word) for word in words]) == 0
+def command(*words: object, status: int = 0) -> None:
+    assert cli.main([str(word) for word in words]) == status
+
+
+def export(checkpoint: Path, to: str, out: Path, *flags: str, status: int = 0) -> None:
+    command("export", "--checkpoint", checkpoint, "--to", to, out, *flags, status=status)
 
 
 @pytest.mark.parametrize(("model", "name"), wide_but(OFTEN, dict.fromkeys(CASES)))
@@ -246,11 +190,9 @@ def test_an_exported_model_has_megatrons_logits(
     train: Trainings, trained: Trained, tmp_path: Path, model: str, name: str
 ) -> None:
     checkpoint = trained(model, name)
-    command(
-        "export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf", "--dtype", "float32"
-    )
+    export(checkpoint, "hf", tmp_path / "hf", "--dtype", "float32")
     theirs = transformers(tmp_path / "hf")
-    ours = megatron(train, model, checkpoint, *MUON, *rows(name))
+    ours = megatron(train, model, checkpoint, f"{MUON} {rows(name)}")
     assert ours.std() > 0.1  # not all alike
     torch.testing.assert_close(theirs, ours, atol=TOLERANCE, rtol=0)
 
@@ -268,30 +210,16 @@ def test_megatron_loads_an_export_to_torch_dist(
     """Without Megatron-FSDP, as its own tools do; an export to Hugging Face reads the same, or
     refuses it.
     """
-    command(
-        "export", "--checkpoint", trained(model, "zero-3"), "--to", "torch_dist", tmp_path / "dist"
-    )
-    adam = ("--optimizer", "adam", "--lr", "0.1", "--ckpt-format", "torch_dist")
-    ours = megatron(train, model, tmp_path / "dist", *adam)
+    export(trained(model, "zero-3"), "torch_dist", tmp_path / "dist")
+    adam = "--optimizer adam --lr 0.1 --ckpt-format torch_dist"
+    ours = megatron(train, model, tmp_path / "dist", adam)
     if model in MISSING:
-        before = megatron(train, model, trained(model, "zero-3"), *MUON)
+        before = megatron(train, model, trained(model, "zero-3"), MUON)
         torch.testing.assert_close(ours, before, atol=1e-6, rtol=0)
-        assert (
-            cli.main(
-                [
-                    "export",
-                    "--checkpoint",
-                    str(tmp_path / "dist"),
-                    "--to",
-                    "hf",
-                    str(tmp_path / "hf"),
-                ]
-            )
-            == 2
-        )
+        export(tmp_path / "dist", "hf", tmp_path / "hf", status=2)
         assert MISSING[model] in capsys.readouterr().err
         return
-    command("export", "--checkpoint", tmp_path / "dist", "--to", "hf", tmp_path / "hf")
+    export(tmp_path / "dist", "hf", tmp_path / "hf")
     torch.testing.assert_close(transformers(tmp_path / "hf"), ours, atol=TOLERANCE, rtol=0)
 
 
@@ -299,11 +227,11 @@ def test_megatron_loads_an_export_to_torch_dist(
 def test_an_imported_model_has_its_logits_in_megatron_and_comes_back_to_the_last_bit(
     train: Trainings, trained: Trained, tmp_path: Path, model: str
 ) -> None:
-    command("export", "--checkpoint", trained(model, "zero-3"), "--to", "hf", tmp_path / "hf")
+    export(trained(model, "zero-3"), "hf", tmp_path / "hf")
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
-    ours = megatron(train, model, tmp_path / "in", *MUON, "--make-vocab-size-divisible-by", "128")
+    ours = megatron(train, model, tmp_path / "in", f"{MUON} --make-vocab-size-divisible-by 128")
     torch.testing.assert_close(transformers(tmp_path / "hf"), ours, atol=TOLERANCE, rtol=0)
-    command("export", "--checkpoint", tmp_path / "in", "--to", "hf", tmp_path / "out")
+    export(tmp_path / "in", "hf", tmp_path / "out")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
@@ -315,30 +243,15 @@ def test_an_import_is_trained_with_its_own_flags(
     it.
     """
     checkpoint = trained("llama", "TP 2 x DP 2")
-    command("export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf")
+    export(checkpoint, "hf", tmp_path / "hf")
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     data = train.flags[train.flags.index("--data-path") :][:2]
     batch = (
-        "--micro-batch-size",
-        "2",
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "1",
-        "--lr",
-        "0.001",
+        "--micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 0.001 --split 98,2,0"
+        " --log-interval 1 --device cpu"
     )
-    flags = (
-        "--config",
-        str(tmp_path / "in" / "model.yaml"),
-        *data,
-        *batch,
-        "--split",
-        "98,2,0",
-        "--log-interval",
-        "1",
-    )
-    run = Trainings(ranks, train.folder, (*flags, "--device", "cpu"))()
+    config = ("--config", str(tmp_path / "in" / "model.yaml"))
+    run = Trainings(ranks, train.folder, (*config, *data, *shlex.split(batch)))()
     assert run.returncode == 0, run.output[-3000:]
     assert run.iterations[0].loss < 5.5  # what two steps have learnt: random weights have over 5.6
 
@@ -347,13 +260,9 @@ def test_text_is_written_and_evaluated(
     train: Trainings, trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a checkpoint and from its export alike; the loss is that of Megatron's logits."""
-    checkpoint, text, hf, file = (
-        trained("mixtral", "EP 2"),
-        tmp_path / "text.txt",
-        tmp_path / "hf",
-        tmp_path / "json",
-    )
-    command("export", "--checkpoint", checkpoint, "--to", "hf", hf)
+    checkpoint = trained("mixtral", "EP 2")
+    text, hf, file = tmp_path / "text.txt", tmp_path / "hf", tmp_path / "json"
+    export(checkpoint, "hf", hf)
     text.write_text("One line of text, é, which data prepare does not cut.\n", "utf-8")
     command("data", "prepare", "--input", text, "--output", tmp_path / "text")
 

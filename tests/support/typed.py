@@ -104,21 +104,48 @@ def type_command(command: Command, folder: Path, env: dict[str, str]) -> str:
     return wrong + (f"changed {sorted(set(changed))}" if changed else "")
 
 
+_IN_PROCESS = re.compile(r"megatron-muon (plan|--version)|megatron-muon train .*--dry-run")
+_LAUNCHER = re.compile(r"megatron-muon train|pretrain_gpt\.py|benchmarks\.\w+")
+_OUTPUT = re.compile(r"(?:--out|--save|\bsave)[ =](\S+)")
+_CONTINUES = re.compile(r"--resume|\bload[ =]|imported/")
+
+
+def reason_to_skip(command: Command, later: list[Command], launchers: set[str]) -> str:
+    """The reason not to type a command, which `later` ones of its page follow; "" to type it.
+
+    Of trainings only the first of each launcher is typed, and those that continue a run or that
+    later commands use: the flags of all are checked by test_documented_commands.py.
+    """
+    for pattern, reason in LEFT_OUT.items():
+        if re.match(pattern, command.text):
+            return reason
+    if _IN_PROCESS.match(command.text):
+        return "test_documented_commands.py runs it"
+    launcher = _LAUNCHER.search(command.text)
+    if not launcher or _CONTINUES.search(command.text):
+        return ""
+    outputs = _OUTPUT.findall(command.text)
+    is_used = any(output in other.text for output in outputs for other in later)
+    if launcher[0] in launchers and not is_used:
+        return "its flags are checked by test_documented_commands.py"
+    launchers.add(launcher[0])
+    return ""
+
+
 def main(chosen: list[str]) -> int:
     """Type the commands of pages; 1 if one failed."""
     failed = 0
     with tempfile.TemporaryDirectory(prefix="typed-") as name:
         folder = Path(name)
         env = prepare(folder)
+        launchers: set[str] = set()
         for page in chosen or pages():
             for run in (folder / "runs").iterdir():  # of another page
                 if run.is_dir() and run.name != "quickstart":
                     shutil.rmtree(run)
-            for command in commands(page):
-                reason = next(
-                    (why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)),
-                    "",
-                )
+            on_page = commands(page)
+            for number, command in enumerate(on_page, 1):
+                reason = reason_to_skip(command, on_page[number:], launchers)
                 started = time.monotonic()
                 wrong = "" if reason else type_command(command, folder, env)
                 failed |= bool(wrong)

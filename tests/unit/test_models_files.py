@@ -22,13 +22,14 @@ from megatron_muon import cli
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.tools.models import convert, mapping
-from megatron_muon.tools.models.checkpoint import FSDP_DTENSOR, STACKED, TORCH_DIST, Weights, write
-from megatron_muon.tools.models.mapping import Rule, hf_shapes
-from megatron_muon.tools.models.model import Printer, counterpart, is_of_bytes, losses, tokenizer_of
+from megatron_muon.tools.models.hf_model import counterpart, is_byte_level, tokenizer_of
+from megatron_muon.tools.models.mapping import WeightRow, hf_shapes
+from megatron_muon.tools.models.run_model import SafeStreamer, losses
+from megatron_muon.tools.models.weights import FSDP_DTENSOR, STACKED, TORCH_DIST, Weights, write
 from tests.unit.test_models_mapping import ROWS, args_of, rules
 
 
-def values(name: str) -> Callable[[Rule], Tensor]:
+def values(name: str) -> Callable[[WeightRow], Tensor]:
     """Other numbers for every weight, the same at every call; rows that pad are zeros."""
     chance = torch.Generator().manual_seed(3)
     made = {rule.megatron: torch.randn(rule.shape, generator=chance) for rule in rules(name)}
@@ -141,13 +142,13 @@ def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: s
     assert len(set(index["weight_map"].values())) == len(sizes) > 2
     assert max(sizes) < 2000 + 4000  # and a header
     tensors = convert.open_tensors(tmp_path)
-    mapping.check(
+    mapping.check_shapes(
         tmp_path,
         {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()},
         hf_shapes(rules(name)),
     )
     for rule in rules(name):
-        assert torch.equal(rule.join([tensors[part][:] for part in rule.hf]), read(rule))
+        assert torch.equal(rule.to_megatron([tensors[part][:] for part in rule.hf]), read(rule))
     # not for one user alone
     assert stat.S_IMODE(next(tmp_path.glob("*.safetensors")).stat().st_mode) & 0o044
 
@@ -164,7 +165,10 @@ def test_a_folder_that_lacks_tensors_or_has_others_is_refused(
     assert cli.main(["export", "--checkpoint", run, "--to", "hf", str(hf)]) == 0
     for table, says in (
         (whole[1:], "lacks model.embed_tokens.weight"),
-        ([*whole, Rule("", ("more.weight",), (2,))], "has, without a counterpart, more.weight"),
+        (
+            [*whole, WeightRow("", ("more.weight",), (2,))],
+            "has, without a counterpart, more.weight",
+        ),
         (
             rules("llama", vocab_size=9),
             "has another shape of lm_head.weight, model.embed_tokens.weight",
@@ -189,7 +193,7 @@ def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
         replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf))
         for rule in rules("gpt2")
     ]
-    mask = Rule("mask", ("h.0.attn.bias",), (1, 1, 4, 4))
+    mask = WeightRow("mask", ("h.0.attn.bias",), (1, 1, 4, 4))
     read = values("gpt2")
     weights = {rule: read(rule) for rule in bare} | {mask: torch.ones(mask.shape)}
     convert.write_tensors(tmp_path, list(weights), weights.__getitem__, dtype=torch.float32)
@@ -276,7 +280,7 @@ def test_an_export_has_its_name_when_it_is_complete_and_replaces_nothing(tmp_pat
     assert not list(tmp_path.iterdir())
     with convert.new_folder(out) as new:
         (new / "new").touch()
-    with pytest.raises(UserError, match="is there already"), convert.new_folder(out):
+    with pytest.raises(UserError, match="exists already"), convert.new_folder(out):
         pass
     assert [file.name for file in tmp_path.rglob("*")] == ["out", "new"]
 
@@ -291,13 +295,15 @@ def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
     assert built(whole)["input_ids"] == list(theirs) == list(whole.encode())
     assert built.decode(built(whole)["input_ids"]) == whole
     assert built.eos_token_id == 256
-    assert is_of_bytes(built)
+    assert is_byte_level(built)
 
 
 def test_what_a_model_writes_does_not_reach_the_terminals_controls(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Printer(None).on_finalized_text("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d")
+    SafeStreamer(None).on_finalized_text(
+        "a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d"
+    )
     assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd\u3000\u200d"
 
 

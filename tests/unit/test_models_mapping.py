@@ -22,8 +22,7 @@ from megatron_muon.tools.models.architecture import (
     to_config,
     to_flags,
 )
-from megatron_muon.tools.models.mapping import Rule, hf_shapes
-from megatron_muon.tools.models.mapping import rules as rules_of
+from megatron_muon.tools.models.mapping import WeightRow, hf_shapes, weight_table
 
 with quiet_imports():
     import transformers
@@ -66,10 +65,10 @@ def args_of(name: str, **changed: Any) -> argparse.Namespace:
     return args
 
 
-def rules(name: str, **changed: Any) -> list[Rule]:
+def rules(name: str, **changed: Any) -> list[WeightRow]:
     """Those of a model, with other arguments."""
     args = args_of(name, **changed)
-    return rules_of(to_config(args), args)
+    return weight_table(to_config(args), args)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -111,10 +110,10 @@ def test_what_is_exported_and_imported_is_what_it_was(
     sizes |= {"num_query_groups": groups, "vocab_size": vocab, "padded_vocab_size": vocab + pad}
     for rule in rules(name, **sizes):
         weight = torch.randn(rule.shape)
-        parts = rule.split(weight)
+        parts = rule.to_hf(weight)
         assert [tuple(part.shape) for part in parts] == list(hf_shapes([rule]).values())
         assert len(parts) == len(rule.hf)
-        back = rule.join(parts)
+        back = rule.to_megatron(parts)
         assert back.shape == weight.shape
         is_padded = rule.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
         assert torch.equal(
@@ -232,7 +231,7 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     """megatron.training 0.19 passes --rope-scaling-factor over: each model had the factor 8."""
     cpu.install(force=True)
     from megatron_muon.megatron.model import gpt
-    from megatron_muon.tools.plan.matrices import LOCAL
+    from megatron_muon.tools.plan.planned_model import LOCAL
 
     scaled = {
         "use_rope_scaling": True,

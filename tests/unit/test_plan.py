@@ -22,8 +22,8 @@ from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, row_shard
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
-from megatron_muon.tools.plan.command import settings_of
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, extra_bytes, plan_group
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, PlanSettings, extra_bytes, plan_group
+from megatron_muon.tools.plan.plan_command import settings_of
 from tests.support.buffers import smallest_bytes
 
 STANDARD = Iteration(method="standard")
@@ -161,7 +161,7 @@ def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_
 ) -> None:
     iteration = Iteration(method="standard", precision="highest")
     figures = plan_group(
-        Group("layout", layout), Settings(None, Memory(4, iteration)), HARDWARE["cpu-2core"]
+        Group("layout", layout), PlanSettings(None, Memory(4, iteration)), HARDWARE["cpu-2core"]
     )
     assert figures.plan == make_plan(layout, costs(layout), memory=Memory(4, iteration))
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)

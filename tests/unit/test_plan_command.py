@@ -22,7 +22,7 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.flags import command_line as arguments
-from megatron_muon.tools.plan import command as plan_command
+from megatron_muon.tools.plan import plan_command
 from megatron_muon.tools.plan.estimate import HARDWARE, plan_group
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -88,8 +88,6 @@ def test_the_shipped_models_are_planned(
     assert (figures["max_over_mean"] <= 1.05) is is_even
     assert 0 < figures["extra_bytes"] <= figures["buffer_bytes"]
     assert 0 < figures["ns_ms"] <= figures["step_ms"]
-    for group in figures["groups"]:
-        assert group["exchange_bytes"] < group["allgather_bytes"]
 
 
 def test_a_shipped_model_takes_no_more_than_it_may(
@@ -122,7 +120,7 @@ def test_a_shipped_model_takes_no_more_than_it_may(
 def test_the_page_leads_with_what_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory and time first; groups, parts and assumptions, which hid them, behind a flag."""
+    """Memory and time first; groups and parts, which hid them, are only in the JSON file."""
     experts = {
         "num_experts": "4",
         "expert_model_parallel_size": "2",
@@ -147,12 +145,8 @@ def test_the_page_leads_with_what_is_asked(
         "dense.waves",
         "experts.step_ms",
         "training_step.adam_ms.forward_backward",
-        "assumptions.mfu",
     )
     assert not [text for text in more if text in shown]
-    planned(tmp_path, "--config", path, "--world-size", 8, "--details")
-    shown = capsys.readouterr().out
-    assert not [text for text in more if text not in shown]
 
 
 def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def planned(tmp_path: Path) -> Any:
 
     def groups(flags: dict[str, Any], world_size: int) -> list[Layout]:
         cpu.install(force=True)
-        from megatron_muon.tools.plan.matrices import read_model
+        from megatron_muon.tools.plan.planned_model import read_model
 
         path = tmp_path / "run.yaml"
         lines = [f"  --{name.replace('_', '-')}: {value}\n" for name, value in flags.items()]
@@ -234,7 +234,7 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
     from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
-    from megatron_muon.tools.plan.matrices import in_buckets
+    from megatron_muon.tools.plan.planned_model import in_buckets
 
     model = torch.nn.Module()
     for index, shape in enumerate(sizes):

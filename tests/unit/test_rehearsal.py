@@ -25,8 +25,8 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.command import settings_of
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, node_pattern
+from megatron_muon.tools.plan.plan_command import settings_of
 
 H100 = HARDWARE["h100-sxm"]
 RANKS = 4

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from megatron_muon import cpu
 from megatron_muon.core.memory import Memory
 from megatron_muon.settings import MuonSettings
 from megatron_muon.tools.plan import training_step
-from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, Settings
-from megatron_muon.tools.plan.training_step import Model, Parameters
+from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, PlanSettings
+from megatron_muon.tools.plan.training_step import Parameters, TrainedModel
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SETTINGS = Settings(256, Memory(2))
-TINY = Model(
+SETTINGS = PlanSettings(256, Memory(2))
+TINY = TrainedModel(
     parameters=(Parameters(1_600_000, 1_200_000, 1, 16),),
     copies=1,
     sequence_flops=6e12,
@@ -47,15 +48,15 @@ def changed(tmp_path: Path, name: str, changes: dict[str, object]) -> Path:
     return path
 
 
-def read_model(path: Path, world_size: int) -> Model:
+def read_model(path: Path, world_size: int) -> TrainedModel:
     cpu.install(force=True)
-    from megatron_muon.tools.plan.matrices import read_model
+    from megatron_muon.tools.plan.planned_model import read_model
 
     return read_model(path, world_size)[2]
 
 
 def simulate(
-    model: Model = TINY, mfu: float = 0.5, **changes: Any
+    model: TrainedModel = TINY, mfu: float = 0.5, **changes: Any
 ) -> tuple[dict[str, Any], list[str]]:
     figures = {"world_size": 16, "step_ms": 5.0, "max_over_mean": 2.0} | changes
     return training_step.simulate(
@@ -63,8 +64,9 @@ def simulate(
     )
 
 
-def memory(model: Model, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
-    return training_step.memory(model, MuonSettings(**settings), step_bytes, HARDWARE["h100-sxm"])
+def memory(model: TrainedModel, step_bytes: int = 0, **settings: Any) -> dict[str, Any]:
+    config = SimpleNamespace(**vars(MuonSettings(**settings)), optimizer="muon")
+    return training_step.memory(model, config, step_bytes, HARDWARE["h100-sxm"])
 
 
 def test_a_dense_model_computes_and_holds_what_its_sizes_say() -> None:
@@ -161,7 +163,7 @@ def test_the_step_adds_up_by_hand() -> None:
         forward_backward + both + 25_000 * 28 * passes + elementwise + 5.0
     )
     assert figures["muon_over_adam"] == ours["total"] / figures["adam_ms"]["total"]
-    assert (figures["communication_share"], notes) == (0, [])
+    assert notes == []
 
 
 @pytest.mark.parametrize(
@@ -195,11 +197,8 @@ def test_a_step_that_mostly_waits_for_communication_says_so() -> None:
     so.
     """
     slow, _ = simulate(replace(TINY, sequence_flops=6e6))
-    exposed = slow["adam_ms"]["communication"]
-    assert (
-        exposed == slow["assumptions"]["communication_ms"] - slow["adam_ms"]["forward_backward"] > 0
-    )
-    assert slow["communication_share"] == exposed / slow["adam_ms"]["total"] > 0.5
+    adam = slow["adam_ms"]
+    assert adam["communication"] > 0.5 * adam["total"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_the_shipped_configs_fit_and_compute_while_they_communicate(
     assert f"--world-size {world_size}\n" in (CONFIGS / f"{name}.yaml").read_text("utf-8")
     model = read_model(CONFIGS / f"{name}.yaml", world_size)
     figures, _ = simulate(model, training_step.MFU, world_size=world_size)
-    assert figures["communication_share"] == 0
+    assert figures["adam_ms"]["communication"] == 0
     assert memory(model, 2**31)["fits"]
 
 
@@ -271,7 +270,6 @@ def test_muon_takes_little_of_a_large_step() -> None:
     assert step["tokens"] == 4_194_304
     assert 1.0 < step["muon_over_adam"] <= 1.02
     assert step["muon_ms"]["muon_step"] == figures["step_ms"]
-    assert step["assumptions"]["muon_parameters_per_rank"] == 32 * 218_103_808 / 1024
 
 
 def test_the_table_of_plans_has_their_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,8 +35,8 @@ from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.codecs import Codec, Int8
 from megatron_muon.offload.store import DISK, HOST, RecordStore
 from megatron_muon.tools.doctor.gpu_checks import Check, Context, arithmetic, machine, training
-from megatron_muon.tools.plan import command as plan
 from megatron_muon.tools.plan.estimate import measured
+from megatron_muon.tools.plan.planned_shards import step_ms
 
 # The matrices of a layer of llama3-8b.
 LLAMA = [
@@ -374,7 +374,7 @@ def cost(context: Context) -> None:
         owner_ms = times.pop("owner", math.nan)
         for other, other_ms in times.items():
             figures[f"{model}: owner / {other}"] = owner_ms / other_ms
-        planned_ms = plan.step_ms(shapes, context.ranks, measured(now.figures))
+        planned_ms = step_ms(shapes, context.ranks, measured(now.figures))
         figures[f"{model}: planner's estimate, ms"] = planned_ms
         figures[f"{model}: error of the estimate, %"] = 100 * (planned_ms / owner_ms - 1)
 

@@ -1,1 +1,1 @@
-"""From checkpoints to models that other software reads, and back: export, import, generate, eval."""
+"""Commands that convert and use checkpoints: export, import, generate, eval."""

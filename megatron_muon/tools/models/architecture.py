@@ -1,7 +1,7 @@
-"""The models that Megatron and Hugging Face both have: `to_config` for export, `to_flags` for import.
+"""Models that both Megatron and Hugging Face have: `to_config` for export, `to_flags` for import.
 
-Megatron's side is the arguments of a run, Hugging Face's the content of config.json. What has no
-counterpart on the other side is refused by its flag or its key.
+Megatron describes a model by the arguments of a run, Hugging Face by config.json. A setting without
+a counterpart on the other side is refused by its flag or its key.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 
-KINDS = GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = (
-    "gpt2",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-)
-"""What config.json calls them: its `model_type`."""
+GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
+MIXTRAL, QWEN3_MOE = "mixtral", "qwen3_moe"
+KINDS = (GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
+"""Values of `model_type` in config.json."""
 
 _LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
@@ -45,7 +40,7 @@ _KEYS = {
     "--attention-dropout": ("attention_dropout", "attn_pdrop"),
     "--vocab-size": ("vocab_size", "vocab_size"),
 }
-"""Flags, and the keys that say the same of a model like Llama, and of GPT-2."""
+"""Flags, and the equivalent keys of models like Llama and of GPT-2."""
 
 _SAYS_NOTHING = {
     "architectures",
@@ -76,7 +71,7 @@ _SAYS_NOTHING = {
     "summary_first_dropout",
     "summary_proj_to_labels",
 }
-"""Keys of config.json that do not change what a model computes, or that others say again."""
+"""Keys of config.json that do not change results, or that repeat others."""
 
 _OTHER_WEIGHTS = (
     "experimental_attention_variant",
@@ -93,7 +88,7 @@ _OTHER_WEIGHTS = (
     "moe_shared_expert_gate",
     "multi_latent_attention",
 )
-"""Settings with which a model has weights that nothing here knows how to write."""
+"""Settings that add weights of unknown names."""
 
 _OTHER_RESULTS = (
     "qk_l2_norm",
@@ -129,7 +124,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1, None),
     "moe_router_score_function": ("softmax",),
 }
-"""Settings that change what a model computes and that no config.json has, with the values that do not."""
+"""Values of settings that no config.json has, with which the model computes the same."""
 
 _OTHER_FLAGS = {
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
@@ -139,9 +134,10 @@ _OTHER_FLAGS = {
 
 
 def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str, Any]:
-    """The content of config.json, but for dtype and token ids, of a run with these arguments, of `vocab` tokens.
+    """The content of config.json, without dtype and token ids, of a run with these arguments.
 
-    A UserError names the flags of what has no counterpart among the model types.
+    Raises:
+        UserError: a setting has no counterpart; names the flag.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -239,22 +235,20 @@ def _model_type(args: argparse.Namespace) -> str:
         refused.append("--moe-router-load-balancing-type sinkhorn")
     if refused:
         raise UserError(
-            "no architecture of Hugging Face that export knows (GPT-2, Llama, Qwen 2 and 3,"
+            "no architecture of Hugging Face that export supports (GPT-2, Llama, Qwen 2 and 3,"
             " Mixtral, Qwen 3 MoE) has " + "; ".join(refused)
         )
     return kind
 
 
 def check_named(args: argparse.Namespace) -> None:
-    """Refuses, by the flag's name, a run's model whose weights have names in torch_dist that are not known here."""
+    """Raise a UserError that names the flags of weights whose names in torch_dist are unknown."""
     if given := _given(args, dict.fromkeys(_OTHER_WEIGHTS, (None, False))):
-        raise UserError(
-            f"export to torch_dist does not know the weights of a model with {'; '.join(given)}"
-        )
+        raise UserError(f"export to torch_dist does not support a model with {'; '.join(given)}")
 
 
 def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> list[str]:
-    """The settings that have none of their neutral values, as flags."""
+    """Settings without a neutral value, as flags."""
     given = {
         name: value
         for name, value in vars(args).items()
@@ -267,16 +261,18 @@ def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> li
 
 
 def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of Megatron's command line, as MODEL_ARGS, that build the model of a config.json with all defaults.
+    """The flags of Megatron, as MODEL_ARGS, that build the model of a complete config.json.
 
-    A UserError names a model of another type; whether flags say all of it, `check_nothing_is_lost`
-    finds afterwards.
+    `check_nothing_is_lost` checks afterwards that flags describe all of it.
+
+    Raises:
+        UserError: the model's type is unknown.
     """
     # but for a sliding window the same
     kind = LLAMA if config["model_type"] == "mistral" else config["model_type"]
     if kind not in KINDS:
         raise UserError(
-            f"config.json describes a model of type {kind}; import knows"
+            f"config.json describes a model of type {kind}; import supports"
             f" {', '.join([*KINDS, 'mistral'])}"
         )
     flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
@@ -319,7 +315,7 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_nothing_is_lost(config: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Refuses a config.json, by its keys, that says more than the arguments that were made of it do."""
+    """Raise a UserError that names the keys of config.json that its arguments do not describe."""
     from transformers import AutoConfig
 
     ours = to_config(args)

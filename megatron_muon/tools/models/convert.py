@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder of Hugging Face or for Megatron's own tools, and such a folder as a checkpoint."""
+"""Exports checkpoints to Hugging Face or torch_dist, and imports folders of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,188 +26,213 @@ from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.refusals import has_transformer_engine
 from megatron_muon.tools.models import mapping
 from megatron_muon.tools.models.architecture import (
+    GPT2,
     check_named,
     check_nothing_is_lost,
     to_config,
     to_flags,
 )
-from megatron_muon.tools.models.checkpoint import FSDP_DTENSOR, TORCH_DIST, Weights, write
-from megatron_muon.tools.models.mapping import Rule
-from megatron_muon.tools.models.model import counterpart, from_folder, is_of_bytes
+from megatron_muon.tools.models.hf_model import counterpart, from_folder, is_byte_level
+from megatron_muon.tools.models.mapping import WeightRow
+from megatron_muon.tools.models.weights import FSDP_DTENSOR, TORCH_DIST, Weights, write
 
 _EXPERIMENT, _TOKENIZER = "model.yaml", "tokenizer"
 _DIVISOR = 128
 """Megatron's default of --make-vocab-size-divisible-by."""
 
-_LONGEST = 4096
-"""A longer context is trained with only where it is asked for."""
+_MAX_CONTEXT = 4096
+"""Longest --seq-length that an import chooses."""
 
 _FILE_BYTES = 10**9
-"""Size of a safetensors file; as much memory is needed beside the largest tensor."""
+"""Size of a safetensors file; export needs as much memory besides the largest tensor."""
 
 INDEX = "model.safetensors.index.json"
 
 _BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
-"""What older folders hold beside weights."""
+"""Tensors of older folders that are not weights."""
 
 
 def export_model(args: argparse.Namespace) -> None:
-    """`megatron-muon export`."""
+    """Run `megatron-muon export`."""
     with new_folder(args.out) as out:
         weights = Weights(args.checkpoint, verify=not args.no_verify_checkpoint)
         dtype = weights.trained_in if args.dtype == "auto" else getattr(torch, args.dtype)
         if args.to == TORCH_DIST:
-            if args.tokenizer is not None:
-                raise UserError(
-                    f"--tokenizer {args.tokenizer} has no place in torch_dist; leave it out"
-                )
-            check_named(weights.args)
-            write(
-                out,
-                weights.shapes,
-                weights.read,
-                layout=TORCH_DIST,
-                args=weights.args,
-                iteration=weights.iteration,
-                dtype=dtype,
-            )
-            print(f"{args.out}: torch_dist, iteration {weights.iteration}, from {weights.folder}")
-            return
-        source = counterpart(weights, args.tokenizer)
-        size = write_tensors(out, source.rules, source.read, dtype=dtype)
-        config = source.config | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        if source.tokenizer is not None:
-            source.tokenizer.save_pretrained(out)
-    print(f"{args.out}: {config['architectures'][0]}, {size / 1e6:,.1f} MB, from {weights.folder}")
+            what = _export_torch_dist(weights, out, args.tokenizer, dtype)
+        else:
+            what = _export_hf(weights, out, args.tokenizer, dtype)
+    print(f"{args.out}: {what}, from {weights.folder}")
+
+
+def _export_torch_dist(
+    weights: Weights, out: Path, tokenizer: str | None, dtype: torch.dtype
+) -> str:
+    if tokenizer is not None:
+        raise UserError(f"--tokenizer {tokenizer} has no place in torch_dist; leave it out")
+    check_named(weights.args)
+    iteration = weights.iteration
+    write(
+        out,
+        weights.shapes,
+        weights.read,
+        layout=TORCH_DIST,
+        args=weights.args,
+        iteration=iteration,
+        dtype=dtype,
+    )
+    return f"torch_dist, iteration {iteration}"
+
+
+def _export_hf(weights: Weights, out: Path, tokenizer: str | None, dtype: torch.dtype) -> str:
+    source = counterpart(weights, tokenizer)
+    size = write_tensors(out, source.table, source.read, dtype=dtype)
+    config = source.config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    if source.tokenizer is not None:
+        source.tokenizer.save_pretrained(out)
+    return f"{config['architectures'][0]}, {size / 1e6:,.1f} MB"
 
 
 def import_model(args: argparse.Namespace) -> None:
-    """`megatron-muon import`."""
+    """Run `megatron-muon import`."""
     folder: Path = args.folder
     with new_folder(args.out) as out:
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"{folder} has no config.json; give the folder that save_pretrained or a download"
+                f"{folder} has no config.json; give a folder that save_pretrained or a download"
                 " made"
             )
         config = from_folder(AutoConfig, folder).to_dict()
         tokenizer = from_folder(AutoTokenizer, folder) if any(folder.glob("tokenizer*")) else None
         flags = _flags(args.out.resolve(), config, tokenizer)
-        argv = [
-            word
-            for flag, value in flags.items()
-            for word in ([flag] if value is True else [flag, str(value)])
-        ]
-        run_args = arguments.parse(arguments.build_parser(), argv)
-        run_args.padded_vocab_size, run_args.iteration = (
-            -(-config["vocab_size"] // _DIVISOR) * _DIVISOR,
-            0,
-        )
+        run_args = _run_args(flags)
+        run_args.padded_vocab_size = math.ceil(config["vocab_size"] / _DIVISOR) * _DIVISOR
         check_nothing_is_lost(config, run_args)
-        ours = to_config(run_args)
-        tensors = open_tensors(
-            folder, prefix="transformer." if ours["model_type"] == "gpt2" else ""
-        )
-        if config["tie_word_embeddings"]:
-            tensors.pop("lm_head.weight", None)  # older folders hold it all the same
-        rules = mapping.rules(ours, run_args)
-        found = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
-        mapping.check(folder, found, mapping.hf_shapes(rules))
-        table = {rule.megatron: rule for rule in rules}
-        write(
-            out,
-            {name: rule.shape for name, rule in table.items()},
-            lambda name: table[name].join([tensors[part][:] for part in table[name].hf]),
-            layout=FSDP_DTENSOR,
-            args=run_args,
-            iteration=None,
-            dtype=torch.float32,
-        )
+        count = _import_weights(folder, out, to_config(run_args), run_args)
         if tokenizer is not None:
             tokenizer.save_pretrained(out / _TOKENIZER)
-        head = (
-            f"# {folder.name}, imported. Add data, learning rates and batch sizes, here or by"
-            " flags.\n"
-        )
-        (out / _EXPERIMENT).write_text(
-            head + yaml.safe_dump({"MODEL_ARGS": flags}, sort_keys=False), "utf-8"
-        )
-    what = f"{ours['model_type']} of {run_args.num_layers} layers, {len(table)} weights"
+        head = f"# {folder.name}, imported. Add data, learning rates and batch sizes, here or by"
+        content = yaml.safe_dump({"MODEL_ARGS": flags}, sort_keys=False)
+        (out / _EXPERIMENT).write_text(f"{head} flags.\n{content}", "utf-8")
+    kind = to_config(run_args)["model_type"]
+    what = f"{kind} of {run_args.num_layers} layers, {count} weights"
     print(f"{args.out}: {what}; train it with --config {args.out / _EXPERIMENT}")
 
 
-def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The flags of a run that goes on from the import, as MODEL_ARGS."""
-    impl = "transformer_engine" if has_transformer_engine() else "local"
-    # The factor of the shipped experiments: a rate then means about the same step as AdamW's.
-    flags: dict[str, Any] = {"--optimizer": "muon", "--muon-extra-scale-factor": 0.2} | to_flags(
-        config
+def _run_args(flags: dict[str, Any]) -> argparse.Namespace:
+    words: list[str] = []
+    for flag, value in flags.items():
+        words.append(flag)
+        if value is not True:
+            words.append(str(value))
+    args = arguments.parse(arguments.build_parser(), words)
+    args.iteration = 0
+    return args
+
+
+def _import_weights(
+    folder: Path, out: Path, config: dict[str, Any], args: argparse.Namespace
+) -> int:
+    """Write the weights of a folder as a checkpoint; the number of weights."""
+    prefix = "transformer." if config["model_type"] == GPT2 else ""
+    tensors = open_tensors(folder, prefix=prefix)
+    if config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)  # older folders hold it all the same
+    table = mapping.weight_table(config, args)
+    found = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    mapping.check_shapes(folder, found, mapping.hf_shapes(table))
+    rows = {row.megatron: row for row in table}
+
+    def read(name: str) -> Tensor:
+        parts = [tensors[part][:] for part in rows[name].hf]
+        return rows[name].to_megatron(parts)
+
+    write(
+        out,
+        {name: row.shape for name, row in rows.items()},
+        read,
+        layout=FSDP_DTENSOR,
+        args=args,
+        iteration=None,
+        dtype=torch.float32,
     )
-    flags |= {
+    return len(rows)
+
+
+def _flags(out: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The flags of a run that continues from the import, as MODEL_ARGS."""
+    impl = "transformer_engine" if has_transformer_engine() else "local"
+    flags: dict[str, Any] = {
+        "--optimizer": "muon",
+        # that of the shipped experiments: a rate then means about the same step as AdamW's
+        "--muon-extra-scale-factor": 0.2,
+        **to_flags(config),
         "--use-megatron-fsdp": True,
         "--data-parallel-sharding-strategy": "optim_grads_params",
     }
-    flags["--seq-length"] = min(flags["--max-position-embeddings"], _LONGEST)
+    flags["--seq-length"] = min(flags["--max-position-embeddings"], _MAX_CONTEXT)
     flags["--make-vocab-size-divisible-by"] = _DIVISOR
     if impl == "transformer_engine" and "--num-experts" in flags:
         flags["--moe-grouped-gemm"] = True
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "bfloat16":
         flags["--bf16"] = True
-    # data of `data prepare`, whose byte-level tokenizer it stands for
-    if tokenizer is None or is_of_bytes(tokenizer):
+    # for data of `data prepare`, whose byte-level tokenizer it stands for
+    if tokenizer is None or is_byte_level(tokenizer):
         flags["--tokenizer-type"] = IN_TRAINING
     else:
-        flags |= {"--tokenizer-type": HUGGING_FACE, "--tokenizer-model": str(out / _TOKENIZER)}
+        flags["--tokenizer-type"] = HUGGING_FACE
+        flags["--tokenizer-model"] = str(out / _TOKENIZER)
     return flags | {"--transformer-impl": impl, "--load": str(out), "--finetune": True}
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write in, which gets the name `out` at the end, and none where anything fails.
+    """A folder to write in, which is renamed to `out` at the end, and removed where anything fails.
 
-    A UserError where `out` holds something already, or cannot be written.
+    Raises:
+        UserError: `out` is not empty, or cannot be written.
     """
     out = out.resolve()
-    aside = out.with_name(out.name + ".unfinished")
+    unfinished = out.with_name(out.name + ".unfinished")
     try:
         if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is there already; give another folder, or remove it first")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        yield aside
-        aside.rename(out)
+            raise UserError(f"{out} exists already; give another folder, or remove it first")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(out)
     except OSError as error:
         raise UserError(f"{out} was not written: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_tensors(
     folder: Path,
-    rules: Sequence[Rule],
-    read: Callable[[Rule], Tensor],
+    table: Sequence[WeightRow],
+    read: Callable[[WeightRow], Tensor],
     *,
     dtype: torch.dtype,
     limit: int = _FILE_BYTES,
 ) -> int:
-    """Writes what `rules` make of the weights that `read` returns; the number of bytes.
+    """Write the tensors of a table's weights, which `read` returns; the number of bytes.
 
     One file is held in memory at a time, of at most `limit` bytes unless a single tensor is larger.
     """
-    of = {name: rule for rule in rules for name in rule.hf}
+    row_of = {name: row for row in table for name in row.hf}
     split = split_state_dict_into_shards_factory(
-        mapping.hf_shapes(rules),
+        mapping.hf_shapes(table),
         get_storage_size=lambda shape: math.prod(shape) * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=limit,
     )
-    for name, names in split.filename_to_tensors.items():
-        wanted = dict.fromkeys(of[name] for name in names)
-        tensors = {name: part for rule in wanted for name, part in rule.tensors(read(rule), dtype)}
-        file = folder / name
+    for file_name, names in split.filename_to_tensors.items():
+        tensors: dict[str, Tensor] = {}
+        for row in dict.fromkeys(row_of[name] for name in names):
+            tensors.update(row.tensors(read(row), dtype))
+        file = folder / file_name
         file.touch()
-        mode = file.stat().st_mode  # save_file's own is for its user alone
+        mode = file.stat().st_mode  # save_file makes one that only its user can read
         save_file({name: tensors[name] for name in names}, file, metadata={"format": "pt"})
         file.chmod(mode)
     if split.is_sharded:
@@ -218,22 +243,26 @@ def write_tensors(
 
 
 def open_tensors(folder: Path, *, prefix: str = "") -> dict[str, Any]:
-    """The weights of a folder as slices of safetensors by name: `[:]` reads one, `get_shape()` does not.
+    """The weights of a folder as slices of safetensors by name: `[:]` reads one.
 
-    Names get `prefix` where none has it: GPT-2's are published without. A folder without
-    safetensors, or with damaged ones, is a `UserError`.
+    Names get `prefix` where none has it: those of the published GPT-2 do not.
+
+    Raises:
+        UserError: the folder has no safetensors, or damaged ones.
     """
+    tensors: dict[str, Any] = {}
     try:
-        opened: list[Any] = [
-            safe_open(str(file), "pt") for file in sorted(folder.glob("model*.safetensors"))
-        ]
+        for path in sorted(folder.glob("model*.safetensors")):
+            file: Any = safe_open(str(path), "pt")
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                if not _BUFFERS.fullmatch(name):
+                    tensors[name] = file.get_slice(name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"the tensors in {folder} cannot be read: {error}") from error
-    if not opened:
+    if not tensors:
         raise UserError(
-            f"{folder} holds no model*.safetensors; save the model with save_pretrained first"
+            f"{folder} has no model*.safetensors; save the model with save_pretrained first"
         )
-    every = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118  # not a dict
-    found = {name: tensor for name, tensor in every.items() if not _BUFFERS.fullmatch(name)}
-    bare = not any(name.startswith(prefix) for name in found)
-    return {prefix + name if bare else name: tensor for name, tensor in found.items()}
+    if any(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {prefix + name: tensor for name, tensor in tensors.items()}

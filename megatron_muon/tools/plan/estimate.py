@@ -1,10 +1,9 @@
-"""What a plan costs on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
+"""Costs of a plan on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
 
-The step is played wave by wave in the order of `core.plan`: one collective at a time, each rank's
-products beside them. Elementwise work, launches and other traffic are left out. An estimate ranks
-configurations; `python -m benchmarks.step` measures. Memory adds up the buffers of all ranks' waves
-that are in use at the same time; `benchmarks.rehearse` has the places that buffers get, and a
-test holds the two within 10 %.
+The step is simulated wave by wave in the order of `core.plan`: one collective at a time, overlapped
+with each rank's products. Elementwise work, launches and other traffic are left out. An estimate
+ranks configurations; `python -m benchmarks.step` measures. Memory adds up the buffers of all ranks'
+waves that are in use at the same time; a test compares it with the buffers that a step allocates.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from megatron_muon.settings import flag_of, word_as_flags
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
-"""Shares of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed."""
+"""Assumed shares of data sheet rates: large bf16 products, all-to-all, elementwise passes."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. Rates are what a rank can be expected to reach, of links in each direction at the same time."""
+    """A machine. Rates are those that a rank can reach; of links, in each direction at once."""
 
     name: str
     bf16_tflops: float
@@ -76,7 +75,7 @@ def _gpu(
     memory_gb: float,
     rack: int = 0,
 ) -> Hardware:
-    """A GPU by NVIDIA's data sheet (dense TFLOP/s, GB/s of each link in one direction and of memory, GB of memory)."""
+    """A GPU by NVIDIA's data sheet: dense TFLOP/s, GB/s of links in one direction and of memory."""
     return Hardware(
         name=chip.lower() if rack else f"{chip.lower()}-sxm",
         bf16_tflops=BF16_TFLOPS[chip] * PRODUCT_SHARE,
@@ -105,37 +104,37 @@ HARDWARE = {
 
 
 def measured(figures: Mapping[str, Any]) -> Hardware:
-    """The machine that `megatron-muon doctor --gpu` has measured; what it could not, by the data sheet."""
+    """The machine that `megatron-muon doctor --gpu` measured; missing rates by the data sheet."""
     name = figures.get("GPU", "cpu")
-    alike = [
-        one for key, one in HARDWARE.items() if re.search(rf"\b{key.split('-')[0]}\b", name.lower())
-    ]
-    known = alike[0] if alike else HARDWARE["h100-sxm"]
-    nodes, link = figures.get("nodes", 1), figures.get("all_to_all_gb_per_s")
+    known = HARDWARE["h100-sxm"]
+    for key, machine in HARDWARE.items():
+        if re.search(rf"\b{key.split('-')[0]}\b", name.lower()):
+            known = machine
+            break
+    nodes = figures.get("nodes", 1)
+    link = figures.get("all_to_all_gb_per_s")
     rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
     if link is not None:
         rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
     node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
-    memory_gb = figures.get("memory_gb", known.memory_gb)
-    return replace(
-        known, name=f"measured {name}", node_ranks=node_ranks, memory_gb=memory_gb, **rates
-    )
+    rates["memory_gb"] = figures.get("memory_gb", known.memory_gb)
+    return replace(known, name=f"measured {name}", node_ranks=node_ranks, **rates)
 
 
 def profile(figures: Mapping[str, Any]) -> str:
-    """The file that `--hardware FILE.yaml` reads, of what was measured."""
+    """The content of a file for `--hardware`, from measured figures."""
     machine = asdict(measured(figures))
-    rates = (key for key in figures if key in machine or key.startswith("all_to_all"))
+    rates = [key for key in figures if key in machine or key.startswith("all_to_all")]
     text = yaml.safe_dump(machine, sort_keys=False)
     return f"# Measured: {', '.join(rates)}; the rest by data sheets\n{text}"
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What decides costs and bytes."""
+class PlanSettings:
+    """PlanSettings that decide costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
-    memory: Memory  # what matrices take: by what travels, the iteration and what applies updates
+    memory: Memory  # of matrices: by exchanged dtype, iteration, and the rule that applies updates
     team_size: str = AUTO
 
 
@@ -145,11 +144,11 @@ class Group:
 
     name: str
     layout: Layout
-    stride: int = 1  # groups of this kind that lie side by side in the world
+    stride: int = 1  # groups of this kind that interleave
     together: int = 1  # consecutive global ranks in one group
 
     def members(self, rank: int) -> list[int]:
-        """The global ranks of the group that `rank` is in, in the order of the group; Megatron orders tp-cp-ep-dp."""
+        """The global ranks of the group of `rank`, in order; Megatron's order is tp-cp-ep-dp."""
         size = self.layout.world_size * self.stride  # of ranks whose groups interleave
         ranks = np.arange(size).reshape(-1, self.stride, self.together) + rank // size * size
         found: list[int] = ranks[:, rank // self.together % self.stride].ravel().tolist()
@@ -161,22 +160,21 @@ class GroupPlan:
     """A group's plan and its figures."""
 
     plan: Plan
-    # the most that each rank's step takes beyond weights, gradients and state, in bytes
-    extra: Ints
+    extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
     ns_ms: float  # on the rank with most operations
-    exchange_ms: float  # of all collectives, one after the other
-    step_ms: float  # with all overlapped
-    unmet: Unmet | None  # a setting that its ranks cannot have
+    exchange_ms: float  # all collectives, one after the other
+    step_ms: float  # with overlap
+    unmet: Unmet | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
 
 
 @dataclass
 class KindPlan:
-    """The plans of all groups of a kind, made when they are asked for: one for each way to lie in nodes."""
+    """The plans of all groups of a kind, made on request: one for each placement in nodes."""
 
     group: Group
-    settings: Settings
+    settings: PlanSettings
     hardware: Hardware
     _plans: dict[tuple[int, ...], GroupPlan] = field(default_factory=dict)
 
@@ -190,33 +188,34 @@ class KindPlan:
 
 @word_as_flags()
 def plan_kinds(
-    groups: Sequence[Group], settings: Settings, hardware: Hardware
+    groups: Sequence[Group], settings: PlanSettings, hardware: Hardware
 ) -> tuple[list[KindPlan], list[str]]:
-    """Plan rank 0's group of each kind; the second result names the settings that some of them cannot have.
+    """Plan rank 0's group of each kind; the second result names settings that some do not support.
 
     Raises:
-        UserError: no group can have a setting. One of a single rank, which has nothing to share,
-            does not count.
+        UserError: no group supports a setting. A group of one rank does not count.
     """
     kinds = [KindPlan(group, settings, hardware) for group in groups]
-    shared = [kind for kind in kinds if kind.group.layout.world_size > 1]
-    unmet = {kind.group.name.removesuffix("s"): kind.of(0).unmet for kind in shared}
+    unmet = {}
+    for kind in kinds:
+        if kind.group.layout.world_size > 1:
+            unmet[kind.group.name.removesuffix("s")] = kind.of(0).unmet
     return kinds, [note.worded(flag_of) for note in refuse_unmet(unmet)]
 
 
 def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
-    """The node of each of these global ranks, counted from 0: all that a plan knows of nodes."""
+    """The node of each of these global ranks, numbered from 0."""
     _, nodes = np.unique(np.asarray(members) // hardware.node_ranks, return_inverse=True)
     return tuple(nodes.tolist())
 
 
-def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int = 0) -> GroupPlan:
+def plan_group(
+    group: Group, settings: PlanSettings, hardware: Hardware, rank: int = 0
+) -> GroupPlan:
     """Make the plan of a rank's group as training would, and estimate it."""
-    layout, iteration, members = group.layout, settings.memory.iteration, group.members(rank)
-    costs = [
-        float(sum(iteration.flops(*block, 1, each.steps) for block in each.blocks))
-        for each in layout.matrices
-    ]
+    layout, iteration = group.layout, settings.memory.iteration
+    members = group.members(rank)
+    costs = [_flops(iteration, matrix) for matrix in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
@@ -226,11 +225,13 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int =
     rate = hardware.tflops(half=iteration.half) * 1e12
 
     def products_s(indices: Sequence[int]) -> Floats:
-        """Seconds that each rank multiplies for the matrices with these indices."""
-        of = [plan.teams[index] for index in indices]
-        owners = np.array([owner for team in of for owner in team.ranks], dtype=np.int64)
-        loads = np.array([load for team in of for load in team.loads])
-        return np.bincount(owners, weights=loads, minlength=layout.world_size) / rate
+        """Seconds of each rank's products for the matrices with these indices."""
+        loads = np.zeros(layout.world_size)
+        for index in indices:
+            team = plan.teams[index]
+            for rank, load in zip(team.ranks, team.loads, strict=True):
+                loads[rank] += load
+        return loads / rate
 
     seconds_of = functools.partial(
         all_to_all_s,
@@ -239,100 +240,134 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware, rank: int =
         near_gb_per_s=hardware.node_gb_per_s,
         far_gb_per_s=hardware.network_gb_per_s,
     )
-    each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
+    exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     return GroupPlan(
         plan=plan,
         extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=sum(map(sum, each)) * 1e3,
-        step_ms=_play(plan, products_s, each) * 1e3,
+        exchange_ms=sum(map(sum, exchanges)) * 1e3,
+        step_ms=_simulate(plan, products_s, exchanges) * 1e3,
         unmet=rules.unmet(),
         digest=plan.digest(),
         received=plan.exchanged_bytes(),
     )
 
 
-def _play(
+def _flops(iteration: Iteration, matrix: Matrix) -> float:
+    return float(sum(iteration.flops(*block, 1, matrix.steps) for block in matrix.blocks))
+
+
+def _simulate(
     plan: Plan,
     products_s: Callable[[Sequence[int]], Floats],
     exchanges_s: Sequence[tuple[float, float]],
 ) -> float:
-    """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
+    """Seconds of a step.
 
-    Updates of wave k leave after those of wave k-1 have arrived.
+    The gather of wave k+1 and the scatter of wave k-1 overlap with the products of wave k and of
+    local matrices. Updates of wave k are sent after those of wave k-1 have arrived.
     """
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
-    # when the link is free, and when the current wave has arrived
-    link = arrived = exchanges_s[0][0]
-    left = 0.0  # when the updates of the wave before have
+    link = exchanges_s[0][0]  # when the link is free
+    next_gathered = link  # when the next wave's rows have arrived
+    scattered = 0.0  # when the updates of the wave before have arrived
     for k, wave in enumerate(plan.waves):
-        here = arrived
+        gathered = next_gathered
         if k + 1 < len(plan.waves):
-            arrived = link = link + exchanges_s[k + 1][0]
+            link += exchanges_s[k + 1][0]
+            next_gathered = link
         work = products_s(wave)
         busy = work > 0
         clock += filler
-        clock[busy] = np.maximum(np.maximum(clock[busy], here) + work[busy], left)
-        left = link = max(link, float(clock[busy].max(initial=here))) + exchanges_s[k][1]
-    return max(left, float(clock.max()))
+        done = np.maximum(clock[busy], gathered) + work[busy]
+        clock[busy] = np.maximum(done, scattered)
+        last = float(clock[busy].max(initial=gathered))
+        link = max(link, last) + exchanges_s[k][1]
+        scattered = link
+    return max(scattered, float(clock.max()))
 
 
 def extra_bytes(plan: Plan) -> Ints:
-    """The most that each rank's step takes beyond weights, gradients and state, by the lifetimes of buffers."""
-    fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
-    waves = [
-        _buffers(plan, indices)
-        for indices in (*plan.waves, *map(itertools.chain.from_iterable, fillers))
-    ]
+    """Bytes of each rank's step beyond weights, gradients and state at their peak."""
+    ranks = plan.layout.world_size
+    local = itertools.zip_longest(*map(plan.fillers, range(ranks)), fillvalue=())
+    waves = [_buffers(plan, indices) for indices in plan.waves]
+    waves += [_buffers(plan, itertools.chain.from_iterable(indices)) for indices in local]
     order = schedule(len(plan.waves), len(waves) - len(plan.waves))
-    nothing = np.zeros(plan.layout.world_size, dtype=np.int64)
-    taken = np.zeros((MOMENTS * len(order) + 1, len(nothing)), dtype=np.int64)
-    for when, (buffers, _) in zip(moments_of(order), waves, strict=True):
-        for name, size in buffers.items():
+    in_use = np.zeros((MOMENTS * len(order) + 1, ranks), dtype=np.int64)
+    temporary = np.zeros(ranks, dtype=np.int64)
+    for moments, wave in zip(moments_of(order), waves, strict=True):
+        for name, size in wave.buffers.items():
             (first, after), (last, until) = LIFETIMES[name]
-            taken[when[first] + after : when[last] + until + 1] += size
-    found: Ints = taken.max(axis=0) + np.max([nothing, *(made for _, made in waves)], axis=0)
-    return found
+            in_use[moments[first] + after : moments[last] + until + 1] += size
+        temporary = np.maximum(temporary, wave.temporary)
+    peak: Ints = in_use.max(axis=0) + temporary
+    return peak
 
 
-def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]:
-    """Bytes on each rank of the buffers of a wave's matrices, and of what is made beside them within the step."""
-    indices, traffic, ranks = tuple(indices), plan.traffic, plan.layout.world_size
-    wire, moment = plan.memory.element_bytes, plan.memory.moment
-    gathered, updates = traffic.gathered(indices), traffic.returned(indices).between_ranks()
+@dataclass(frozen=True)
+class WaveBytes:
+    """Bytes on each rank of a wave's buffers, by name, and of temporaries within the step."""
+
+    buffers: dict[str, Ints]
+    temporary: Ints
+
+
+def _buffers(plan: Plan, indices: Iterable[int]) -> WaveBytes:
+    """Bytes on each rank for the matrices of a wave."""
+    indices, ranks = tuple(indices), plan.layout.world_size
+    memory, moment = plan.memory, plan.memory.moment
+    held, largest = _held(plan, indices)
+    stacks, work, made = np.zeros((3, ranks), dtype=np.int64)
+    for rank, (matrices, slices) in _owned(plan, indices).items():
+        stacks[rank], work[rank], made[rank] = memory.of_batch(matrices, slices)
+    gathered = plan.traffic.gathered(indices)
     rows = gathered.between_ranks()
-    held, largest, stacks, work, made = np.zeros((5, ranks), dtype=np.int64)
-    owned: dict[int, tuple[list[Matrix], list[BlockSlice]]] = defaultdict(lambda: ([], []))
+    updates = plan.traffic.returned(indices).between_ranks()
+    sent = rows.sent(ranks)
+    chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
+    buffers = {
+        "prepared": ROW_BYTES * chunk,
+        "updates": ROW_BYTES * chunk,
+        "stacks": stacks,
+        "work": work,
+        "send": memory.element_bytes * sent,
+        "own": memory.element_bytes * (gathered.sent(ranks) - sent),
+        "receive": memory.element_bytes * rows.received(ranks),
+        "back": memory.element_bytes * updates.sent(ranks),
+        "returned": memory.element_bytes * held,
+    }
+    applied = largest
+    if moment.together:
+        applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"]))
+    return WaveBytes(buffers, np.maximum(made, moment.held * applied))
+
+
+def _held(plan: Plan, indices: Iterable[int]) -> tuple[Ints, Ints]:
+    """Elements of these matrices in each rank's shards: all, and those of the largest shard."""
+    held, largest = np.zeros((2, plan.layout.world_size), dtype=np.int64)
     for index in indices:
         holders = plan.layout.holders[index]
         elements = holders.elements[holders.numbers]
         held[holders.ranks] += elements
         largest[holders.ranks] = np.maximum(largest[holders.ranks], elements)
+    return held, largest
+
+
+Batch = tuple[list[Matrix], list[BlockSlice]]
+
+
+def _owned(plan: Plan, indices: Iterable[int]) -> dict[int, Batch]:
+    """The matrices and slices that each rank orthogonalizes."""
+    owned: dict[int, Batch] = defaultdict(lambda: ([], []))
+    for index in indices:
         if plan.teams[index].cuts is None:
             owned[plan.owners[index]][0].append(plan.layout.matrices[index])
-        else:
-            for block_slice in plan.slices(index):
-                owned[block_slice.rank][1].append(block_slice)
-    for rank, batch in owned.items():
-        stacks[rank], work[rank], made[rank] = plan.memory.of_batch(*batch)
-    chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
-    applied = (
-        np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"])) if moment.together else largest
-    )
-    sent = rows.sent(ranks)
-    elements_of = {
-        "send": sent,
-        "own": gathered.sent(ranks) - sent,
-        "receive": rows.received(ranks),
-        "back": updates.sent(ranks),
-        "returned": held,
-    }
-    of_rows = {"prepared": ROW_BYTES * chunk, "updates": ROW_BYTES * chunk}
-    travelling = {name: wire * elements for name, elements in elements_of.items()}
-    return {**of_rows, "stacks": stacks, "work": work, **travelling}, np.maximum(
-        made, moment.held * applied
-    )
+            continue
+        for block_slice in plan.slices(index):
+            owned[block_slice.rank][1].append(block_slice)
+    return owned

@@ -1,35 +1,36 @@
-"""A whole training step on paper, with Adam and with Muon: the memory of a GPU, and the time.
+"""Estimates of a whole training step with Adam and with Muon: memory of a GPU, and time.
 
-FSDP's gathers and reductions run beside forward and backward; elementwise work is bytes over the
-memory's rate.
+FSDP's gathers and reductions overlap with forward and backward; the time of elementwise work is
+bytes over memory bandwidth.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, Settings
+from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, PlanSettings
 
 MFU = 0.45
-"""Part of the data sheet's rate that model FLOPs reach in forward and backward.
+"""Share of the data sheet's rate that model FLOPs reach in forward and backward.
 
-Megatron-LM gives 41 % (2B) to 48 % (462B) on H100, https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
-The more, the shorter the step that Muon adds to."""
+Megatron-LM reports 41 % (2B) to 48 % (462B) on H100,
+https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
+"""
 
 UNITS = "optim_grads_params"
-"""The strategy that shards weights, in buckets by transformer layer; "optim" and "optim_grads" cut by size."""
+"""The strategy that shards weights, in buckets of a transformer layer; others cut by size."""
 
-# Bytes that move for each parameter, in fp32 and in passes that find nothing in a cache.
+# Bytes moved for each parameter, in fp32 and without cache hits.
 NORM_BYTES, CLIP_BYTES = 4, 8  # reads the gradient; reads and writes it
 # one fused pass: reads gradient, weight and two moments, writes all but the gradient
 ADAM_BYTES = 28
 MOMENTUM_BYTES = 24  # momentum and look-ahead each read two tensors and write one
 APPLY_BYTES = 20  # decay and update each read and write the weight; the update is read
 
-# Bytes that lie in memory for each parameter.
+# Bytes stored for each parameter.
 # the main weight, which Megatron-FSDP keeps in fp32 training too; Adam's moments
 MAIN_BYTES, MOMENTS_BYTES = 4, 8
 STORED_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # momentum, by --muon-momentum-dtype
@@ -45,9 +46,9 @@ class Parameters:
     ranks: int  # that FSDP cuts each part over
 
     def gather_s(self, hardware: Hardware, element_bytes: int) -> float:
-        """Seconds in which all ranks gather their parts, or reduce them: within nodes and between them at once.
+        """Seconds in which all ranks gather or reduce their parts, in and between nodes at once.
 
-        A node's ranks share what arrives from other nodes.
+        A node's ranks share the data that arrives from other nodes.
         """
         part = self.count / self.parts * element_bytes
         local = min(max(hardware.joined_ranks // self.parts, 1), self.ranks)
@@ -57,14 +58,14 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a training step of a model takes beside Muon's own."""
+class TrainedModel:
+    """Parameters and batch of a training step."""
 
     parameters: tuple[Parameters, ...]  # dense ones, and experts where there are any
     copies: int  # of the optimizer's state: HSDP's instances
     sequence_flops: float  # of a sequence, forward and backward
     sequence_length: int  # tokens
-    has_vocabulary: bool  # whether a flag or the tokenizer tells the size of the embedding
+    has_vocabulary: bool  # the size of the embedding is known
     global_batch: int | None  # sequences of a step; None where the config names none
     micro_batch: int  # sequences of a data-parallel rank at a time
     replicas: int  # data-parallel ranks
@@ -74,11 +75,11 @@ class Model:
     activation_bytes: float = 0.0  # of a micro-batch on a rank
 
     def held(self, name: str = "count") -> float:
-        """Parameters of a rank's shards; of "muon", those in Muon's matrices."""
+        """Parameters in a rank's shards; with "muon", those in Muon's matrices."""
         return sum(float(getattr(kind, name)) / kind.parts / kind.ranks for kind in self.parameters)
 
     def collectives(self, micro_batches: int) -> tuple[int, int]:
-        """How often a step gathers all weights, and reduces all gradients.
+        """The numbers of times that a step gathers all weights and reduces all gradients.
 
         Sharded weights are gathered for forward and for backward, sharded gradients are reduced in
         every micro-batch.
@@ -87,7 +88,7 @@ class Model:
         return gathers, 1 if self.strategy == "optim" else micro_batches
 
     def communication_s(self, hardware: Hardware, micro_batches: int) -> float:
-        """Seconds of a step's gathers and reductions, one after the other."""
+        """Seconds of a step's gathers and reductions without overlap."""
         gathers, reductions = self.collectives(micro_batches)
         seconds = 0.0
         for kind in self.parameters:
@@ -99,68 +100,74 @@ class Model:
         return seconds
 
 
-def holder_bytes(settings: Settings) -> int:
-    """Bytes that a parameter of Muon's moves in its holder's memory in a step: momentum, there and back, applying."""
+def holder_bytes(settings: PlanSettings) -> int:
+    """Bytes that momentum, exchange and update move in the holder's memory for a parameter."""
     return MOMENTUM_BYTES + 2 * settings.memory.element_bytes + APPLY_BYTES
 
 
-def owner_bytes(settings: Settings) -> int:
-    """Bytes that an element of Muon's moves in its owner's memory beside the iteration's products.
+def owner_bytes(settings: PlanSettings) -> int:
+    """Bytes that a step moves in the owner's memory for an element, without products.
 
-    It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being
-    finite, copied to its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
+    The element is assembled, measured, scaled to about 1 in the iteration's dtype, checked for
+    finiteness, and copied to its stack and on to a buffer: `core.exchange`, `core.orthogonalize`.
     """
     return 9 * settings.memory.element_bytes + 3 * (2 if settings.memory.iteration.half else 4)
 
 
-def elementwise_ms(held: float, owned: float, settings: Settings, hardware: Hardware) -> float:
-    """Milliseconds of a step's elementwise passes on a rank, by parameters of Muon's that it holds and owns."""
+def elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
+    """Milliseconds of a rank's elementwise passes, by Muon's parameters that it holds and owns."""
     moved = held * holder_bytes(settings) + owned * owner_bytes(settings)
     return moved / hardware.memory_gb_per_s / 1e6
 
 
-def memory(model: Model, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
-    """Bytes of a GPU's memory by purpose, with Adam and with Muon, where Muon's step takes `step_bytes` beside.
+def memory(model: TrainedModel, config: Any, step_bytes: int, hardware: Hardware) -> dict[str, Any]:
+    """Bytes of a GPU's memory by purpose, with Adam and with Muon, whose step takes `step_bytes`.
 
-    Weights and gradients lie as Megatron-FSDP shards them; `config` has Muon's settings.
+    Weights and gradients are sharded as by Megatron-FSDP; `config` has Muon's settings.
     """
     held, muon = model.held(), model.held("muon")
     whole = sum(kind.count / kind.parts for kind in model.parameters)
-    kept = 1 - config.muon_offload_fraction * (config.muon_offload != "none")  # on the device
-    kept_too = kept if config.muon_offload_state == "all" else 1.0
-    adaptive = (
-        getattr(config, "optimizer", "") == "adaptive_muon" and config.adaptive_muon_moment2_method
-    )
-    momentum = STORED_BYTES[config.muon_momentum_dtype] * kept + 4 * (adaptive == "adamuon")
+    kept = 1.0  # share of momentum on the device
+    if config.muon_offload != "none":
+        kept -= config.muon_offload_fraction
+    kept_main = kept if config.muon_offload_state == "all" else 1.0
+    momentum = STORED_BYTES[config.muon_momentum_dtype] * kept
+    is_adaptive = config.optimizer == "adaptive_muon"
+    if is_adaptive and config.adaptive_muon_moment2_method == "adamuon":
+        momentum += 4
     weights = model.weight_bytes * (held if model.strategy == UNITS else whole)
     common = {
         "gradients": model.reduced_bytes * (whole if model.strategy == "optim" else held),
         "activations": model.activation_bytes,
     }
-    of = {
-        "adam": {
-            "weights": weights + MAIN_BYTES * held,
-            **common,
-            "state": MOMENTS_BYTES * held,
-            "step": 0,
-        },
-        "muon": {
-            "weights": weights + MAIN_BYTES * kept_too * held,
-            **common,
-            "state": momentum * muon + MOMENTS_BYTES * kept_too * (held - muon),
-            "step": step_bytes,
-        },
+    with_adam = {
+        "weights": weights + MAIN_BYTES * held,
+        **common,
+        "state": MOMENTS_BYTES * held,
+        "step": 0,
     }
-    for each in of.values():
-        each["total"] = sum(each.values())
+    with_muon = {
+        "weights": weights + MAIN_BYTES * kept_main * held,
+        **common,
+        "state": momentum * muon + MOMENTS_BYTES * kept_main * (held - muon),
+        "step": step_bytes,
+    }
+    for parts in (with_adam, with_muon):
+        parts["total"] = sum(parts.values())
     capacity = hardware.memory_gb * 1e9
-    return {**of, "capacity": capacity, "fits": of["muon"]["total"] <= capacity}
+    fits = with_muon["total"] <= capacity
+    return {"adam": with_adam, "muon": with_muon, "capacity": capacity, "fits": fits}
 
 
 def simulate(
-    model: Model, plan: Mapping[str, Any], *, settings: Settings, hardware: Hardware, mfu: float
+    model: TrainedModel,
+    plan: Mapping[str, Any],
+    *,
+    settings: PlanSettings,
+    hardware: Hardware,
+    mfu: float,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Milliseconds of a step of the model's batch with Adam and with Muon, and what they assume; warnings.
+    """Milliseconds of a step of the model's batch with Adam and with Muon, and warnings.
 
     `plan` has the figures of the plan.
     """
@@ -179,7 +186,7 @@ def simulate(
 
     common = {
         "forward_backward": compute_ms,
-        "communication": max(communication_ms - compute_ms, 0.0),  # what they do not hide
+        "communication": max(communication_ms - compute_ms, 0.0),  # without overlap
         "norm_clip_install": passes_ms(held, NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes),
     }
     # an element has one owner, however many ranks hold it
@@ -194,36 +201,25 @@ def simulate(
     }
     for each in (adam, ours):
         each["total"] = sum(each.values())
-    gathers, reductions = model.collectives(micro_batches)
     figures = {
         "tokens": model.global_batch * model.sequence_length,
         "adam_ms": adam,
         "muon_ms": ours,
         "muon_over_adam": ours["total"] / adam["total"],
         "communication_share": adam["communication"] / adam["total"],
-        "assumptions": {
-            "model_flops": flops,
-            "mfu": mfu,
-            "peak_tflops": peak_tflops,
-            "micro_batches": micro_batches,
-            "weight_gathers": gathers,
-            "gradient_reductions": reductions,
-            "communication_ms": communication_ms,
-            "parameters_per_rank": held,
-            "muon_parameters_per_rank": muon,
-        },
     }
-    return figures, list(_warnings(model, sequences))
+    return figures, _warnings(model, sequences)
 
 
-def _warnings(model: Model, sequences: float) -> Iterator[str]:
+def _warnings(model: TrainedModel, sequences: float) -> list[str]:
+    warnings = []
     if sequences < 1:
-        yield (
+        warnings.append(
             f"a data-parallel rank has {sequences:.2g} of a sequence of {model.sequence_length:,}"
-            " tokens"
+            " tokens; use a larger --global-batch-size or fewer ranks"
         )
     if not model.has_vocabulary:
-        yield (
-            "the size of the vocabulary is not known and counts as none; add --vocab-size to the"
-            " config"
+        warnings.append(
+            "the size of the vocabulary is unknown and counts as 0; add --vocab-size to the config"
         )
+    return warnings

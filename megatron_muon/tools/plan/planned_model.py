@@ -1,8 +1,8 @@
-"""The matrices of a config's model and who holds which of their rows, without ranks.
+"""The matrices of a config's model and the owners of their rows in each shard, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own
 functions put its parameters into buckets, and `fsdp/cuts.py` cuts these, as in a run.
-megatron-core's local layers stand for Transformer Engine's: they have the same matrices in the same
+megatron-core's local layers replace Transformer Engine's: they have the same matrices in the same
 order, and norms come after the matrices in a bucket.
 """
 
@@ -37,7 +37,7 @@ from megatron_muon.megatron.model.matrices import muon_matrices, restore_attribu
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
-from megatron_muon.tools.plan.training_step import UNITS, Model, Parameters
+from megatron_muon.tools.plan.training_step import UNITS, Parameters, TrainedModel
 
 LOCAL = {
     "transformer_impl": "local",
@@ -50,8 +50,18 @@ LOCAL = {
 """Settings of megatron-core's local layers, which need no kernel."""
 
 
+_PLANNED = {
+    "yaml_cfg": (None,),
+    "data_parallel_sharding_strategy": ("optim", "optim_grads", UNITS),
+    "outer_dp_sharding_strategy": ("no_shard",),
+    "hybrid_layer_pattern": (None,),
+    "pipeline_model_parallel_size": (1,),
+}
+"""Values of settings that can be planned."""
+
+
 class _Environment(dict[str, str]):
-    """An environment in which every variable exists; one that is not set stands for itself."""
+    """An environment in which every variable exists; an unset one expands to itself."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -62,26 +72,24 @@ class _Environment(dict[str, str]):
 
 def read_model(
     path: Path, world_size: int, flags: Sequence[str] = (), *, device: str = "cuda"
-) -> tuple[MuonOptimizerConfig, list[Group], Model]:
-    """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model.
+) -> tuple[MuonOptimizerConfig, list[Group], TrainedModel]:
+    """A config's Muon settings, the matrices of its model, dense ones first, and the model.
 
-    `flags` win over the file's. Paths may have placeholders, batches any size, data and tokenizer
-    may be missing. `device`, "cuda" or "cpu", is where the run is to be.
+    `flags` override the file's. Paths may have placeholders, batches any size, data and tokenizer
+    may be missing. `device`, "cuda" or "cpu", is that of the run.
 
     Raises:
-        UserError: a run with this model, these sizes and Muon is refused, or its strategy cannot be
-            planned.
+        UserError: such a run is refused, or its strategy cannot be planned.
     """
     args, global_batch = _arguments(path, world_size, flags, device)
     names = {field.name for field in fields(MuonOptimizerConfig)}
-    settings = MuonOptimizerConfig(
-        **{name: value for name, value in vars(args).items() if name in names}
-    )
+    given = {name: value for name, value in vars(args).items() if name in names}
+    settings = MuonOptimizerConfig(**given)
     with prepare.explained():
         groups, parameters, vocabulary = _groups(args, settings)
-        # which the count changes
+        # the count of operations changes its arguments
         counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})
-        model = Model(
+        model = TrainedModel(
             parameters=parameters,
             copies=args.num_distributed_optimizer_instances,
             sequence_flops=float(training.num_floating_point_operations(counted, 1)),
@@ -101,7 +109,7 @@ def read_model(
 def _arguments(
     path: Path, world_size: int, flags: Sequence[str], device: str
 ) -> tuple[argparse.Namespace, int | None]:
-    """Validated arguments for a model of local layers, and the config's global batch, which need not fit."""
+    """Validated arguments for a model of local layers, and the config's global batch."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
     check_flags(config, parser._option_string_actions)
@@ -111,70 +119,52 @@ def _arguments(
     args = arguments.parse(
         parser, (*arguments.missing_defaults(parser, line, device=device), *line)
     )
-    for flag, value, planned in (
-        ("--yaml-cfg", args.yaml_cfg, (None,)),
-        (
-            "--data-parallel-sharding-strategy",
-            args.data_parallel_sharding_strategy,
-            ("optim", "optim_grads", UNITS),
-        ),
-        ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern, (None,)),
-        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, (1,)),
-    ):
+    for name, planned in _PLANNED.items():
+        value = getattr(args, name)
         if value not in planned:
+            flag = "--" + name.replace("_", "-")
             raise UserError(f"{path}: {flag} {value} cannot be planned")
-    args.rank, args.world_size = 0, world_size
-    if device == "cuda" and not any(
-        word.partition("=")[0] == "--transformer-impl" for word in line
-    ):
+    given = {word.partition("=")[0] for word in line}
+    if device == "cuda" and "--transformer-impl" not in given:
         args.transformer_impl = "transformer_engine"
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
+    global_batch: int | None = args.global_batch_size
     vars(args).update(LOCAL)
-    global_batch, args.global_batch_size, args.rampup_batch_size = (
-        args.global_batch_size,
-        None,
-        None,
-    )
+    args.rank = 0
+    args.world_size = world_size
+    args.global_batch_size = None
+    args.rampup_batch_size = None
+    args._is_global_batch_size_explicitly_specified = False
     args.micro_batch_size = args.micro_batch_size or 1
-    args.save, args._is_global_batch_size_explicitly_specified = None, False
+    args.save = None
     prepare.complete(args)
     return args, global_batch
 
 
 def _activation_bytes(args: argparse.Namespace) -> float:
-    """Of a micro-batch on a rank, by Megatron's report of theoretical memory, which counts in bf16 and one MLP.
+    """Bytes of a micro-batch's activations on a rank, by Megatron's report of theoretical memory.
 
-    With full recomputation, which it does not know: one layer's, and the inputs of all, 2 bytes an
-    element (https://arxiv.org/abs/2205.05198, section 5).
+    The report counts in bf16 and one MLP. It does not support full recomputation, which keeps one
+    layer's activations and the inputs of all layers, 2 bytes an element
+    (https://arxiv.org/abs/2205.05198, section 5).
     """
-    of_rank = argparse.Namespace(
-        **{**vars(args), "seq_length": args.seq_length // args.context_parallel_size}
-    )
-    if args.num_experts:  # of a token, evenly
-        of_token = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
-        of_rank.ffn_hidden_size = max(
-            args.ffn_hidden_size, of_token + (args.moe_shared_expert_intermediate_size or 0)
-        )
+    rank_args = argparse.Namespace(**vars(args))
+    rank_args.seq_length = args.seq_length // args.context_parallel_size
+    if args.num_experts:  # evenly loaded
+        ffn = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
+        ffn += args.moe_shared_expert_intermediate_size or 0
+        rank_args.ffn_hidden_size = max(args.ffn_hidden_size, ffn)
     inputs = 0.0
     if args.recompute_granularity == "full":
-        cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        inputs = (
-            2
-            * of_rank.seq_length
-            * args.micro_batch_size
-            * args.hidden_size
-            * args.num_layers
-            / cut
-        )
-        of_rank.num_layers = 1
-    selective = args.sequence_parallel and args.recompute_granularity == "selective"
-    formula = (
-        formulas.compute_activation_memory
-        if selective
-        else formulas.compute_activation_memory_without_sp
-    )
-    return float(formula(of_rank, None) + inputs) * (1 if args.bf16 else 2)
+        shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        elements = rank_args.seq_length * args.micro_batch_size * args.hidden_size
+        inputs = 2 * elements * args.num_layers / shards
+        rank_args.num_layers = 1
+    formula = formulas.compute_activation_memory_without_sp
+    if args.sequence_parallel and args.recompute_granularity == "selective":
+        formula = formulas.compute_activation_memory
+    in_bf16 = float(formula(rank_args, None) + inputs)
+    return in_bf16 if args.bf16 else 2 * in_bf16
 
 
 def _groups(
@@ -201,26 +191,19 @@ def _groups(
         }
     restore_attributes([model])
     tag_for_muon([model], exclude=settings.muon_exclude, steps_for=steps_for(settings))
-    over_tp, instances = (
-        settings.muon_tp_mode != "blockwise",
-        args.num_distributed_optimizer_instances,
-    )
-    planned, counted, names = [], [], muon_matrices([model])
-    for kind, (ranks, tensor, expert) in kinds.items():
-        # As megatron-core tells its groups apart.
-        trained, muon = (
-            [
-                p
-                for p in some
-                if p.requires_grad and getattr(p, "allreduce", True) is (kind == "dense")
-            ]
-            for some in (model.parameters(), names)
-        )
+    over_tp = settings.muon_tp_mode != "blockwise"
+    instances = args.num_distributed_optimizer_instances
+    names = muon_matrices([model])
+    planned: list[Group] = []
+    counted: list[Parameters] = []
+    for kind, sizes in kinds.items():
+        ranks, tensor, expert = sizes
+        trained = [p for p in model.parameters() if p.requires_grad and _kind(p) == kind]
+        muon = [p for p in names if p.requires_grad and _kind(p) == kind]
         parts = tensor if over_tp else 1
-        # Tensor-parallel ranks lie together, instances apart.
-        holders = PieceHolders(
-            np.arange(instances * ranks * parts).reshape(instances, ranks, parts)
-        )
+        # Tensor-parallel ranks are consecutive; instances are far apart.
+        grid = np.arange(instances * ranks * parts).reshape(instances, ranks, parts)
+        holders = PieceHolders(grid)
         matrices = []
         for parameter in muon:
             matrix = mp.matrix_of(names[parameter], parameter, settings, over_tp=over_tp)
@@ -231,39 +214,45 @@ def _groups(
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))
         if trained:
-            count, of_muon = (expert * sum(p.numel() for p in some) for some in (trained, muon))
-            counted.append(Parameters(count, of_muon, expert * tensor, ranks))
+            count = expert * sum(p.numel() for p in trained)
+            muon_count = expert * sum(p.numel() for p in muon)
+            counted.append(Parameters(count, muon_count, expert * tensor, ranks))
     return planned, tuple(counted), vocabulary
 
 
+def _kind(parameter: torch.Tensor) -> str:
+    """The kind of a parameter's group, by megatron-core's mark."""
+    return "dense" if getattr(parameter, "allreduce", True) is True else "experts"
+
+
 def group_experts(model: torch.nn.Module) -> None:
-    """Arrange each layer's experts as TEGroupedMLP does: all first projections before all second ones."""
-    for module in model.modules():
-        for experts in (child for child in module.children() if isinstance(child, SequentialMLP)):
-            for name in ("linear_fc1", "linear_fc2"):
-                grouped = torch.nn.Module()
-                for number, expert in enumerate(experts.local_experts):
-                    for kind, parameter in getattr(expert, name).named_parameters(recurse=False):
-                        grouped.register_parameter(f"{kind}{number}", parameter)
-                experts.add_module(name, grouped)
-            del experts.local_experts
+    """Arrange each layer's experts as TEGroupedMLP does: first all projections linear_fc1."""
+    for experts in list(model.modules()):
+        if not isinstance(experts, SequentialMLP):
+            continue
+        for name in ("linear_fc1", "linear_fc2"):
+            grouped = torch.nn.Module()
+            for number, expert in enumerate(experts.local_experts):
+                for kind, parameter in getattr(expert, name).named_parameters(recurse=False):
+                    grouped.register_parameter(f"{kind}{number}", parameter)
+            experts.add_module(name, grouped)
+        del experts.local_experts
 
 
 def in_buckets(
     model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
 ) -> dict[torch.Tensor, tuple[int, int]]:
-    """Where each trained matrix begins in its bucket, and the size of the bucket's pieces, one a data-parallel rank."""
+    """The start of each trained matrix in its bucket, and the bucket's elements on a rank."""
     units = [adapter.TransformerLayer, adapter.MoETransformerLayer]
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
     starts = {}
     for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
+        group = groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp
         items, _, first = buffers.build_data_parallel_buffer_index(
             [parameter.shape for parameter in bucket.params],
             data_parallel_rank=0,
-            data_parallel_world_size=(
-                groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp
-            ).size(),
+            data_parallel_world_size=group.size(),
             is_data_distributed=True,
             ddp_config=ddp_config,
             chunk_size_factor=bucket.chunk_size_factor,
@@ -275,22 +264,25 @@ def in_buckets(
 
 
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
-    """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold.
+    """Replace each parameter by one of the full tensor-parallel shape, as the optimizer sees it.
 
-    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that
-    is cut is noted.
+    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, which records the dimension
+    that tensor parallelism cuts.
     """
     made: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, part in list(module.named_parameters(recurse=False)):
             if part not in made:
-                shape = list(part.shape)
-                cut_along = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
-                if cut_along is not None and cut_along < len(shape):
-                    shape[cut_along] *= (
-                        groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp
-                    ).size()
-                whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
-                whole.__dict__.update(part.__dict__, orig_param=part)
-                made[part] = whole
+                group = groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp
+                made[part] = _whole(part, group.size())
             module.register_parameter(name, made[part])
+
+
+def _whole(part: torch.Tensor, tensor_ranks: int) -> torch.nn.Parameter:
+    shape = list(part.shape)
+    cut_dim = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
+    if cut_dim is not None and cut_dim < len(shape):
+        shape[cut_dim] *= tensor_ranks
+    whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+    whole.__dict__.update(part.__dict__, orig_param=part)
+    return whole

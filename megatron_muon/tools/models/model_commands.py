@@ -1,0 +1,128 @@
+"""Descriptions and arguments of `megatron-muon export`, `import`, `generate` and `eval`.
+
+Their work needs torch, which is imported when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_muon.errors import quiet_imports
+from megatron_muon.tools.parser import CommandParser, positive
+
+_DESCRIPTIONS = {
+    "export": """\
+Writes a checkpoint for other software: hf, a folder that transformers, vLLM and
+lm-evaluation-harness load (safetensors, config.json, tokenizer), or torch_dist, for Megatron's
+own tools. It runs in one process without a GPU; memory stays near the largest tensor. Settings
+without a counterpart in the target are refused.
+
+examples:
+  megatron-muon export --checkpoint runs/first --to hf exported/first
+""",
+    "import": """\
+Writes a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a
+checkpoint for --load DIR --finetune, with its tokenizer and flags: OUT/model.yaml is an
+experiment file; add data and learning rates to it. Nothing is downloaded: FOLDER is a local
+folder. Settings for which Megatron has no flag are refused.
+
+examples:
+  megatron-muon import --from hf models/Llama-3.2-1B imported/llama
+""",
+    "generate": """\
+Continues a prompt with a checkpoint, or with a folder that export has written. The model is the
+one that export writes, in memory; transformers generates. No GPU is needed. These models continue
+text: they are not trained to chat.
+
+examples:
+  megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
+""",
+    "eval": """\
+Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a
+text file or on data from megatron-muon data prepare. Documents are concatenated and cut into
+samples as in training; every token is predicted once. Bits per byte compare models with different
+tokenizers.
+
+examples:
+  megatron-muon eval --checkpoint runs/first --text README.md
+""",
+}
+
+
+def configure(parser: CommandParser) -> None:
+    """Add description and arguments of the command that `parser.prog` names."""
+    command = parser.prog.split()[-1]
+    parser.description = _DESCRIPTIONS[command]
+    if command == "import":
+        _add_import(parser)
+    else:
+        _add_checkpoint(parser)
+    if command == "export":
+        _add_export(parser)
+    elif command == "generate":
+        _add_generate(parser)
+    elif command == "eval":
+        _add_eval(parser)
+    if command in ("export", "import"):
+        parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
+
+
+def _add_import(parser: CommandParser) -> None:
+    form = parser.add_argument("--from", choices=("hf",), required=True, dest="form")
+    form.help = "form of FOLDER"
+    folder = parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder.help = "contains config.json, model*.safetensors and a tokenizer"
+
+
+def _add_checkpoint(parser: CommandParser) -> None:
+    add = parser.add_argument
+    checkpoint = add("--checkpoint", type=Path, required=True, metavar="DIR")
+    checkpoint.help = "folder of a run, of its --save, or of one iteration"
+    add("--tokenizer", metavar="DIR", help="for transformers, instead of the run's")
+    verify = add("--no-verify-checkpoint", action="store_true")
+    verify.help = "do not compare files with their checksums first"
+
+
+def _add_export(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--to", choices=("hf", "torch_dist"), required=True, help="form to write")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the tensors (auto: the run's)")
+
+
+def _add_generate(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--prompt", required=True, metavar="TEXT", help="'' starts a new document")
+    add("--max-new-tokens", type=positive, default=128, metavar="N", help="length (128)")
+    temperature = add("--temperature", type=float, default=0.8, metavar="T")
+    temperature.help = "0 takes the likeliest token each time (0.8)"
+    add("--seed", type=int, default=0, help="for sampling: repeatable on the same machine (0)")
+    untrained = add("--untrained", action="store_true")
+    untrained.help = "show first what the same model writes with random weights"
+
+
+def _add_eval(parser: CommandParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    data = source.add_argument("--data", metavar="PREFIX")
+    data.help = "PREFIX.bin and PREFIX.idx, from megatron-muon data prepare"
+    source.add_argument("--text", type=Path, metavar="FILE", help="a text file, as one document")
+    add = parser.add_argument
+    add("--max-tokens", type=positive, metavar="N", help="stop after N tokens (all)")
+    add("--sequence-length", type=positive, metavar="N", help="of a sample (as in training)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command `args.command`."""
+    with quiet_imports():
+        if args.command == "export":
+            from megatron_muon.tools.models.convert import export_model as work
+        elif args.command == "import":
+            from megatron_muon.tools.models.convert import import_model as work
+        elif args.command == "generate":
+            from megatron_muon.tools.models.run_model import generate as work
+        else:
+            from megatron_muon.tools.models.run_model import evaluate as work
+        work(args)
+    return 0
