@@ -142,13 +142,13 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     from tests.support.model import Trainer
     from tests.support.two_memories import PlaceError
 
-    show = MainWeights._show
+    set_buffers = MainWeights._set_buffers
 
-    def show_alone(self: Any, data: Any) -> None:
-        show(self, data)
-        for place in self._places.values():
-            for tensor in place.shown_by:
-                del tensor.detach
+    def set_alone(self: Any, memory: Any) -> None:
+        set_buffers(self, memory)
+        for item in self._items.values():
+            for view in item.views:
+                del view.detach
 
     def reduce_on_host(flags: list[bool]) -> list[bool]:
         found = torch.tensor(flags, dtype=torch.uint8)
@@ -160,7 +160,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
     replaced = (
         contextlib.nullcontext(),
-        mock.patch.object(MainWeights, "_show", show_alone),
+        mock.patch.object(MainWeights, "_set_buffers", set_alone),
         mock.patch.object(loading, "of_any_rank", reduce_on_host),
         mock.patch.object(loading, "of_any_rank", add_to_host),
     )

@@ -83,7 +83,8 @@ def sharded(params: Any, **changes: Any) -> ShardedMuon:
     nesterov, skip = settings.pop("nesterov"), settings.pop("skip_missing", False)
     exchange = WholeMatrices(tensors)
     alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    held = Held(exchange.layout, alone, CPU, [1] * len(tensors))
+    counts = [p.shape[0] if p.ndim == 3 else 1 for p in tensors]
+    held = Held(exchange.layout, alone, CPU, counts)
     rules = make_rules(chosen_rules(**settings), held, {"nesterov": nesterov})
     return ShardedMuon(params, exchange, rules, defaults=defaults, names=names, skip_missing=skip)
 

@@ -302,6 +302,22 @@ def stop_after_offload_failure(patches: Patches) -> None:
         return decide(*args)
 
 
+def count_global_steps(patches: Patches) -> None:
+    """Let --profile-step-start count from the run's first step in a resumed run, too.
+
+    0.19 calls both flags global steps and stops the profiler at that of --profile-step-end, but
+    torch's schedule counts from the resumed step, so it would record other steps, none, or crash.
+    Steps before the resumed one are not recorded: their trace, if any, is kept.
+    """
+
+    @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
+    def schedule(make: Callable[..., Any], *, wait: int, **more: int) -> Any:
+        args = get_args()
+        if args.profile_step_start <= args.iteration > 0:
+            return lambda _: torch.profiler.ProfilerAction.NONE
+        return make(wait=wait - args.iteration, **more)
+
+
 def name_parts(patches: Patches) -> None:
     """Name iterations, forward and backward passes and the gradients' reduction in a trace.
 
@@ -331,6 +347,7 @@ PATCHES: dict[Callable[[Patches], None], str] = {
     patch_megatron_fsdp: MUON,
     show_progress: EVERY_RUN,
     log_to_both: EVERY_RUN,
+    count_global_steps: PROFILED,
     name_parts: PROFILED,
     let_experts_have_biases: MEGATRON_FSDP,
     saving.split_swiglu: MEGATRON_FSDP,
