@@ -1,4 +1,4 @@
-"""Package metadata: the ranges the package works with. requirements/lock.txt has what it is tested with."""
+"""Package metadata with version ranges; requirements/lock.txt has the tested versions."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = ["configs", "scripts/slurm/pretrain.sbatch", "scripts/slurm/sweep.sbatch"]
-"""What a wheel holds of the repository's root, in megatron_muon/shipped: megatron_muon/shipped.py finds it there."""
+"""Files of the repository's root that a wheel contains; megatron_muon/shipped.py finds them."""
 
 
 def read_version() -> str:
@@ -22,7 +22,7 @@ def read_version() -> str:
 
 
 class BuildPy(build_py):
-    """Puts copies of `SHIPPED` into the wheel; what an earlier build has left in build/ does not get in."""
+    """Copies `SHIPPED` into the wheel, without leftovers of an earlier build."""
 
     def run(self) -> None:
         """Build, then copy."""

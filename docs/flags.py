@@ -17,7 +17,7 @@ STATE = r"--muon-(offload|ns-device|momentum-dtype)"
 EXCHANGE = r"--muon-(exchange|free-buffers|team-size|share-replicated)"
 RUNNING = r"--(config|device|no-verify|muon-(log|metrics|allow))"
 SECTIONS = {"Running": RUNNING, "The exchange": EXCHANGE, "State": STATE, "The update": "--"}
-"""Headings with the flags below them; a flag belongs to the first whose pattern its name matches."""
+"""Headings and the flags below them; a flag belongs to the first pattern that matches its name."""
 
 
 def flags() -> list[argparse.Action]:

@@ -1,4 +1,4 @@
-"""Muon for a Hugging Face model under FSDP2: a small Llama with random weights learns the bytes of a text.
+"""Muon for a Hugging Face model under FSDP2: a small random Llama learns the bytes of a text.
 
     torchrun --nproc-per-node 2 examples/fsdp2_transformers.py [TEXT_FILE]
 

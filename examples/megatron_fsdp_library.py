@@ -1,4 +1,4 @@
-"""Muon under Megatron-FSDP as a library, for a model that is not Megatron's: a small Llama learns the bytes of a text.
+"""Muon under Megatron-FSDP as a library, for a small Llama of transformers.
 
     torchrun --nproc-per-node 2 examples/megatron_fsdp_library.py [TEXT_FILE]
 

@@ -1,4 +1,4 @@
-"""Muon in a training loop of one's own: a Megatron GPT, Megatron-FSDP, and the factory; no command line of ours.
+"""Muon in your own training loop: a Megatron GPT, Megatron-FSDP and the optimizer factory.
 
     torchrun --nproc-per-node 2 examples/own_training_loop.py
 

@@ -1,4 +1,4 @@
-"""Muon for a plain PyTorch model, in one process or under DDP: a small vision transformer tells drawn shapes apart.
+"""Muon for a plain PyTorch model, in one process or under DDP: a small vision transformer.
 
     python examples/plain_pytorch.py
     torchrun --nproc-per-node 2 examples/plain_pytorch.py

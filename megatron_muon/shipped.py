@@ -1,4 +1,4 @@
-"""Files of the repository that come with the package: the experiment files of configs/, and SLURM's script.
+"""Files of the repository that ship with the package: configs/ and the SLURM scripts.
 
 A wheel holds copies of them (`setup.py: BuildPy`), a checkout has them at its root.
 """
@@ -18,14 +18,14 @@ QUICKSTART, QUICKSTART_DATA = Path("configs/quickstart.yaml"), Path("data/stdlib
 
 
 def find(file: Path) -> Path:
-    """The file itself; where it does not exist and has a name like configs/NAME.yaml, the package's own."""
+    """The file itself, or the package's copy of a missing configs/NAME.yaml."""
     theirs = FOLDER / file
     is_config = file.parts[:1] == QUICKSTART.parts[:1] and ".." not in file.parts
     return theirs if is_config and not file.exists() and theirs.is_file() else file
 
 
 def require(file: Path) -> None:
-    """Refuses an experiment file that cannot be read, before what reads it is imported, which takes seconds."""
+    """Refuse an unreadable experiment file before the imports that take seconds."""
     try:
         find(file).open("rb").close()
     except OSError as error:

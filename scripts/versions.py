@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Try the package with several versions of torch and Python, and write what came of it into docs/questions.md.
+"""Test several versions of torch and Python, and write the results into docs/questions.md.
 
-Each pair gets an environment of its own, made from the package index and removed afterwards: torch and what belongs to
-it in the newest release of that version, all else as requirements/lock.txt has it. A clone of the last commit is tested
-in it: all unit tests, and a short list of functional ones. A pair takes about 6 GB of disk and a quarter of an hour.
+Each pair gets a temporary environment from the package index: the newest release of that version
+of torch, and requirements/lock.txt for the rest. It tests a clone of the last commit: all unit
+tests and a few functional ones. A pair takes about 6 GB of disk and a quarter of an hour.
 """
 
 import argparse
@@ -32,9 +32,12 @@ PYTHONS = ("3.12", "3.13")
 PAIRS = tuple(f"{torch}/{python}" for torch in TORCHES for python in PYTHONS)
 
 FUNCTIONAL = (
-    "tests/functional/test_exact_updates.py",  # updates of every strategy under Megatron-FSDP, against full matrices
-    "tests/functional/test_any_model.py",  # FSDP2, HSDP, DDP, tensor parallelism, torch's distributed checkpoints
-    "tests/functional/test_checkpoint_smoke.py",  # Megatron's checkpoints: written, read, read by another layout
+    # updates of every strategy under Megatron-FSDP, against full matrices
+    "tests/functional/test_exact_updates.py",
+    # FSDP2, HSDP, DDP, tensor parallelism, torch's distributed checkpoints
+    "tests/functional/test_any_model.py",
+    # Megatron's checkpoints: written, read, read by another layout
+    "tests/functional/test_checkpoint_smoke.py",
     "tests/functional/test_training_parity.py",  # whole trainings through torchrun
 )
 """What meets torch where its releases differ: DTensor, collectives, checkpoints, torchrun."""
@@ -58,7 +61,7 @@ def interpreter(version: str) -> str:
         if done.stdout.strip() == version:
             return candidate
     raise SystemExit(
-        f"versions.py: no Python {version} with venv here; install it, or leave out the pairs with it"
+        f"versions.py: no Python {version} with venv; install it, or leave out its pairs"
     )
 
 
@@ -86,7 +89,7 @@ def make_environment(folder: Path, source: Path, torch: str, python: str) -> Pat
 
 
 def run_tests(python: Path, source: Path, *arguments: str) -> dict[str, Any]:
-    """What pytest said of some tests: how many passed, failed and were skipped, which failed, and the seconds."""
+    """Results of pytest: tests passed, failed and skipped, names of failures, seconds."""
     report, log = source / "report.xml", source / "pytest.log"
     report.unlink(missing_ok=True)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -97,9 +100,8 @@ def run_tests(python: Path, source: Path, *arguments: str) -> dict[str, Any]:
             command, cwd=source, env=environ, stdout=stream, stderr=subprocess.STDOUT, check=False
         )
     if ended.returncode not in (0, 1) or not report.exists():
-        raise SystemExit(
-            f"versions.py: pytest ended with {ended.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
-        )
+        end = log.read_text(errors="replace")[-3000:]
+        raise SystemExit(f"versions.py: pytest ended with {ended.returncode}:\n{end}")
     suite = ElementTree.parse(report).getroot()[0]
     failed = [
         f"{case.get('classname')}::{case.get('name')}"

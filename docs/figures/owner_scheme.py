@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws docs/figures/owner_scheme.svg: four ranks, four matrices, all-gather beside the owner scheme.
+"""Draws docs/figures/owner_scheme.svg: all-gather and owner schemes, four ranks.
 
     python docs/figures/owner_scheme.py [FILE]
 
@@ -26,7 +26,7 @@ LEFT = {"rows": 1.3, "whole": 5.3, "update": 9.3}
 
 
 def matrix(ax: Axes, x: float, y: float, index: int, rows: range) -> None:
-    """A matrix of four strips, outlined; those that the rank has are filled, a whole one has a thick frame."""
+    """Draw a matrix of four strips: a rank's own are filled, a whole matrix has a thick frame."""
     strip = HEIGHT / RANKS
     outline = {
         "fill": False,

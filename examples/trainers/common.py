@@ -1,4 +1,4 @@
-"""What the examples of this folder share: a small Llama, the bytes of a text, a CPU for accelerate, the end of a run.
+"""Shared by the trainer examples: a small Llama, the bytes of a text, accelerate on a CPU.
 
 Each example trains twelve steps and saves a checkpoint after six of them. With `--resume` it starts
 from there, and the losses that it prints are the same to the last bit. Each runs on GPUs, or where
@@ -56,7 +56,7 @@ def rows(count: int = 512) -> list[list[int]]:
 
 
 def shard_on_cpu(state: object) -> None:
-    """Have accelerate shard on a CPU too, where it takes DDP: as far as it knows, these are GPUs."""
+    """Make accelerate shard on a CPU, where it would use DDP, by presenting CPUs as GPUs."""
     from accelerate.utils import DistributedType
 
     state.distributed_type = DistributedType.MULTI_GPU

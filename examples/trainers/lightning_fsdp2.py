@@ -36,7 +36,7 @@ class Llama(lightning.LightningModule):
             self.model.compile(backend="aot_eager" if common.ON_CPU else "inductor")
 
     def training_step(self, batch: object, number: int) -> torch.Tensor:
-        """Loss of a batch that its number alone decides, so that a run that goes on from a checkpoint sees the same."""
+        """Loss of a batch that its number determines, so a resumed run sees the same."""
         first = (number * common.RANKS + self.global_rank) * common.BATCH
         tokens = self.tokens[first : first + common.BATCH].to(self.device)
         loss = self.model(input_ids=tokens, labels=tokens).loss

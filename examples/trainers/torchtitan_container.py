@@ -28,12 +28,12 @@ class MuonContainer(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """`settings` are the arguments of `megatron_muon.Muon`; `param_groups` and `implementation` are not read."""
+        """Settings of `megatron_muon.Muon`; `param_groups` and `implementation` are ignored."""
 
         settings: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        """Make them after the model is sharded, as torchtitan does; its checkpoints go by names in the groups."""
+        """Create them after sharding, as torchtitan does; its checkpoints use the groups' names."""
         self.model_parts = model_parts
         self.optimizers = [
             megatron_muon.Muon(part.named_parameters(), **config.settings) for part in model_parts

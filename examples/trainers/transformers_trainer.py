@@ -1,4 +1,4 @@
-"""Muon in transformers' Trainer and in TRL's SFTTrainer: in one process, or with FSDP2 by accelerate.
+"""Muon in transformers' Trainer and TRL's SFTTrainer, in one process or under FSDP2.
 
     python examples/trainers/transformers_trainer.py [--trl] [--compile] [--resume]
     torchrun --nproc-per-node 2 examples/trainers/transformers_trainer.py

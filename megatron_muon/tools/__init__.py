@@ -1,1 +1,1 @@
-"""What people type: a package or module for each command of `megatron-muon`. Nothing else in the package imports it."""
+"""Commands of `megatron-muon`, a module or package each; nothing else imports them."""

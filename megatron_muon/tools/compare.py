@@ -48,7 +48,8 @@ examples:
 
 Runs that differ only in their seed are one row: mean ± standard deviation. Steps and hours are
 those to the baseline's last validation loss, interpolated between two validations; hours at the
-run's median speed, without validation. The optimizer's share needs --timing-log-level 1. "-": not known.
+run's median speed, without validation. The optimizer's share needs --timing-log-level 1.
+"-": not known.
 """
 
 

@@ -43,7 +43,7 @@ exit status:
 
 
 def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
-    """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
+    """The steps, as arguments of `megatron-muon`; `flags` override the experiment file's."""
     train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
     if flags:
         train += ["--", *flags]

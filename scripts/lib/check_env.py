@@ -1,8 +1,8 @@
-"""Compare the running interpreter's site-packages with a lock file; print what is missing or broken, by name.
+"""Compare site-packages with a lock file; print the names of missing or broken packages.
 
-A distribution is whole when its version is the locked one and every file of its RECORD is there with its
-size. pip takes one for installed as soon as its METADATA is there, so what an interrupted installation left
-would stay broken: --repair removes the metadata of broken distributions, and pip installs them over the rest.
+A distribution is complete if its version is the locked one and every file of its RECORD exists with
+its size. pip considers one installed once its METADATA exists, so an interrupted installation would
+stay broken: --repair removes the metadata of broken distributions, and pip installs them again.
 """
 
 import csv
@@ -19,7 +19,7 @@ def normalized(name: str) -> str:
 
 
 def is_whole(metadata: Path) -> bool:
-    """Whether all files that a distribution recorded are there, with the size they were recorded with.
+    """Return if all recorded files of a distribution exist with their recorded sizes.
 
     importlib.metadata's `files` leaves out those that are missing.
     """

@@ -39,7 +39,9 @@ FLAGS = (
     *cli.words("--global-batch-size 4 --train-iters 6 --save ck --save-interval 2"),
 )
 LARGE = ("--ffn-hidden-size", "8192")
-"""Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is smaller."""
+"""Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is
+smaller.
+"""
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from tests.support.wide import wide_but
 
 
 def state_keys(rank: int, world_size: int, *, case: Case) -> Any:
-    """In a worker: keys of the sharded state before and after steps, empty shards, step counters."""
+    """In a worker: keys of the sharded state before and after steps, empty shards, step
+    counters.
+    """
     trainer = Trainer(case)
     described = []
     for _ in range(2):
@@ -60,7 +62,9 @@ def test_state_has_the_same_keys_on_every_rank(ranks: Pool, strategy: str) -> No
 
 
 def test_shared_replicas_keep_the_state_of_plain_ones(ranks: Pool) -> None:
-    """So that the flag can be set or taken back between a checkpoint and the run that continues it."""
+    """So that the flag can be set or taken back between a checkpoint and the run that
+    continues it.
+    """
     plain = Case(strategy="no_shard", layers=1)
     seen = [
         ranks(2, state_keys, case=case)

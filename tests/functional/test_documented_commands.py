@@ -58,8 +58,9 @@ SHORT = (
         "64",
     ),
 )
-"""Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
-what the command says."""
+"""Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so
+the schedule, stays what the command says.
+"""
 
 TRIED: set[str] = set()
 """Commands that leave nothing behind here, and so need not be tried on a second page."""

@@ -220,7 +220,9 @@ def forms(trainer: Trainer) -> dict[str, Any]:
 
 
 def stepped(rank: int, world_size: int) -> Any:
-    """In a worker: the form of both variants' state before a step and after it, and whole shapes."""
+    """In a worker: the form of both variants' state before a step and after it, and whole
+    shapes.
+    """
     found = []
     for settings in (ADAMUON, NORMUON):
         trainer = Trainer(Case(layers=1, ffn=47, heads=3, query_groups=1, optimizer=settings))

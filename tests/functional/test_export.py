@@ -1,4 +1,6 @@
-"""What export writes computes what Megatron does, and Megatron loads what import and export write."""
+"""What export writes computes what Megatron does, and Megatron loads what import and export
+write.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,9 @@ def test_fsdp1_is_refused_by_name(ranks: Pool) -> None:
 
 
 def unsharded(rank: int, world_size: int) -> Any:
-    """In a worker: weights of three steps under NO_SHARD, where matrices stay whole, and under DDP."""
+    """In a worker: weights of three steps under NO_SHARD, where matrices stay whole, and
+    under DDP.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     found = []

@@ -68,8 +68,9 @@ SCALED = {
     "int8": Case(layers=1, optimizer={"muon_momentum_dtype": "int8"}),
 }
 ROUNDED = {"bf16": 0.02, "int8": 0.02}
-"""How far updates may be from the reference, of their size. Others to 1e-4; where gradients are clipped to 5e-3, as two
-steps are then weighed by their norms, which differ by thousandths."""
+"""How far updates may be from the reference, of their size. Others to 1e-4; where gradients are
+clipped to 5e-3, as two steps are then weighed by their norms, which differ by thousandths.
+"""
 BY_SCALE = [
     (1.0, 1e-8, 1.0),
     (1.0, 1e-20, 1.0),
@@ -77,8 +78,9 @@ BY_SCALE = [
     (1e-12, 1e-8, 1.0),
     (1.0, 1e-8, 1e20),
 ]
-"""`clip_grad`, the scale of all gradients, and a factor on that of FC2. The last two are clipped; in the last one FC2
-shrinks all others."""
+"""`clip_grad`, the scale of all gradients, and a factor on that of FC2. The last two are clipped;
+in the last one FC2 shrinks all others.
+"""
 
 
 def scaled_steps(

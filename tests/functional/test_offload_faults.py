@@ -320,12 +320,16 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(
 # memory
 
 LARGE = Case(hidden=256, heads=4, query_groups=4, ffn=1024, layers=1, vocabulary=16384, bf16=True)
-"""0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of main weights."""
+"""0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of
+main weights.
+"""
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of mallopt(3)
 
 LIMIT_MB = 100
-"""What a process may take beyond what it has once the model is there, with gradients and main weights."""
+"""What a process may take beyond what it has once the model is there, with gradients and main
+weights.
+"""
 
 
 def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:

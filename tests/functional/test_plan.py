@@ -230,7 +230,8 @@ def test_a_plan_of_a_hugging_face_model_is_the_runs(ranks: Pool, run: str, tmp_p
         (
             "qwen3_moe",
             (6, 4),
-            "--ep 4 does not spread 8 experts of 40 rows evenly over --world-size 6; use one of 1, 2",
+            "--ep 4 does not spread 8 experts of 40 rows evenly over --world-size 6;"
+            " use one of 1, 2",
         ),
         (
             "qwen3_moe",

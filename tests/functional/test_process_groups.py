@@ -60,7 +60,9 @@ def stepped(
 
 
 def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
-    """Both ranks waited for ever: torch names a group by how many groups each of its ranks is in."""
+    """Both ranks waited for ever: torch names a group by how many groups each of its ranks is
+    in.
+    """
     first, second = ranks(2, stepped, alone=1, team_size="2")
     assert first == second
     assert first[1] == [(0, 1)] * 2

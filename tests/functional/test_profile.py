@@ -1,4 +1,6 @@
-"""A trace of `--profile` names the phases of the optimizer, within their iteration, on every rank."""
+"""A trace of `--profile` names the phases of the optimizer, within their iteration, on every
+rank.
+"""
 
 from __future__ import annotations
 

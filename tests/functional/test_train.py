@@ -83,7 +83,9 @@ class Running:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """All processes that work in its folder: a warm child is no descendant of who started it."""
+        """All processes that work in its folder: a warm child is no descendant of who started
+        it.
+        """
         found = psutil.process_iter(["cwd", "cmdline"])
         return [one for one in found if one.info["cwd"] == str(self.cwd) and one.pid != os.getpid()]
 

@@ -99,7 +99,9 @@ ANY_MODEL = {
 def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(
     ranks: Pool, tmp_path: Path, framework: str
 ) -> None:
-    """Momentum in host memory, saved; loaded onto a disk. Weights are those of one process without."""
+    """Momentum in host memory, saved; loaded onto a disk. Weights are those of one process
+    without.
+    """
     size, kind, options = ANY_MODEL[framework]
     _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
     (tmp_path / "momentum").mkdir()

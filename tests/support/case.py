@@ -176,5 +176,7 @@ def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
 
 
 def cosine(highest: float, lowest: float, step: int, steps: int) -> float:
-    """The learning rate of the step-th step of `steps`, by the formula and not by Megatron's code."""
+    """The learning rate of the step-th step of `steps`, by the formula and not by Megatron's
+    code.
+    """
     return lowest + 0.5 * (1.0 + math.cos(math.pi * step / steps)) * (highest - lowest)

@@ -118,7 +118,7 @@ ADAPTIVE = {
     for method, settings in (("adamuon", ADAMUON), ("normuon", NORMUON))
 }
 
-# -------------------------------------------------------------------------------------------------------------- models
+# Models
 
 BLOCKS = {
     "empty shards": Case(layers=1, ffn=47),
@@ -154,7 +154,9 @@ BLOCKS = {
         excluded=("layers.0.mlp.linear_fc1", "linear_proj"),
     ),
 }
-"""Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
+"""Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are
+cut.
+"""
 
 FROZEN = {
     "all but a layer and the embedding": Case(frozen=("layers.0", "word_embeddings")),
@@ -181,7 +183,7 @@ CLIPPED = {
     ),
 }
 
-# ------------------------------------------------------------------------------------------------------------- layouts
+# Layouts
 
 TP = Case(vocabulary=132, ffn=46, query_groups=2, layers=1, tensor=2)
 HSDP = Case(layers=1, instances=2)
@@ -298,7 +300,9 @@ def _strategies() -> dict[str, Case]:
 
 
 def _waves() -> Group:
-    """Waves as small as they can be; either iteration for all blocks, alike whatever carries them."""
+    """Waves as small as they can be; either iteration for all blocks, alike whatever carries
+    them.
+    """
     case = Case(layers=1, ffn=47)
     iterations = {"auto": {}, "standard": {"muon_ns": "standard"}, "gram": {"muon_ns": "gram"}}
     cases = {f"owner, {label}": but(case, **settings) for label, settings in iterations.items()}

@@ -25,7 +25,9 @@ from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200.0
-"""Longest time for one run; one that starts cold takes 10 to 20 s on two idle cores, nearly all of it imports."""
+"""Longest time for one run; one that starts cold takes 10 to 20 s on two idle cores, nearly all of
+it imports.
+"""
 
 HYPERBALL = ("--muon-hyperball", "--weight-decay", "0")
 CAUTIOUS = ("--muon-cautious-weight-decay", "--weight-decay", "0.1")
@@ -63,7 +65,9 @@ TINY = (
     ),
     *("--eval-iters", "0", "--seed", "7"),
 )
-"""A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some ranks."""
+"""A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some
+ranks.
+"""
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 _FIELD = re.compile(r"(?<=[ |])([a-z][a-z ()-]*): *([-+.\w]+)(?= *\|)")
@@ -214,7 +218,9 @@ def run(
 
 
 def end_tree(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all its descendants: torchrun puts its workers into sessions of their own."""
+    """End a process and all its descendants: torchrun puts its workers into sessions of their
+    own.
+    """
     if process.poll() is None:
         parent = psutil.Process(process.pid)
         family = [*parent.children(recursive=True), parent]

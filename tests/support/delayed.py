@@ -4,8 +4,8 @@ gloo carries a collective out beside the program, usually before anyone looks; N
 before the wait. Within `delayed_collectives` an asynchronous collective is carried out when it is
 waited for, and no earlier:
 
-    issue   what it will write is filled with NaN, an operand that it writes in place is put aside; nothing is sent
-    wait    the ranks compare what they carry out; then what is sent is read, and what is received is written
+    issue   its output is filled with NaN, an operand written in place is put aside; nothing is sent
+    wait    ranks compare their collectives; then inputs are read, and outputs are written
     after   what was only sent is filled with NaN
 
 A rank sleeps at random, seeded, before both. The work keeps no buffer alive. So whoever reads a
@@ -51,7 +51,9 @@ _METHODS = {
     ),
     "barrier": _NO_TENSORS,
 }
-"""ProcessGroup's collectives, by what their first arguments are; some names are of newer versions of torch alone."""
+"""ProcessGroup's collectives, by what their first arguments are; some names are of newer versions
+of torch alone.
+"""
 
 _LONGEST_S = 0.01
 _PATIENCE_S = 30.0

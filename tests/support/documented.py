@@ -67,7 +67,9 @@ NOT_HERE = {
     r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
-"""Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
+"""Commands that are not run, by their beginning, with the reason; the files that they name must
+exist.
+"""
 
 _TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 -m")
 LEFT_OUT = {

@@ -1,4 +1,6 @@
-"""A small model that is not Megatron's, sharded by every framework that `megatron_muon.Muon` knows."""
+"""A small model that is not Megatron's, sharded by every framework that `megatron_muon.Muon`
+knows.
+"""
 
 from __future__ import annotations
 

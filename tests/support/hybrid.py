@@ -38,7 +38,9 @@ def build_without_kernels(changes: Patches) -> None:
 
 
 def local_layers(spec: Any) -> Any:
-    """A spec, or a part of one, with layers of the same parameters for those of Transformer Engine."""
+    """A spec, or a part of one, with layers of the same parameters for those of Transformer
+    Engine.
+    """
     specs = hybrid_layer_specs
     for theirs, ours in (
         (specs.TEColumnParallelLinear, ColumnParallelLinear),

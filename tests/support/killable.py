@@ -1,4 +1,6 @@
-"""Whole training runs that may be killed, in workers of their own: the pool's may train meanwhile."""
+"""Whole training runs that may be killed, in workers of their own: the pool's may train
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def run(
     sabotage: Mapping[str, str] | None = None,
     steps: int = 3,
 ) -> Any:
-    """In a worker: train every case, with the bug that `sabotage` names for it; a `Seen` of each."""
+    """In a worker: train every case, with the bug that `sabotage` names for it; a `Seen` of
+    each.
+    """
     seen: dict[str, Any] = {}
     for label, case in cases.items():
         trainer = Trainer(case, steps=steps)
@@ -193,7 +195,9 @@ def curves(
     micro_batches: int = 1,
     same: bool = False,
 ) -> dict[str, Curve]:
-    """In a worker: train every case on batches of its own for each step, or always the `same` one."""
+    """In a worker: train every case on batches of its own for each step, or always the `same`
+    one.
+    """
     seen: dict[str, Curve] = {label: [] for label in cases}
     for label, case in cases.items():
         trainer = Trainer(case, steps=steps)

@@ -230,7 +230,9 @@ def move(parameter: torch.Tensor) -> None:
 
 
 def in_watched_memory(parameter: torch.Tensor) -> Any:
-    """Put a parameter's gradient into memory of numpy's, which can be watched; returns the array."""
+    """Put a parameter's gradient into memory of numpy's, which can be watched; returns the
+    array.
+    """
     array = local_of(parameter.grad).numpy().copy()  # type: ignore[arg-type]
     local, gradient = torch.from_numpy(array), parameter.grad
     if isinstance(gradient, DTensor):

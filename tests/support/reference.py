@@ -256,7 +256,9 @@ class Reference:
         self.steps_done += 1
 
     def clip(self, logits: Callable[[int], Sequence[float]]) -> int:
-        """QK-clip by the largest logits of a layer's heads, row by row; how many rows were scaled."""
+        """QK-clip by the largest logits of a layer's heads, row by row; how many rows were
+        scaled.
+        """
         case, scaled = self.case, 0
         group_size = 1 if case.latent else case.heads // case.query_groups
         threshold = case.attention["qk_clip_threshold"]

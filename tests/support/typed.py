@@ -66,7 +66,9 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """A copy of the repository's files in which the quickstart has run; the environment to type in."""
+    """A copy of the repository's files in which the quickstart has run; the environment to
+    type in.
+    """
     copy_repository(folder)
     binaries = Path(sys.executable).parent
     (folder / ".venv").symlink_to(binaries.parent)

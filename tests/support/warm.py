@@ -42,7 +42,9 @@ COLD = sys.executable
 SOCKET = "WARM_PYTHON_SOCKET"
 """Environment variable that tells `warm_python` where the process listens."""
 SHARED = "WARM_PYTHON_OF_ALL"
-"""Environment variable that tells pytest's workers where the process of the pytest that started them listens."""
+"""Environment variable that tells pytest's workers where the process of the pytest that started
+them listens.
+"""
 START_S = 180
 
 

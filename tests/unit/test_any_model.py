@@ -148,7 +148,9 @@ def test_the_rest_is_torchs_adamw() -> None:
 
 
 def test_it_is_an_optimizer_as_torchs_are() -> None:
-    """Closures, hooks, clipping, schedulers that change momentum, learning rates that are tensors."""
+    """Closures, hooks, clipping, schedulers that change momentum, learning rates that are
+    tensors.
+    """
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=torch.tensor(0.02))
     called = []
@@ -318,7 +320,9 @@ def test_a_matrix_of_zeros_is_named_in_the_first_step() -> None:
 
 
 def test_a_grad_scaler_is_refused_before_the_step_and_a_disabled_one_is_not() -> None:
-    """Lightning asks for the same attribute where there is no scaler, and clips if it is not True."""
+    """Lightning asks for the same attribute where there is no scaler, and clips if it is not
+    True.
+    """
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.1)
     give_gradients(list(model.parameters()), 1)

@@ -179,7 +179,9 @@ def test_megatrons_own_adaptive_muon_still_fails():
 
 
 def test_help_can_be_shown_and_lists_our_flags_last(parser):
-    """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format it."""
+    """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format
+    it.
+    """
     options = parser.format_help()
     ours = options.index("muon under megatron-fsdp:")
     assert options.index("\n  --muon-momentum ") < ours < options.index("\n  --muon-lr ")

@@ -40,7 +40,9 @@ def adamw(
 
 
 def groups(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a group by parameter; as megatron-core makes them, one dict for all of a group."""
+    """Settings of a group by parameter; as megatron-core makes them, one dict for all of a
+    group.
+    """
     return {f"{prefix}{name}": settings for name in ("norm", "fc1")}
 
 

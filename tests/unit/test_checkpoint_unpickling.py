@@ -197,7 +197,9 @@ def test_no_protocol_of_pickle_gets_through(mark: Path, protocol: int) -> None:
 
 
 def test_what_megatron_saves_is_read(tmp_path: Path) -> None:
-    """Arguments with the types that its flags have, states of random numbers, tensors within lists."""
+    """Arguments with the types that its flags have, states of random numbers, tensors within
+    lists.
+    """
     parser = arguments.build_parser()
     given = parser.parse_args(
         ["--attention-backend", "fused", "--exit-signal", "SIGUSR1", "--optimizer", "muon"]

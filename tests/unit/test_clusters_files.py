@@ -30,7 +30,8 @@ POD = REPLICAS["Master"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 (SCRIPT,) = CONTAINER["args"]
 RETRIED = 138
-"""The one status that every version of the operator starts again; from 1 to 127 the job has failed."""
+"""The one status that every version of the operator starts again; from 1 to 127 the job has failed.
+"""
 
 
 def test_the_job_has_what_the_operator_requires():

@@ -262,7 +262,9 @@ def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -
 def test_rounding_does_not_depend_on_the_cut(
     name: str, data: st.DataObject, rows: int, cols: int, seed: int
 ) -> None:
-    """Cut anywhere between rows; between columns anywhere, or for int8 at multiples of its block."""
+    """Cut anywhere between rows; between columns anywhere, or for int8 at multiples of its
+    block.
+    """
     codec, values, key = CODECS[name], random_values(rows, cols, seed), matrix_key(str(seed))
     row, col = data.draw(st.integers(0, 1000)), BLOCK_COLS * data.draw(st.integers(0, 5))
     grid = BLOCK_COLS if name == "int8" else 1
@@ -279,7 +281,9 @@ def test_rounding_does_not_depend_on_the_cut(
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_rounding_depends_on_step_and_place(name: str) -> None:
-    """The negative control of the test above: another step, matrix, row or column rounds otherwise."""
+    """The negative control of the test above: another step, matrix, row or column rounds
+    otherwise.
+    """
     codec = CODECS[name]
     values, _ = between(codec, 0.5)
     others = [Place(1, 0, 0), Place(HERE.key, 1, 0), Place(HERE.key, 0, 128)]

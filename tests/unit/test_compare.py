@@ -1,4 +1,6 @@
-"""`megatron-muon compare`: its table, its notes and its picture, of runs as a training leaves them."""
+"""`megatron-muon compare`: its table, its notes and its picture, of runs as a training leaves
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ STEPS = (10, 20, 30, 40)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three seeds of AdamW and of Muon, which is faster, and runs that compare with none of them."""
+    """Three seeds of AdamW and of Muon, which is faster, and runs that compare with none of
+    them.
+    """
     root = tmp_path_factory.mktemp("runs")
     for seed in (1, 2, 3):
         slow = falling(0.03 + seed / 1000)

@@ -327,7 +327,9 @@ def test_the_persistent_checkpoint_worker_is_refused(backend):
 
 
 def test_token_counts_become_numbers(backend):
-    """all_to_all_single refuses split sizes that are tensors, which is what they stayed on the CPU."""
+    """all_to_all_single refuses split sizes that are tensors, which is what they stayed on
+    the CPU.
+    """
     from megatron.core.transformer.moe import token_dispatcher
 
     counts = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)

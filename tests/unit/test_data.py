@@ -75,7 +75,9 @@ def leftovers(directory, prefix):
 
 @pytest.mark.parametrize("size", [257, 384])
 def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_document(size):
-    """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in for it."""
+    """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in
+    for it.
+    """
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.arguments import _add_tokenizer_args
 
@@ -389,7 +391,9 @@ def text(tmp_path):
 
 
 def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_named(text):
-    """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
+    """It ended in `IndexError: index out of range in self` on every rank, or trained on
+    nonsense.
+    """
     check_vocabulary(text, run())
     check_vocabulary(text, run(size=300))
     with pytest.raises(

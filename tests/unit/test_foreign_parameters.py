@@ -80,7 +80,9 @@ def sharded_elsewhere() -> torch.Tensor:
 
 
 class Params4bit(nn.Parameter):
-    """bitsandbytes' (nn/modules.py): two codes a byte, in bf16 storage where FSDP is to shard it."""
+    """bitsandbytes' (nn/modules.py): two codes a byte, in bf16 storage where FSDP is to shard
+    it.
+    """
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = False) -> Params4bit:
         return torch.Tensor._make_subclass(cls, data, requires_grad)
@@ -162,7 +164,9 @@ FOREIGN: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_parameter_of_another_library_is_refused_by_what_it_is(kind: str) -> None:
-    """Story: vectors and empty tensors went to AdamW without a word, packed codes to Newton-Schulz."""
+    """Story: vectors and empty tensors went to AdamW without a word, packed codes to
+    Newton-Schulz.
+    """
     make, message = FOREIGN[kind]
     with pytest.raises(
         UserError, match="^layers.7.weight is " + message.replace("(", r"\(").replace(")", r"\)")

@@ -194,7 +194,8 @@ PARTS = {
     ),
     "sizes that a layer states, whole": (GPT, IN_PROJ, (32, 16), SIZES, WHOLE, (1, (32,)), None),
 }
-"""Sizes, a name, rows on all tensor-parallel ranks and on one, marks, and blocks on all and on one."""
+"""Sizes, a name, rows on all tensor-parallel ranks and on one, marks, and blocks on all and on one.
+"""
 
 
 @pytest.mark.parametrize("case", PARTS)

@@ -68,7 +68,9 @@ def test_three_steps_are_those_of_gradients_of_size_one(variant: str) -> None:
     "given", [{}, {"momentum_dtype": "bf16"}, {"momentum_dtype": "int8"}], ids=str
 )
 def test_neither_bf16_nor_rounded_momentum_depends_on_the_scale(given: dict[str, Any]) -> None:
-    """Each rounds by up to some hundredths of an update's size, at other places for another scale."""
+    """Each rounds by up to some hundredths of an update's size, at other places for another
+    scale.
+    """
     reference = moved(1.0, fp32_matmul_prec="highest")
     for scale in SCALES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -78,7 +80,9 @@ def test_neither_bf16_nor_rounded_momentum_depends_on_the_scale(given: dict[str,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
-    """Those of 1e36 were skipped as not finite, as their magnitudes add up to more than fp32 has."""
+    """Those of 1e36 were skipped as not finite, as their magnitudes add up to more than fp32
+    has.
+    """
     finite, *bad = (nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(4))
     optimizer = megatron_muon.Muon([finite, *bad], lr=1.0)
     finite.grad = torch.full((64, 64), 1e36, dtype=dtype)

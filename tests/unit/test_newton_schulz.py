@@ -331,7 +331,8 @@ from megatron_muon.core.newton_schulz import SQUARE, symmetric_kernel
 kernels = muon_utils.triton_kernels
 names = ("TILE_M", "TILE_N", "TILE_K", "GROUP_SIZE_M")
 kernel = kernels.syrk.syrk_kernel_bf16
-kernel.configs[:] = [one for one in kernel.configs if tuple(one.kwargs[name] for name in names) == SQUARE[:4]][:1]
+square = [c for c in kernel.configs if tuple(c.kwargs[n] for n in names) == SQUARE[:4]]
+kernel.configs[:] = square[:1]
 a = torch.randn(136, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
 c, seen = kernels.tsyrk_ex(a), []
 for base, alpha, beta in ((None, 1.0, 0.0), (c, 0.5, 0.25), (c, 0.5, 2.0)):

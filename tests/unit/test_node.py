@@ -68,7 +68,9 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_requeued_run_goes_on_from_its_own_checkpoint(capsys, flags, found, said):
-    """With --finetune or --ckpt-step once more it would begin again, and lose what it had trained."""
+    """With --finetune or --ckpt-step once more it would begin again, and lose what it had
+    trained.
+    """
     assert node.requeueable(flags) == found
     assert said in capsys.readouterr().out
 

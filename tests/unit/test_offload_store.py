@@ -60,7 +60,9 @@ class Bench:
         self.expected = {i: torch.zeros(count, 256) for i, count in enumerate(rows)}
 
     def step(self, order: list[int], *, wave: int, chance: random.Random) -> None:
-        """A step in this order, in waves of so many shards: every value is multiplied and added to."""
+        """A step in this order, in waves of so many shards: every value is multiplied and
+        added to.
+        """
         for start in range(0, len(order), wave):
             shards = order[start : start + wave]
             for places, borrowed in self.store.borrow(shards):
@@ -112,7 +114,9 @@ def test_it_holds_what_a_dict_holds(
     waves: list[int],
     seed: int,
 ) -> None:
-    """Whatever the order, the waves and the slots' size; also after reads and writes between steps."""
+    """Whatever the order, the waves and the slots' size; also after reads and writes between
+    steps.
+    """
     chance = random.Random(seed)
     bench = benches(rows, places[: len(rows)], staging_pages=staging_pages)
     order = [i for i, count in enumerate(rows) if count]
@@ -272,7 +276,9 @@ def test_a_lost_record_is_nan_in_every_format(dtype: str) -> None:
 
 
 def test_a_read_ahead_that_failed_is_found_before_the_step(bench: Bench, disk: Disk) -> None:
-    """Story: a step went on with zeros in the place of what could not be read, and nobody was told."""
+    """Story: a step went on with zeros in the place of what could not be read, and nobody was
+    told.
+    """
     bench.store._read_ahead()
     bench.store.verify()
     assert bench.store.disk.failure is None

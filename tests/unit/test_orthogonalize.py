@@ -53,7 +53,9 @@ def test_scale_is_that_of_the_block(mode: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("exponent", [-120, -60, -1, 1, 40, 100])
 def test_powers_of_two_change_no_bit(exponent: int) -> None:
-    """A tiny clip factor pushed inputs under the eps of the normalisation, and the update shrank."""
+    """A tiny clip factor pushed inputs under the eps of the normalisation, and the update
+    shrank.
+    """
     block = randn(12, 5)
     expected = orthogonalized(unscaled(), block)
     found = orthogonalized(unscaled(), torch.ldexp(block, torch.tensor(exponent)))

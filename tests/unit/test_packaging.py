@@ -31,7 +31,8 @@ import setuptools
 import distutils.core
 dist = distutils.core.run_setup("setup.py", stop_after="init")
 print(json.dumps({
-    "version": dist.metadata.version, "requires": dist.install_requires, "extras": dist.extras_require,
+    "version": dist.metadata.version,
+    "requires": dist.install_requires, "extras": dist.extras_require,
     "packages": dist.packages,
     "package_data": dist.package_data, "scripts": dist.entry_points["console_scripts"],
 }))

@@ -368,7 +368,9 @@ ADAM = {"exp_avg": (4,), "exp_avg_sq": (4,), "step": ()}
     ],
 )
 def test_every_slot_of_the_weights_shape_is_split(handler, parameter, slots, whole):
-    """The handler hard-codes exp_avg and exp_avg_sq: the first save of Muon or Lion was a KeyError."""
+    """The handler hard-codes exp_avg and exp_avg_sq: the first save of Muon or Lion was a
+    KeyError.
+    """
     kept = {slot: torch.rand(shape) for slot, shape in slots.items()}
     state = {f"module.fc1.{parameter}": kept, "module.proj.weight": kept}
     given = {"state": state, "param_to_group_meta": {"module.fc1.weight": {"lr": 0.1}}}

@@ -108,7 +108,9 @@ def test_a_damaged_index_is_refused(parser, tmp_path, damage):
     ],
 )
 def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, lacks):
-    """megatron-core counts epochs until there are tokens enough; of no documents that never ends."""
+    """megatron-core counts epochs until there are tokens enough; of no documents that never
+    ends.
+    """
     prefix = write_index(tmp_path / "text", documents)
     refused = (
         f"--split {split or '969, 30, 1'} leaves no document of .* for {lacks}: it has {documents}"

@@ -1,5 +1,5 @@
-"""`megatron-muon plan` and `benchmarks.rehearse`: the shipped models at every size, what agrees, and what
-users get wrong.
+"""`megatron-muon plan` and `benchmarks.rehearse`: the shipped models at every size, what agrees,
+and what users get wrong.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
 def test_profiled_steps_are_counted_from_the_first_step_of_the_run(
     patches, monkeypatch, done, steps, recorded
 ):
-    """A run resumed at 20 to record from 22 began at 42 and was stopped at 24: it wrote no trace."""
+    """A run resumed at 20 to record from 22 began at 42 and was stopped at 24: it wrote no
+    trace.
+    """
     start, end = steps
     args = SimpleNamespace(iteration=done, profile_step_start=start)
     monkeypatch.setattr(install, "get_args", lambda: args)

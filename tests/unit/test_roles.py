@@ -120,7 +120,9 @@ def test_an_output_layer_that_its_model_returns_is_one_whatever_its_width() -> N
 
 
 def test_a_linear_layer_is_no_table_whatever_its_name() -> None:
-    """Story: under Megatron projections of embeddings were matrices, under FSDP2 they were tables."""
+    """Story: under Megatron projections of embeddings were matrices, under FSDP2 they were
+    tables.
+    """
     model = nn.ModuleDict(
         {
             "embedder": nn.ModuleList([nn.Linear(WIDTH, 5)]),
@@ -160,7 +162,9 @@ def stack_beside_matrix() -> list[tuple[str, nn.Parameter]]:
 
 
 def test_one_warning_says_that_muon_takes_few_matrices() -> None:
-    """Story: beside one matrix, stacks without a known name and flat parameters trained with AdamW."""
+    """Story: beside one matrix, stacks without a known name and flat parameters trained with
+    AdamW.
+    """
     given = stack_beside_matrix()
     (text,) = warned(lambda: megatron_muon.Muon(given))
     expected = (

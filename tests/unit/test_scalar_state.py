@@ -15,7 +15,9 @@ from megatron_muon.offload.run import OffloadRun
 from tests.support.fused_adam import FusedAdam
 
 SHAPES = ((70, 40), (0, 8), (5000,), (3,), (0,))
-"""Of 1,024 elements to a piece: three pieces, none, five, one, none; the last two are a group of their own."""
+"""Of 1,024 elements to a piece: three pieces, none, five, one, none; the last two are a group of
+their own.
+"""
 
 
 class Weights:

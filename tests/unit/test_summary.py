@@ -103,7 +103,9 @@ def test_a_loss_has_risen_only_if_noise_cannot_explain_it(losses, expected):
 
 
 def test_a_resumed_run_is_one_run(tmp_path):
-    """Iterations 16 to 20 were lost with the first start: they count neither as losses nor twice."""
+    """Iterations 16 to 20 were lost with the first start: they count neither as losses nor
+    twice.
+    """
     write_start(tmp_path, range(1, 21), suffix=".1", loss=lambda step: 100.0 if step > 15 else 6.0)
     write_start(tmp_path, range(16, 31), suffix=".2", began=9000.0, loss=lambda step: 3.0)
     events = read_events(tmp_path)

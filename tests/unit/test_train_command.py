@@ -1,4 +1,6 @@
-"""`megatron-muon train` without a training: where a run's files go, what is refused and recorded."""
+"""`megatron-muon train` without a training: where a run's files go, what is refused and
+recorded.
+"""
 
 import json
 import re

@@ -74,7 +74,7 @@ def environment(
 
 
 def torchrun(ranks: int, *program: str) -> list[str]:
-    """torchrun's arguments to run `program`, a script or `-m MODULE`, on `ranks` local processes."""
+    """Arguments of torchrun for `program`, a script or `-m MODULE`, on `ranks` processes."""
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     rendezvous += ["--local-addr", "127.0.0.1"]
     return ["--nnodes", "1", "--nproc-per-node", str(ranks), *rendezvous, *program]
