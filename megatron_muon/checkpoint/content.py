@@ -182,7 +182,11 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return found & wanted.keys()
 
 
-def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
+def other_shapes(
+    prefix: str,
+    wanted: Mapping[str, Any],
+    entries: Mapping[str, Any],
+) -> set[str]:
     """Tensors with another shape in a checkpoint, where `prefix` precedes names; a line each."""
     found = set()
     for name, tensor in wanted.items():

@@ -109,7 +109,10 @@ def locate(
     return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
 
 
-def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict[str, str], str]:
+def beside(
+    folder: RunFolder,
+    given: Mapping[str, str],
+) -> tuple[RunFolder, dict[str, str], str]:
     """A folder that holds no run: `folder`, or else the next free one (runs/a-2).
 
     A run that loads what it saves, by its `given` flags, starts from nothing there; --finetune

@@ -94,7 +94,8 @@ def _commit() -> str | None:
 def private_names() -> set[str]:
     """Names of this host and its user."""
     host = socket.gethostname()
-    names = {host, host.split(".")[0], Path(os.environ.get("HOME", "")).name}
+    home = Path(os.environ.get("HOME", ""))
+    names = {host, host.split(".")[0], home.name}
     with contextlib.suppress(KeyError, OSError):  # in a container a user may have no name
         names.add(getpass.getuser())
     return names - {"", "root", "localhost"}

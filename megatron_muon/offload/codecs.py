@@ -186,7 +186,8 @@ def _rounded_roots(squares: Tensor, noise: Tensor) -> Tensor:
     return roots.floor_().clamp_(max=_INT8_MAX)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
+_CODECS: tuple[Codec, ...] = (Fp32(), Bf16(), Int8())
+CODECS = {codec.name: codec for codec in _CODECS}
 
 
 def matrix_key(name: str) -> int:

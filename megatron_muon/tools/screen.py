@@ -130,7 +130,10 @@ def step_line(event: Mapping[str, Any], figures: Iterable[str] = tuple(_FIGURES)
     """A log interval: the event `step` of `megatron.TOLD`."""
     step = event["step"]
     steps = event.get("steps")
-    words = [f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"]
+    words = [f"step {step}"]
+    if steps:
+        aligned = str(step).rjust(len(str(steps)))
+        words = [f"step {aligned}/{steps}"]
     for name in figures:
         value = event.get(name)
         if value is not None:
@@ -175,4 +178,6 @@ def clock(seconds: float) -> str:
     days, hours = divmod(hours, 24)
     if days:
         return f"{days} d {hours:02}:{minutes:02} h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"

@@ -231,7 +231,10 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
         refuse(list(itertools.chain(*of_all_ranks(mine))))
 
 
-def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
+def _require_same_rates(
+    run: dict[str, dict[str, Any]],
+    stored: dict[str, dict[str, Any]],
+) -> None:
     """Refuse learning rates of a checkpoint that differ from the run's: groups would take them on.
 
     megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even with
@@ -286,7 +289,11 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
     return state
 
 
-def _reordered(state: Mapping[str, Mapping[str, Any]], folder: Path, args: Any) -> set[str]:
+def _reordered(
+    state: Mapping[str, Mapping[str, Any]],
+    folder: Path,
+    args: Any,
+) -> set[str]:
     """State whose rows are in another order in a checkpoint of another tensor-parallel size."""
     reordered = content.laid_out_by_rank(state)
     if not reordered:

@@ -252,7 +252,10 @@ class _Loader(yaml.BaseLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, Any]]]:
+def _layers(
+    path: Path,
+    above: tuple[Path, ...],
+) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The sections of a file's bases, then its own. `above` are the files that led here."""
     if os.path.realpath(path) in map(os.path.realpath, above):
         ring = " -> ".join(map(str, (*above, path)))

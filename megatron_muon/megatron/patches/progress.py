@@ -120,7 +120,13 @@ class Progress:
         self._write_facts(**from_where, parameters=parameters, **facts)
         return self._optimizer
 
-    def step(self, call: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+    def step(
+        self,
+        call: Callable[..., Any],
+        *args: Any,
+        iteration: int,
+        **kwargs: Any,
+    ) -> Any:
         """Wraps `train_step`: reports a step that is not finite before all ranks end."""
         result = call(*args, iteration=iteration, **kwargs)
         if result[3]:

@@ -275,7 +275,9 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json describes a model of type {kind}; import supports"
             f" {', '.join([*KINDS, 'mistral'])}"
         )
-    flags: dict[str, Any] = {flag: config.get(keys[kind == GPT2]) for flag, keys in _KEYS.items()}
+    flags: dict[str, Any] = {}
+    for flag, keys in _KEYS.items():
+        flags[flag] = config.get(keys[kind == GPT2])
     hidden, heads = flags["--hidden-size"], flags["--num-attention-heads"]
     ffn = config.get("moe_intermediate_size") or flags["--ffn-hidden-size"] or 4 * hidden
     flags |= {"--ffn-hidden-size": ffn, "--kv-channels": flags["--kv-channels"] or hidden // heads}

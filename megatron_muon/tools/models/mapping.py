@@ -255,7 +255,9 @@ class _Layers:
 
 
 def check_shapes(
-    where: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+    where: Path,
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise a UserError unless exactly the wanted weights were found, in their shapes."""
     both = wanted.keys() & found.keys()

@@ -203,7 +203,8 @@ def evaluate(args: argparse.Namespace) -> None:
         "bits_per_byte": nats / math.log(2) / size if size else None,
     }
     write_json(args.json, figures)
-    print(f"{loaded.where} on {name}: {ids.size:,} tokens in samples of {length}, {size:,} bytes")
+    print(f"{loaded.where} on {name}:", end=" ")
+    print(f"{ids.size:,} tokens in samples of {length}, {size:,} bytes")
     print(f"loss {loss:.4f}, perplexity {figures['perplexity']:.3f}", end="")
     print(f", bits per byte {figures['bits_per_byte']:.4f}" if size else "")
 

@@ -144,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"no steps are logged in {places.tensorboard}; give the folder of a run")
     write_json(args.json, figures)
     for name, value in figures.items():
-        print(f"{name:<21}{value:.6g}" if isinstance(value, float) else f"{name:<21}{value}")
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        print(f"{name:<21}{shown}")
     print(f"{'curves':<21}tensorboard --logdir {shlex.quote(str(places.tensorboard))}")
     return 0

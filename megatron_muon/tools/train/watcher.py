@@ -126,11 +126,12 @@ def heading(experiment: Experiment) -> list[str]:
     resolved = experiment.resolved
     settings = resolved.settings
     steps = settings.get("train_iters") or f"{settings.get('train_samples')} samples"
+    environment = " ".join(f"{name}={value}" for name, value in resolved.env.items())
     rows = {
         "model": _model(settings),
         "ranks": f"{resolved.ranks} on {resolved.device}{_sharding(settings)}",
         "steps": f"{steps}, {settings['global_batch_size']} sequences of {settings['seq_length']}",
-        "environment": printable(" ".join(f"{name}={v}" for name, v in resolved.env.items())),
+        "environment": printable(environment),
         "run folder": experiment.folder.root,
         "going on": experiment.checkpoint and f"from {experiment.checkpoint}",
     }
