@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_muon.core.errors import UserError as UserError
+from megatron_muon.core.user_errors import UserError as UserError
 
 _EXTRAS = {
     "megatron": ("megatron", "Megatron's part"),

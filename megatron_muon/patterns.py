@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 
 _POSSIBLE = {
     "flatten": "the {} parameters of more than two dimensions",

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Holders, Ints, Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.slices import TEAM_SIZES, Cuts, Team, chunks
+from megatron_muon.core.user_errors import SettingError
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""

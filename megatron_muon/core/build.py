@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.collectives import make_teams
 from megatron_muon.core.cost import AUTO
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
 from megatron_muon.core.layout import Layout, everywhere
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
@@ -23,6 +22,7 @@ from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, make_route
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import Team
+from megatron_muon.core.user_errors import SettingError
 
 
 def make_exchange(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.numbers import check_number
+from megatron_muon.core.user_errors import SettingError
 
 Coefficients = Sequence[tuple[float, float, float]]
 """`(a, b, c)` of each step's polynomial a x + b x^3 + c x^5."""

@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import number_of
+from megatron_muon.core.user_errors import UserError
 
 ON_DEVICE = ("lr", "weight_decay")
 """Numbers that a step can read from a tensor on the device, without waiting for it; others it needs as Python has them,

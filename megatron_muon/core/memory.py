@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.core.cost import GRAM, HALVES, Iteration
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.slices import BlockKind, BlockSlice, Cuts
+from megatron_muon.core.user_errors import SettingError
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a

@@ -32,8 +32,8 @@ from megatron_muon.core.cost import (
     Products,
     gram_runs,
 )
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.memory import aligned
+from megatron_muon.core.user_errors import SettingError
 
 Total = Callable[[torch.Tensor], torch.Tensor]
 """The sum of a team's parts `(batch, m, m)` of X X^T, in their place, the same bits on all its ranks. Collective."""

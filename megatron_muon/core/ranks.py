@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather_single", "reduce_scatter_single"
 if not hasattr(dist, ALL_GATHER):  # before torch 2.13, which warns of the older names

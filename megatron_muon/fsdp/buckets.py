@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.errors import SettingError, UserError
 from megatron_muon.core.layout import Shard, everywhere
+from megatron_muon.core.user_errors import SettingError, UserError
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import (
     Layout,
     LayoutError,
@@ -36,6 +35,7 @@ from megatron_muon.core.layout import (
     everywhere,
 )
 from megatron_muon.core.ranks import Alone, group_among, numbers_of_all_ranks
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.buckets import (
     Box,
     BufferCut,

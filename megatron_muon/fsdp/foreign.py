@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 
 _READABLE = {"DTensor", "FakeTensor", "FunctionalTensor", "WeightWithDynamicFloat8CastTensor"}
 """Subclasses that torch dispatches to, and whose elements are plain numbers; the last one is

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit, whole
+from megatron_muon.core.user_errors import UserError
 
 Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""

@@ -7,10 +7,10 @@ from typing import Any, override
 
 import torch
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
 from megatron_muon.core.rows import sharded_like
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.step import CapturedStep, local_part
 from megatron_muon.fsdp.views import View
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import number_of
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.foreign import refuse_foreign
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import local_part

@@ -12,13 +12,13 @@ from torch._compile import _disable_dynamo
 
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.numbers import number_of
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import cuts, guards, options
 from megatron_muon.fsdp.assembly import make_parts, offload_run
 from megatron_muon.fsdp.coverage import warn_if_few

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.core.cost import Coefficients, Iteration
-from megatron_muon.core.errors import UserError, word_settings
 from megatron_muon.core.numbers import check_number, check_numbers, number_of
+from megatron_muon.core.user_errors import UserError, word_settings
 from megatron_muon.fsdp.parameter_groups import KNOWN, NOTES, OF_ALL, OPTIMIZER, check_betas
 from megatron_muon.settings import MuonSettings, choices_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import check_number, number_of
+from megatron_muon.core.user_errors import UserError
 
 MUON = "muon"
 ADAMW = "adamw"

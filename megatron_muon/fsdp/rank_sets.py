@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Matrix, whole
 from megatron_muon.core.ranks import Alone
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import cuts
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.patterns import steps_of

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.foreign import refuse_foreign
 from megatron_muon.fsdp.modules import roles_of

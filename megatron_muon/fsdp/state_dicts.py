@@ -8,10 +8,10 @@ from typing import Any, override
 
 import torch
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import LOCAL, SHARED
 from megatron_muon.core.optimizer import MOMENTUM, STEPS, refuse_copy
 from megatron_muon.core.ranks import Alone
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.group_muon import GroupMuon
 from megatron_muon.fsdp.options import without_shared_settings

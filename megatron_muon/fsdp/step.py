@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.group_numbers import as_float, stays_on_device
 from megatron_muon.core.numbers import number_of
 from megatron_muon.core.rows import local_rows
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.parameter_groups import decays
 
 

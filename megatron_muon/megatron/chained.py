@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, refuse_copy
 from megatron_muon.core.probe import Sampler, span
 from megatron_muon.core.ranks import of_all_ranks_if_any, say
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon

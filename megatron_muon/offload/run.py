@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.errors import SettingError
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
+from megatron_muon.core.user_errors import SettingError
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore

@@ -53,7 +53,7 @@ run's median speed, without validation. The optimizer's share needs --timing-log
 """
 
 
-class Point(NamedTuple):
+class Validation(NamedTuple):
     """A validation loss, and the training before it."""
 
     step: float
@@ -97,14 +97,14 @@ class Run:
         values: list[float] = [event.value for event in self.log.Scalars(tag)]
         return statistics.median(values)
 
-    def _validation(self) -> list[Point]:
+    def _validation(self) -> list[Validation]:
         """The curve; the test set's loss, under the tag and step of the last one, is left out."""
-        found: dict[int, Point] = {}
+        found: dict[int, Validation] = {}
         samples = self.log.Scalars(f"{VALIDATION} vs samples")
         for event, at in zip(self.log.Scalars(VALIDATION), samples, strict=False):
             tokens = at.step * int(self.args["seq_length"])
             hours = tokens / self.tokens_per_second / 3600
-            found.setdefault(event.step, Point(event.step, tokens, hours, event.value))
+            found.setdefault(event.step, Validation(event.step, tokens, hours, event.value))
         return sorted(found.values())
 
     def reach(self, target: float) -> None:

@@ -64,7 +64,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """In a worker: what Muon says where the last rank gives something else than the others."""
-    from megatron_muon.core.errors import UserError
+    from megatron_muon.core.user_errors import UserError
 
     net = frameworks.Net()
     fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))

@@ -328,7 +328,7 @@ def refilled(rank: int, world_size: int, *, folder: str) -> tuple[str, int]:
     group = {"params": list(other.named_parameters()), "lr": 0.5}
     try:
         megatron_fsdp.fully_shard(other, megatron_muon.Muon([group]), **options)
-    except megatron_muon.core.errors.UserError as error:
+    except megatron_muon.core.user_errors.UserError as error:
         return str(error), len(called) - before
     return "", 0
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import megatron_muon
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 from tests.support import frameworks
 from tests.support.pool import Pool
 from tests.support.wide import wide_but

@@ -139,7 +139,7 @@ def own_loop(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(ranks: Pool) -> None:
-    """Megatron-FSDP was mended before the model was wrapped, or not at all."""
+    """Megatron-FSDP was patched before the model was wrapped, or not at all."""
     assert ranks(2, own_loop) == [[], []]
 
 

@@ -90,7 +90,7 @@ def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams:
 
 def refusal(rank: int, world_size: int, **how: Any) -> str:
     """In a worker: the error that construction ends in."""
-    from megatron_muon.core.errors import UserError
+    from megatron_muon.core.user_errors import UserError
 
     with pytest.raises(UserError) as error:
         stepped(rank, world_size, **how)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 
 
 def smallest_bytes(make: Callable[[int], Any]) -> int:

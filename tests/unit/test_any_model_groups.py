@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 from tests.support.small_model import Model, give_gradients
 
 TORCHS = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}

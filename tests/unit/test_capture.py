@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.rehearse import machine
 from benchmarks.rehearse.recorder import Recorder
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.step import put_on_device
 from megatron_muon.megatron.builder import make_muon

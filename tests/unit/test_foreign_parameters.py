@@ -16,7 +16,7 @@ from megatron.core.optimizer.optimizer import copy_optimizer_param_metadata
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.user_errors import UserError
 from tests.support.small_model import Model, give_gradients
 
 

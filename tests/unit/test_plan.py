@@ -17,10 +17,10 @@ from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from megatron_muon import cpu
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, PlanSettings, extra_bytes, plan_group
 from megatron_muon.tools.plan.plan_command import settings_of

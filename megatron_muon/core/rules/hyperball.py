@@ -20,10 +20,10 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.errors import SettingError, UserError
 from megatron_muon.core.rows import local_rows
 from megatron_muon.core.rules.plain import acts, is_on_device, together, zero_nan
 from megatron_muon.core.rules.rule import Held, Part, Rule, Step
+from megatron_muon.core.user_errors import SettingError, UserError
 
 EPS = 1e-8
 """The least norm of an update that is divided by; the default of emerging-optimizers."""

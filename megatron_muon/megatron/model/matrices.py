@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
-from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
+from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
