@@ -279,7 +279,10 @@ def partial_gradients(rank: int, world_size: int) -> Any:
     start = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
     alone = [nn.Parameter(part.clone()) for part in (start, start[0])]
     sharded = [
-        nn.Parameter(DTensor.from_local(p.detach().clone(), mesh, [Replicate()])) for p in alone
+        nn.Parameter(
+            DTensor.from_local(p.detach().clone(), mesh, [Replicate()]),
+        )
+        for p in alone
     ]
     for p, other in zip(sharded, alone, strict=True):
         parts = [

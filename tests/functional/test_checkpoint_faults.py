@@ -50,7 +50,9 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
 
 
 @contextlib.contextmanager
-def watching(act: Callable[[Callable[[Callable[[], Any]], Any]], None]) -> Iterator[None]:
+def watching(
+    act: Callable[[Callable[[Callable[[], Any]], Any]], None],
+) -> Iterator[None]:
     """Do something beside the body, in a thread: `act(until)`, where `until(f)` waits for f() to be
     true.
     """

@@ -86,7 +86,12 @@ def trainings(
     corpus = cli.make_corpus(tmp_path_factory.mktemp("corpus"))
     steps = ("--train-iters", "4")
     sizes = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
-    training = Trainings(ranks, folder, (*cli.TINY, *corpus, *steps, *sizes, *EXACT), batch=4)
+    training = Trainings(
+        ranks,
+        folder,
+        (*cli.TINY, *corpus, *steps, *sizes, *EXACT),
+        batch=4,
+    )
 
     @functools.cache
     def one(model: str) -> cli.Run:
@@ -106,7 +111,12 @@ def test_layouts_save_resume_and_reshard(
 ) -> None:
     training, one_rank = trainings
     one = one_rank(model)
-    args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
+    args = (
+        *cli.MUON,
+        *strategy(sharding.split(", ")[0]),
+        *MODELS[model],
+        *flags,
+    )
     whole, resumed, back = (
         f"{name}, {model}, {layout}, {sharding}" for name in ("whole", "resumed", "back")
     )

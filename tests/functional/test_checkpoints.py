@@ -178,7 +178,13 @@ CHAINS = {
     ),
     "experts": (
         EXPERTS,
-        [(ranks, layout("optim_grads", EXPERTS_ON, over)) for ranks, over in ((3, "1"), (4, "2"))],
+        [
+            (
+                ranks,
+                layout("optim_grads", EXPERTS_ON, over),
+            )
+            for ranks, over in ((3, "1"), (4, "2"))
+        ],
     ),
     "tensor parallel": (
         (*SWIGLU, *DIVISIBLE, "--make-vocab-size-divisible-by", "4"),
@@ -361,7 +367,11 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
         answers = ranks(
             2, train_with_fused_adam, argv=training.line(*flags), folder=str(training.folder)
         )
-        return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0).checked()
+        return cli.Run(
+            answers[0][0],
+            "".join(text for _, text in answers),
+            0.0,
+        ).checked()
 
     flags = (*ADAM, *strategy("optim_grads_params"), *SWIGLU)
     whole = training(*flags, "--save", "torch").checked()

@@ -41,7 +41,11 @@ def table(run: cli.Run) -> dict[str, tuple[int, int, float]]:
         fields = line.replace(",", "").split()
         if len(fields) != 4 or not fields[3].endswith("%"):
             break
-        rows[fields[0]] = (int(fields[1]), int(fields[2]), float(fields[3][:-1]))
+        rows[fields[0]] = (
+            int(fields[1]),
+            int(fields[2]),
+            float(fields[3][:-1]),
+        )
     return rows
 
 
@@ -177,7 +181,10 @@ def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     ]
     listed = {next(word for word in line.split() if "." in word): line for line in lines}
     rows = table(run)
-    assert (len(listed), rows["muon"][0]) == (rows["muon"][0] + rows["adam"][0], 3 * 4)
+    assert (len(listed), rows["muon"][0]) == (
+        rows["muon"][0] + rows["adam"][0],
+        3 * 4,
+    )
     assert "output_layer.weight" not in listed  # tied
     assert listed["embedding.word_embeddings.weight"].startswith("adam")
     qkv = listed["decoder.layers.2.self_attention.linear_qkv.weight"]
@@ -236,7 +243,11 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
         tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4
     ).checked()
     assert_learns(run, 6)
-    assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
+    assert table(run)["muon"] == (
+        12,
+        3 * 44 * (132 + 44 + 102 + 102),
+        pytest.approx(80, abs=10),
+    )
 
 
 INSTANCES = ("--num-distributed-optimizer-instances", "2")

@@ -87,7 +87,11 @@ def main() -> int:
             args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds
         )
     bad = [end for end in ends if end != "ok"]
-    print(*bad, f"\n{len(ends)} runs: {len(ends) - len(bad)} ended well", sep="\n\n")
+    print(
+        *bad,
+        f"\n{len(ends)} runs: {len(ends) - len(bad)} ended well",
+        sep="\n\n",
+    )
     return int(bool(bad))
 
 

@@ -193,7 +193,14 @@ class Reader:
         self.settle([*argv[script + 1 :], "--data-path", "data/stdlib"], ranks=int(nodes))
 
 
-def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
+def settle_flags(
+    rank: int,
+    world_size: int,
+    *,
+    argv: list[str],
+    ranks: int,
+    folder: str,
+) -> str:
     """In a worker: the checks before ranks are started, and Megatron's; what is wrong with the
     flags.
     """

@@ -46,9 +46,9 @@ def rounds_alike(layout: str, model: str) -> bool:
     own.
     """
     cuts = next(iter(LAYOUTS[layout].values()))
-    by_columns = {"S1", "s1", "S-1"} & set(cuts[0].placements.split()) | {"S2", "S-1"} & set(
-        cuts[1].placements.split()
-    )
+    by_columns = {"S1", "s1", "S-1"} & set(
+        cuts[0].placements.split(),
+    ) | {"S2", "S-1"} & set(cuts[1].placements.split())
     return layout == "plain" or not (by_columns or MODELS[model].transposed or layout in APART)
 
 
@@ -78,7 +78,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     return write
 
 
-def load(file: str) -> tuple[dict[str, Run], dict[Case, dict[str, torch.Tensor]]]:
+def load(
+    file: str,
+) -> tuple[
+    dict[str, Run],
+    dict[Case, dict[str, torch.Tensor]],
+]:
     torch.set_num_threads(1)
     found: Any = torch.load(file, weights_only=False)
     return found

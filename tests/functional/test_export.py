@@ -135,7 +135,12 @@ def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: s
     os.chdir(folder)
     found: list[torch.Tensor] = []
 
-    def look(forward: Any, model: list[torch.nn.Module], *_: Any, **__: Any) -> None:
+    def look(
+        forward: Any,
+        model: list[torch.nn.Module],
+        *_: Any,
+        **__: Any,
+    ) -> None:
         ids = tokens()
         length = ids.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]

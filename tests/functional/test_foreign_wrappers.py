@@ -115,7 +115,12 @@ class Unnamed(nn.Module):
         self.tok = nn.Embedding(13, 8)
         self.mix = nn.MultiheadAttention(8, 2, batch_first=True)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(2)
+            nn.Sequential(
+                nn.Linear(8, 12),
+                nn.GELU(),
+                nn.Linear(12, 8),
+            )
+            for _ in range(2)
         )
         self.read = nn.Linear(8, 13, bias=False)
 

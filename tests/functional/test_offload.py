@@ -51,7 +51,13 @@ ALL = {
         4,
         Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True),
     ),
-    **{name: (size, case.but(bf16=True)) for name, (size, case) in cases.LAYOUTS.items()},
+    **{
+        name: (
+            size,
+            case.but(bf16=True),
+        )
+        for name, (size, case) in cases.LAYOUTS.items()
+    },
 }
 LAYOUTS = {"momentum": MOMENTUM, "all": ALL}
 
@@ -127,7 +133,10 @@ def offloads(folder: Path, state: str = "momentum", **more: Any) -> list[dict[st
     return [{**setting, **more} for setting in ({}, cpu, nvme, half)]
 
 
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differing(
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -334,7 +343,11 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
         store.end_step()
     grown = anonymous_bytes() - before
     assert all(
-        torch.equal(store.read(i), torch.full((s.rows, s.cols), 3.0)) for i, s in enumerate(shards)
+        torch.equal(
+            store.read(i),
+            torch.full((s.rows, s.cols), 3.0),
+        )
+        for i, s in enumerate(shards)
     )
     figures = {"grown": grown, "staging": store.staging_bytes, **store.bytes}
     run.close()

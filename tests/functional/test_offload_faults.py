@@ -160,7 +160,10 @@ def with_fault(
         text[-3000:] for _, text in answers
     )
     assert lying_there(training) == []
-    return error_of(cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0), status=1)
+    return error_of(
+        cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0),
+        status=1,
+    )
 
 
 @pytest.mark.wide
@@ -268,7 +271,15 @@ def make_stores(
     try:
         for rows in ([16, 16], [16, 256]):
             layout = Layout(
-                2, tuple(row_sharded(f"w{i}", (n, 256), [0, n]) for i, n in enumerate(rows))
+                2,
+                tuple(
+                    row_sharded(
+                        f"w{i}",
+                        (n, 256),
+                        [0, n],
+                    )
+                    for i, n in enumerate(rows)
+                ),
             )
             run.make_store(layout, rank, torch.device("cpu"))
     except UserError as refusal:
@@ -280,7 +291,15 @@ def make_stores(
 
 def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
     """Story: they did not ask for failures with the others, who waited."""
-    assert ranks(2, make_stores, folder=str(tmp_path), limit=None) == [(None, [True, True])] * 2
+    assert (
+        ranks(
+            2,
+            make_stores,
+            folder=str(tmp_path),
+            limit=None,
+        )
+        == [(None, [True, True])] * 2
+    )
     assert list(tmp_path.iterdir()) == []
 
     answers = ranks(2, make_stores, folder=str(tmp_path), limit=1 << 17)
@@ -319,7 +338,15 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(
 # ------------------------------------------------------------------------------------------------
 # memory
 
-LARGE = Case(hidden=256, heads=4, query_groups=4, ffn=1024, layers=1, vocabulary=16384, bf16=True)
+LARGE = Case(
+    hidden=256,
+    heads=4,
+    query_groups=4,
+    ffn=1024,
+    layers=1,
+    vocabulary=16384,
+    bf16=True,
+)
 """0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of
 main weights.
 """

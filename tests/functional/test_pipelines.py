@@ -154,7 +154,10 @@ def test_two_stages_train_as_one_process(ranks: Pool, case: str, tmp_path: Path)
 
 FILES = {"offload": "nvme", "offload_dir": "{folder}"}
 # mesh, what is not sharded, settings
-ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+ALONE: dict[
+    str,
+    tuple[tuple[int, ...], dict[str, Any], dict[str, Any]],
+] = {
     "files, measured, teams of replicas, weights on no mesh": (
         (2, 2, 1),
         {"apart": ("layers.0.0.weight", "layers.1.0.weight")},

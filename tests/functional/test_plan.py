@@ -254,7 +254,12 @@ def test_experts_that_cannot_be_spread(
     config.write_text(json.dumps(MODELS[model][0]), "utf-8")
     assert (
         command.main(
-            ["plan", "--hf", str(config), *map(str, ("--world-size", sizes[0], "--ep", sizes[1]))]
+            [
+                "plan",
+                "--hf",
+                str(config),
+                *map(str, ("--world-size", sizes[0], "--ep", sizes[1])),
+            ]
         )
         == 2
     )

@@ -74,7 +74,11 @@ def on_ranks(rank: int, world_size: int) -> Any:
     mine = range(rank, BATCHES, world_size)
     cases = [(layout, name) for layout in LAYOUTS for name in MODELS]
     return {
-        case: trained(sharded(model_of(case[1]), case[0]), mine, muon=case[1] == "latent")
+        case: trained(
+            sharded(model_of(case[1]), case[0]),
+            mine,
+            muon=case[1] == "latent",
+        )
         for case in cases
     }
 

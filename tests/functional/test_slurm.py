@@ -97,7 +97,9 @@ class Job:
         deadline = time.monotonic() + seconds
         while not condition(self):
             late = time.monotonic() > deadline
-            assert not late, "\n".join((str(self.shown), self.log(), self.log(0)[-5000:]))
+            assert not late, "\n".join(
+                (str(self.shown), self.log(), self.log(0)[-5000:]),
+            )
             time.sleep(0.2)
 
     def ended(self) -> str:

@@ -95,7 +95,12 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
         " server does not answer')\n"
     )
     line = command("train", "--config", "tiny.yaml", "--out", "x")
-    run = cli.run(line, tmp_path, cold=True, env={"PYTHONPATH": f"{broken}:{cli.ROOT}"})
+    run = cli.run(
+        line,
+        tmp_path,
+        cold=True,
+        env={"PYTHONPATH": f"{broken}:{cli.ROOT}"},
+    )
     assert run.returncode == ExitStatus.FAILURE, run.output
     assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), (
         run.output

@@ -166,7 +166,10 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     assert (summary["iterations"], summary["train_iters"], summary["tokens"]) == (6, 6, 6 * 4 * 32)
     losses = [point.value for point in read_events(folder / "tensorboard").points("lm loss")]
     # Megatron keeps the first for the second
-    means = [losses[0], *(sum(losses[at : at + 2]) / 2 for at in (0, 2, 4))]
+    means = [
+        losses[0],
+        *(sum(losses[at : at + 2]) / 2 for at in (0, 2, 4)),
+    ]
     assert means == pytest.approx(log.losses, abs=1e-5)
     assert summary["loss_first"] == losses[0]
     assert summary["loss_last"] == pytest.approx(sum(losses) / 6)
@@ -313,7 +316,11 @@ def test_a_time_limit_ends_a_run_with_a_checkpoint_and_what_to_type_next(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 5))]
+    "attempt",
+    [
+        0,
+        *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 5)),
+    ],
 )
 def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     """They used to train with the settings of whichever wrote config.yaml last, all three."""
@@ -321,7 +328,12 @@ def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
     write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags.split())
     line = ("--config", "tiny.yaml", "--out", "x", "--lr")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        runs = list(pool.map(lambda number: train(tmp_path, *line, f"0.0{number}"), (1, 2, 3)))
+        runs = list(
+            pool.map(
+                lambda number: train(tmp_path, *line, f"0.0{number}"),
+                (1, 2, 3),
+            ),
+        )
     (winner,) = (number for number, run in enumerate(runs) if run.returncode == 0)
     rate = f"0.0{winner + 1}"
     for run in runs[:winner] + runs[winner + 1 :]:

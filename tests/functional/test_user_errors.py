@@ -72,7 +72,10 @@ FILES = {
 
 # name: (argv, environment, what the message holds); rules and slips in files are in
 # tests/unit/test_refusals.py, test_path_checks.py and test_config_file.py
-CASES: dict[str, tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]] = {}
+CASES: dict[
+    str,
+    tuple[tuple[str, ...], dict[str, str], tuple[str, ...]],
+] = {}
 # first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
 if not torch.cuda.is_available():
     CASES["no CUDA"] = ((*RUN, "--device", "cuda"), {}, ("--device cuda", "use --device cpu"))
@@ -148,14 +151,21 @@ CASES["connections"] = (
 )
 
 
-def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[int | str, str, str]]:
+def in_one_process(
+    directory: Path,
+    cases: dict[str, Any],
+) -> dict[str, tuple[int | str, str, str]]:
     """The exit status, stdout and stderr of each case, as the first rank of two."""
     for name, text in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     (directory / "loop.yaml").symlink_to("loop.yaml")
     given, got = directory / "cases.json", directory / "results.json"
-    given.write_text(json.dumps({name: (argv, env) for name, (argv, env, _) in cases.items()}))
+    given.write_text(
+        json.dumps(
+            {name: (argv, env) for name, (argv, env, _) in cases.items()},
+        ),
+    )
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
     command = [sys.executable, "-c", ONE_PROCESS, str(given), str(got)]

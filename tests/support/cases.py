@@ -382,8 +382,22 @@ TABLE: dict[str, Group] = {
         )
         for n in (1, 2, 3, 4)
     },
-    **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (1, 2, 3, 4)},
-    **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 3) for n in (1, 2, 3, 4)},
+    **{
+        f"settings on {n}": Group(
+            n,
+            spread(SETTINGS, n),
+            often=n == 2,
+        )
+        for n in (1, 2, 3, 4)
+    },
+    **{
+        f"blocks on {n}": Group(
+            n,
+            spread(BLOCKS, n),
+            often=n == 3,
+        )
+        for n in (1, 2, 3, 4)
+    },
     **{
         f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n), steps=5, often=n == 3)
         for n in (1, 2, 3, 4)
@@ -429,7 +443,14 @@ TABLE: dict[str, Group] = {
         for n, size in ((2, "2"), (3, "2"), (4, "2"), (4, "4"))
     },
     "variants travel on 3": _variants_travel(3),
-    **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3, 4)},
+    **{
+        f"frozen on {n}": Group(
+            n,
+            spread(FROZEN, n),
+            often=n == 2,
+        )
+        for n in (2, 3, 4)
+    },
     # Adam has the weights; Megatron-FSDP does not note where a part begins
     "clip, replicated parts": Group(
         4,

@@ -36,7 +36,13 @@ def records(file: Path) -> Iterator[Any]:
             whole = b""
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, dict[int, float]], dict[str, Any]]:
+def read(
+    folder: Path,
+) -> tuple[
+    dict[str, Any],
+    dict[str, dict[int, float]],
+    dict[str, Any],
+]:
     """Config, metrics by name and step, and the run itself (id, name, group), of the run in a
     folder.
     """

@@ -62,7 +62,11 @@ def _along(placements: str, experts: str = "") -> dict[int, tuple[Cut, Cut]]:
     }
 
 
-def _on(mesh: tuple[int, ...], dense: str, experts: str) -> dict[int, tuple[Cut, Cut]]:
+def _on(
+    mesh: tuple[int, ...],
+    dense: str,
+    experts: str,
+) -> dict[int, tuple[Cut, Cut]]:
     size = math.prod(mesh)
     of_dense = Cut(mesh, dense) if " " in dense else Cut((size,), dense)
     return {size: (of_dense, Cut(mesh, experts))}
@@ -101,7 +105,10 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
         ),
     },
     "experts apart, unequal": {
-        4: (Cut((4,), "S0"), Cut((), "S0", ((0,), (1, 2, 3)))),
+        4: (
+            Cut((4,), "S0"),
+            Cut((), "S0", ((0,), (1, 2, 3))),
+        ),
     },
     "experts apart, plain": {
         4: (PLAIN, Cut((2,), "S0", ((0, 2), (1, 3)))),
@@ -117,7 +124,10 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
 
 
 @functools.cache
-def _mesh(shape: tuple[int, ...], sets: tuple[tuple[int, ...], ...]) -> tuple[DeviceMesh, int, int]:
+def _mesh(
+    shape: tuple[int, ...],
+    sets: tuple[tuple[int, ...], ...],
+) -> tuple[DeviceMesh, int, int]:
     """This rank's mesh, its number among the `sets`, and how many these are. Collective."""
     if not sets:
         return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape)), 0, 1

@@ -223,7 +223,13 @@ def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -
         torch.ones_like(bf16),
     )
     optimizer.step()
-    changed = [not torch.equal(each, torch.eye(4).to(each.dtype)) for each in (p, other, bf16)]
+    changed = [
+        not torch.equal(
+            each,
+            torch.eye(4).to(each.dtype),
+        )
+        for each in (p, other, bf16)
+    ]
     assert changed == [True, False, True]
     assert optimizer.skipped_updates() == {"parameter 1": 1}
 

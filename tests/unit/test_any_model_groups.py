@@ -208,7 +208,10 @@ def test_parameters_exchanged_in_groups_are_taken_up(
     if through_state:
         optimizer.load_state_dict(optimizer.state_dict())
     for _ in range(2):
-        for model, each, schedule in ((new, optimizer, schedules[0]), (twin, other, schedules[1])):
+        for model, each, schedule in (
+            (new, optimizer, schedules[0]),
+            (twin, other, schedules[1]),
+        ):
             each.zero_grad()
             backward(model)
             each.step()

@@ -149,7 +149,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "channels_last": (
         lambda: megatron_muon.Muon(
-            [("conv", nn.Parameter(of(2, 3, 3, 3).to(memory_format=torch.channels_last)))],
+            [
+                ("conv", nn.Parameter(of(2, 3, 3, 3).to(memory_format=torch.channels_last))),
+            ],
             flatten={"*": True},
         ),
         "conv is not contiguous, strides .* leave it out of flatten=",

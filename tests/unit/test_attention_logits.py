@@ -87,7 +87,14 @@ def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask,
     record_max_logits(attention)
     assert attention.current_max_attn_logits is None
     batches = [
-        torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)
+        torch.randn(
+            2,
+            3,
+            4,
+            4,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        for seed in (1, 2)
     ]
     for scores in batches:
         scores[:, :, 0, -1] = 1e3  # in the future

@@ -154,7 +154,12 @@ def test_a_directory_without_dion_is_refused(capsys, tmp_path):
 
 def test_layout_of_more_ranks_than_rows():
     layout = gpt_layout(7, 5, 1)
-    assert [matrix.shape for matrix in layout.matrices] == [(15, 5), (5, 5), (20, 5), (5, 20)]
+    assert [matrix.shape for matrix in layout.matrices] == [
+        (15, 5),
+        (5, 5),
+        (20, 5),
+        (5, 20),
+    ]
     assert layout.matrices[0].blocks == [(5, 5)] * 3
     assert layout.matrices[1].shard_of(6) is None
 

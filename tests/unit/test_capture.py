@@ -83,7 +83,15 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
     recorder = Recorder(1, machine.DEVICE)
     with machine.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
         layout = Layout(
-            RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES))
+            RANKS,
+            tuple(
+                row_sharded(
+                    f"w{i}",
+                    s,
+                    [s[0] // 4] * 4,
+                )
+                for i, s in enumerate(SHAPES)
+            ),
         )
         held = Held(layout, dist.new_group(range(RANKS)), machine.DEVICE, [1] * len(SHAPES))
         parameters = [
@@ -137,7 +145,15 @@ def test_a_learning_rate_in_a_tensor_steps_as_the_number_does(variant: str) -> N
     }
     config = MuonOptimizerConfig(**{**settings, **VARIANTS[variant]})
     layout = Layout(
-        1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES))
+        1,
+        tuple(
+            row_sharded(
+                f"w{i}",
+                shape,
+                [shape[0]],
+            )
+            for i, shape in enumerate(SHAPES)
+        ),
     )
     found = []
     for as_tensor in (False, True):

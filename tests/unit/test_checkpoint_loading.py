@@ -76,7 +76,10 @@ def test_a_count_by_parameter_goes_on_as_a_count_by_group(
     assert all(meta.keys() == {"eps"} for meta in rest["param_to_group_meta"].values())
 
 
-@pytest.mark.parametrize("step", [7, torch.full((1,), 7, dtype=torch.int)])
+@pytest.mark.parametrize(
+    "step",
+    [7, torch.full((1,), 7, dtype=torch.int)],
+)
 def test_a_count_by_group_goes_on_as_a_count_by_parameter(tmp_path: Path, step: Any) -> None:
     """It was said to be missing, and the run refused."""
     entries = written(tmp_path, {"optimizer": fused("module.", step=step)})

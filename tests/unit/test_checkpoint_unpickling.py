@@ -211,7 +211,12 @@ def test_what_megatron_saves_is_read(tmp_path: Path) -> None:
             "random": (3, (1, 2), None),
         }
     ]
-    folder = write(tmp_path, args=given, rng_state={"(0, 0)": rng}, rates=(0.1, [torch.ones(2)]))
+    folder = write(
+        tmp_path,
+        args=given,
+        rng_state={"(0, 0)": rng},
+        rates=(0.1, [torch.ones(2)]),
+    )
     read = content.read(folder)
     assert vars(read["args"]) == vars(given)
     assert isinstance(read["args"], argparse.Namespace)

@@ -32,7 +32,11 @@ def test_help_is_complete_and_imports_nothing_heavy():
     )
     assert done.returncode == 0, done.stderr
     for name, command in cli.COMMANDS.items():
-        assert re.search(rf"^ +{name}  +{re.escape(command.summary)}$", done.stdout, re.MULTILINE)
+        assert re.search(
+            rf"^ +{name}  +{re.escape(command.summary)}$",
+            done.stdout,
+            re.MULTILINE,
+        )
     assert all(f"{group}:" in done.stdout for group in cli.GROUPS)
     assert "examples:" in done.stdout
     assert "exit status:" in done.stdout

@@ -47,7 +47,9 @@ def stored(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) 
 
 def bf16_spacing(values: Tensor) -> Tensor:
     """Distance of the two bf16 numbers around each value: 2^(exponent - 7)."""
-    return torch.from_numpy(np.ldexp(np.float32(1.0), torch.frexp(values).exponent.numpy() - 8))
+    return torch.from_numpy(
+        np.ldexp(np.float32(1.0), torch.frexp(values).exponent.numpy() - 8),
+    )
 
 
 def int8_scales(values: Tensor) -> Tensor:
@@ -89,7 +91,12 @@ def test_fp32_keeps_every_bit_and_decodes_to_the_record_itself(
 ) -> None:
     """NaNs with payloads and subnormal numbers included."""
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, (rows, cols), generator=generator).to(torch.int32)
+    bits = torch.randint(
+        -(2**31),
+        2**31,
+        (rows, cols),
+        generator=generator,
+    ).to(torch.int32)
     record = encoded(CODECS["fp32"], bits.view(torch.float32))
     assert torch.equal(record.view(torch.int32), bits.flatten())
     CODECS["fp32"].decode(record, rows, cols).fill_(1.5)
@@ -108,7 +115,13 @@ def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) ->
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-@given(rows=SIZES, cols=WIDTHS, seed=SEEDS, step=st.integers(0, 2**40), row=st.integers(0, 2**24))
+@given(
+    rows=SIZES,
+    cols=WIDTHS,
+    seed=SEEDS,
+    step=st.integers(0, 2**40),
+    row=st.integers(0, 2**24),
+)
 @example(rows=2, cols=129, seed=0, step=0, row=0)
 def test_error_is_under_one_spacing(
     name: str, rows: int, cols: int, seed: int, step: int, row: int
@@ -155,7 +168,9 @@ def test_bf16_keeps_nan_and_infinities() -> None:
     """
     nan_bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000])
     nans = nan_bits.to(torch.int32).view(torch.float32)
-    values = torch.cat((nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0]))).expand(64, -1)
+    values = torch.cat(
+        (nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0])),
+    ).expand(64, -1)
     found = stored(CODECS["bf16"], values)
     torch.testing.assert_close(found, values, rtol=0.0, atol=0.0, equal_nan=True)
     many = torch.full((512, 512), math.inf)  # every one of the 2^16 random numbers about four times
@@ -219,7 +234,12 @@ def test_int8_keeps_small_columns_beside_large_ones() -> None:
     assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
 
 
-def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple[Tensor, float]:
+def between(
+    codec: Codec,
+    part: float,
+    rows: int = 64,
+    cols: int = 128,
+) -> tuple[Tensor, float]:
     """A matrix that holds one value `part` of a spacing above one that the format holds, and the
     spacing.
 
@@ -232,7 +252,10 @@ def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-@pytest.mark.parametrize(("part", "sign"), [(0.01, 1.0), (0.3, -1.0), (0.5, 1.0), (0.9, -1.0)])
+@pytest.mark.parametrize(
+    ("part", "sign"),
+    [(0.01, 1.0), (0.3, -1.0), (0.5, 1.0), (0.9, -1.0)],
+)
 def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -> None:
     """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of
     the mean allowed.
@@ -286,7 +309,11 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
     """
     codec = CODECS[name]
     values, _ = between(codec, 0.5)
-    others = [Place(1, 0, 0), Place(HERE.key, 1, 0), Place(HERE.key, 0, 128)]
+    others = [
+        Place(1, 0, 0),
+        Place(HERE.key, 1, 0),
+        Place(HERE.key, 0, 128),
+    ]
     found = [stored(codec, values, place)[:, 1:] for place in (HERE, *others)]
     found.append(stored(codec, values, HERE, step=1)[:, 1:])
     for one, other in itertools.combinations(found, 2):
@@ -307,7 +334,16 @@ def test_rounding_does_not_depend_on_the_chunks(name, shape, monkeypatch) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("shape", [(257, 300), (4, 128), (1, 1), (0, 5), (5, 0)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (257, 300),
+        (4, 128),
+        (1, 1),
+        (0, 5),
+        (5, 0),
+    ],
+)
 def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
     codec = CODECS[name]
     random = random_values(*shape)

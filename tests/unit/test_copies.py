@@ -21,7 +21,11 @@ def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
     At the target a rectangle lies as it is, or transposed, and its rows may be longer than it.
     """
     shapes = draw(
-        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=9),
+        st.lists(
+            st.tuples(st.integers(1, 3), st.integers(1, 3)),
+            min_size=1,
+            max_size=9,
+        ),
     )
     order = draw(st.permutations(range(len(shapes))))
     targets, end = {}, 0
@@ -94,7 +98,11 @@ def test_runs_of_any_length_that_follow_each_other_are_one_copy() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)),
+        st.tuples(
+            st.integers(0, 3000),
+            st.integers(0, 12),
+            st.integers(0, 12),
+        ),
         max_size=30,
     )
 )

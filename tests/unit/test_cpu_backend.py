@@ -308,7 +308,11 @@ def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
 )
 @pytest.mark.parametrize(
     ("op", "expected"),
-    [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (cpu_megatron.PremulSum(0.5), 3.0)],
+    [
+        (dist.ReduceOp.SUM, 6.0),
+        (dist.ReduceOp.AVG, 3.0),
+        (cpu_megatron.PremulSum(0.5), 3.0),
+    ],
     ids=["sum", "avg", "premul"],
 )
 def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op, expected):

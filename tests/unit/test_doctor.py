@@ -35,7 +35,11 @@ def state(**changes: Any) -> dict[str, Any]:
     muon = {"momentum_buffer": tensor}
     names = (f"{FC1}_w", f"{FC1}_v", NORM, EMBEDDING)
     prefix = "module.module."
-    states = {f"{prefix}{FC1}_w": muon, f"{prefix}{FC1}_v": muon, f"{prefix}{NORM}": adam}
+    states = {
+        f"{prefix}{FC1}_w": muon,
+        f"{prefix}{FC1}_v": muon,
+        f"{prefix}{NORM}": adam,
+    }
     groups = {f"{prefix}{name}": {"lr": 0.1} for name in (FC1, NORM)}
     return {
         "model": {f"module.{name}": tensor for name in names},

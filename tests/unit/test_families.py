@@ -413,7 +413,11 @@ def test_gates_of_recurrent_layers_and_projections_of_multi_head_attention_are_b
 ) -> None:
     layer, gates = RECURRENT[kind]
     model = nn.ModuleDict(
-        {"rnn": layer(8, 6), "attention": nn.MultiheadAttention(8, 2), "up": nn.Linear(8, 8)}
+        {
+            "rnn": layer(8, 6),
+            "attention": nn.MultiheadAttention(8, 2),
+            "up": nn.Linear(8, 8),
+        }
     )
     table = megatron_muon.Muon(model).table(full=True)
     assert f"rnn.weight_ih_l0 (blocks of {gates} x 6 rows)" in table

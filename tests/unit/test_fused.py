@@ -78,7 +78,10 @@ QKV = f"{LAYER}self_attention.linear_qkv.weight"
 FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
-BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
+BLOCKS: dict[
+    str,
+    tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]],
+] = {
     "query, key and value": (
         GPT,
         QKV,

@@ -83,7 +83,12 @@ def test_gradients_whose_sum_overflows_are_finite(dtype: torch.dtype) -> None:
     """Those of 1e36 were skipped as not finite, as their magnitudes add up to more than fp32
     has.
     """
-    finite, *bad = (nn.Parameter(torch.zeros(64, 64, dtype=dtype)) for _ in range(4))
+    finite, *bad = (
+        nn.Parameter(
+            torch.zeros(64, 64, dtype=dtype),
+        )
+        for _ in range(4)
+    )
     optimizer = megatron_muon.Muon([finite, *bad], lr=1.0)
     finite.grad = torch.full((64, 64), 1e36, dtype=dtype)
     for p, value in zip(bad, (math.nan, math.inf, -math.inf), strict=True):

@@ -187,7 +187,13 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize(
     "betas",
-    [0.9, (0.9,), torch.tensor(0.9), torch.tensor([0.9, 0.9, 0.9]), None],
+    [
+        0.9,
+        (0.9,),
+        torch.tensor(0.9),
+        torch.tensor([0.9, 0.9, 0.9]),
+        None,
+    ],
     ids=repr,
 )
 def test_betas_are_two_numbers(betas: Any) -> None:

@@ -18,11 +18,18 @@ def shard(rank: int, rows: range, cols: range) -> Shard:
     )
 
 
-def matrix(*shards: Shard, shape: tuple[int, int] = (6, 4), name: str = "w") -> Matrix:
+def matrix(
+    *shards: Shard,
+    shape: tuple[int, int] = (6, 4),
+    name: str = "w",
+) -> Matrix:
     return Matrix(name=name, shape=shape, shards=shards)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 5))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    st.integers(1, 5),
+)
 def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: int) -> None:
     """Uneven and empty shards, and more ranks than rows."""
     made = row_sharded("w", (sum(rows_per_rank), cols), rows_per_rank)
@@ -95,7 +102,12 @@ WHOLE = shard(0, range(6), range(4))
         ([matrix(shard(0, range(3), range(4)))], "no rank holds row 3, column 0"),
         ([matrix(shard(0, range(6), range(3)))], "no rank holds row 0, column 3"),
         (
-            [matrix(shard(0, range(4), range(4)), shard(1, range(3, 6), range(4)))],
+            [
+                matrix(
+                    shard(0, range(4), range(4)),
+                    shard(1, range(3, 6), range(4)),
+                ),
+            ],
             "several ranks hold row 3, column 0",
         ),
         ([matrix(shard(0, range(7), range(4)))], "the shard of rank 0 leaves the matrix 6 x 4"),
@@ -106,7 +118,12 @@ WHOLE = shard(0, range(6), range(4))
         ([matrix(shard(-1, range(6), range(4)))], "rank -1 is not in a group of 2"),
         ([matrix(shard(2, range(6), range(4)))], "rank 2 is not in a group of 2"),
         (
-            [matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))],
+            [
+                matrix(
+                    shard(0, range(3), range(4)),
+                    shard(0, range(3, 6), range(4)),
+                ),
+            ],
             "rank 0 holds 2 shards",
         ),
         (
@@ -132,7 +149,13 @@ def test_blocks_are_views_that_cover_the_matrix(split: RowSplit, cols: int) -> N
     whole_matrix = Matrix("w", (split.rows, cols), split=split)
     matrix = torch.arange(split.rows * cols, dtype=torch.float32).view(split.rows, cols)
     views = split.views(matrix)
-    assert [(view.shape[0] * view.shape[1], view.shape[2]) for view in views] == whole_matrix.blocks
+    assert [
+        (
+            view.shape[0] * view.shape[1],
+            view.shape[2],
+        )
+        for view in views
+    ] == whole_matrix.blocks
     assert (
         sorted(value for view in views for value in view.flatten().tolist())
         == matrix.flatten().tolist()
@@ -159,7 +182,10 @@ def test_fused_qkv_by_its_definition(groups: int, heads_per_group: int, width: i
         assert expected == sorted(expected), "heads and rows keep their order"
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (0, 3), (8,), (2, 4, 3)])
+@pytest.mark.parametrize(
+    "shape",
+    [(7, 3), (0, 3), (8,), (2, 4, 3)],
+)
 def test_a_shard_is_no_whole_matrix(shape: tuple[int, ...]) -> None:
     """The QKV split was once decided from the rows that a rank happened to hold."""
     with pytest.raises(ValueError, match=r"needs a 2D matrix of 8 rows, got"):
@@ -167,7 +193,14 @@ def test_a_shard_is_no_whole_matrix(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "parts"), [(0, (1,)), (1, ()), (2, (3, 0)), (-1, (2,)), (1, (-2,))]
+    ("groups", "parts"),
+    [
+        (0, (1,)),
+        (1, ()),
+        (2, (3, 0)),
+        (-1, (2,)),
+        (1, (-2,)),
+    ],
 )
 def test_groups_and_parts_are_positive(groups: int, parts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"groups={groups}"):

@@ -148,7 +148,10 @@ def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: s
         hf_shapes(rules(name)),
     )
     for rule in rules(name):
-        assert torch.equal(rule.to_megatron([tensors[part][:] for part in rule.hf]), read(rule))
+        assert torch.equal(
+            rule.to_megatron([tensors[part][:] for part in rule.hf]),
+            read(rule),
+        )
     # not for one user alone
     assert stat.S_IMODE(next(tmp_path.glob("*.safetensors")).stat().st_mode) & 0o044
 
@@ -307,7 +310,10 @@ def test_what_a_model_writes_does_not_reach_the_terminals_controls(
     assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd\u3000\u200d"
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 8, 9, 16, 17, 23])
+@pytest.mark.parametrize(
+    "size",
+    [1, 3, 4, 5, 7, 8, 9, 16, 17, 23],
+)
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_every_token_is_predicted_once_whatever_is_left_for_the_last_batch(
     size: int, batch: int
@@ -324,7 +330,12 @@ def test_every_token_is_predicted_once_whatever_is_left_for_the_last_batch(
     ids = np.random.default_rng(size).integers(0, 8, size).astype(np.uint16)
     before = [7, *ids[:-1].tolist()]
     wanted = -sum(
-        float(table[a].log_softmax(0)[b]) for a, b in zip(before, ids.tolist(), strict=True)
+        float(table[a].log_softmax(0)[b])
+        for a, b in zip(
+            before,
+            ids.tolist(),
+            strict=True,
+        )
     )
     found = list(losses(Model(), ids, first=7, length=4, batch=batch))
     assert sum(loss for loss, _ in found) == pytest.approx(wanted, rel=1e-5)

@@ -53,7 +53,10 @@ def test_the_error_of_a_teams_block_is_the_blocks():
     whole = _StepProbe(torch.device("cpu"), copies=1)
     whole.block(block, 0.5)
     parts = [_StepProbe(torch.device("cpu"), copies=1) for _ in range(2)]
-    team = SimpleNamespace(ranks=(0, 1), total=lambda part: (block / 0.5) @ (block / 0.5).mT)
+    team = SimpleNamespace(
+        ranks=(0, 1),
+        total=lambda part: (block / 0.5) @ (block / 0.5).mT,
+    )
     for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
         probe.block(part, 0.5, team)
     error, measured = (

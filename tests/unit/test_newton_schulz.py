@@ -93,7 +93,10 @@ def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("shape", [(12, 20), (72, 72), (72, 200), (1, 9)])
+@pytest.mark.parametrize(
+    "shape",
+    [(12, 20), (72, 72), (72, 200), (1, 9)],
+)
 @pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "aol"])
 def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     coefficient_type: str, shape: tuple[int, int]
@@ -114,7 +117,11 @@ def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
     """
     generator = seeded(seed)
     left, right, noise = (
-        torch.randn(*shape, generator=generator) for shape in ((m, 8), (8, n), (m, n))
+        torch.randn(
+            *shape,
+            generator=generator,
+        )
+        for shape in ((m, 8), (8, n), (m, n))
     )
     return (left @ right + 0.01 * noise)[None]
 
@@ -124,7 +131,13 @@ def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize(
     "shape",
-    [(72, 72), (72, 200), (40, 160), (128, 128), pytest.param((400, 500), marks=pytest.mark.wide)],
+    [
+        (72, 72),
+        (72, 200),
+        (40, 160),
+        (128, 128),
+        pytest.param((400, 500), marks=pytest.mark.wide),
+    ],
 )
 def test_a_matrix_rounded_on_the_wire_is_rounded_once(
     shape: tuple[int, int], make: Callable[[int, int, int], torch.Tensor]
@@ -188,7 +201,10 @@ def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
     1.5.
     """
     n = 64
-    for precision, gram in (("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)):
+    for precision, gram in (
+        ("high", lambda a: 8 * a + 28),
+        ("medium", lambda a: 12 * a + 22),
+    ):
         for ratio in (1, 2, 4, 8):
             standard = Iteration(method=STANDARD, precision=precision).flops(n, ratio * n)
             assert standard == (20 * ratio + 10) * n**3
@@ -213,12 +229,22 @@ def test_the_device_decides_from_which_ratio_gram_pays() -> None:
     assert kernel.method_for(n, 19 * n // 8) == GRAM
     assert Iteration(products=DENSE).method_for(n, 15 * n // 8) == GRAM
     assert standard.flops(n, 4 * n) == (15 * 4 + 5) * n**3
-    assert Iteration(method=GRAM, products=KERNEL).flops(n, 4 * n) == (9 * 4 + 19) * n**3
+    assert (
+        Iteration(
+            method=GRAM,
+            products=KERNEL,
+        ).flops(n, 4 * n)
+        == (9 * 4 + 19) * n**3
+    )
     small = KERNEL.from_rows - 8
     assert kernel.flops(small, 4 * small) == Iteration(products=DENSE).flops(small, 4 * small)
     assert standard.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
     assert (
-        Iteration(method=STANDARD, products=HALVES).flops(512, 512) == 5 * (1.5 + 1.5 + 2) * 512**3
+        Iteration(
+            method=STANDARD,
+            products=HALVES,
+        ).flops(512, 512)
+        == 5 * (1.5 + 1.5 + 2) * 512**3
     )
 
 
@@ -280,7 +306,12 @@ ALONE, OF_TWO = Team((0,), ()), Team((1, 0), (), ((0, 2),))
     ("steps", "team", "shapes", "sizes"),
     [
         *(
-            (steps, ALONE, ((16, 40), (40, 16), (24, 24), (8, 40)), [(16, 16), (16, 40), (24, 24)])
+            (
+                steps,
+                ALONE,
+                ((16, 40), (40, 16), (24, 24), (8, 40)),
+                [(16, 16), (16, 40), (24, 24)],
+            )
             for steps in (0, 3, 7)
         ),
         (3, OF_TWO, ((40, 16),), [(16, 16), (16, 24)]),

@@ -37,14 +37,22 @@ def lowbias32(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "step", "key"), [(1, 1, 0, 0), (20, 200, 2**40, 2**32 - 1), (7, 129, 17, 3)]
+    ("rows", "cols", "step", "key"),
+    [
+        (1, 1, 0, 0),
+        (20, 200, 2**40, 2**32 - 1),
+        (7, 129, 17, 3),
+    ],
 )
 def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: int) -> None:
     """torch has signed numbers only: the same hash and rounding in numpy's unsigned ones give the
     same bits.
     """
     place = Place(key, row=3 * rows, col=5 * cols)
-    seed = np.frombuffer(hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(), "<u4")
+    seed = np.frombuffer(
+        hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(),
+        "<u4",
+    )
     of_row = lowbias32(np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0])
     of_col = lowbias32(np.arange(place.col, place.col + cols, dtype=np.uint32) ^ seed[1])
     mixed = (of_row[:, None] ^ of_col) * np.uint32(0x7FEB352D)

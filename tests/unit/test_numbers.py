@@ -179,5 +179,13 @@ def test_ranges_say_what_they_hold():
         == "a whole number, at least 1 (5 is usual)"
     )
     assert not Range(whole=True).holds(1.5)
-    assert not any(Range().holds(value) for value in (math.nan, math.inf, -math.inf, -1e-300))
+    assert not any(
+        Range().holds(value)
+        for value in (
+            math.nan,
+            math.inf,
+            -math.inf,
+            -1e-300,
+        )
+    )
     assert numbers.RANGES["muon_momentum"].holds(0.0)

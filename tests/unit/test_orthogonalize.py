@@ -20,7 +20,14 @@ from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
 from tests.support.rows import orthogonalized
 
-SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
+SHAPES = [
+    (8, 8),
+    (12, 5),
+    (5, 12),
+    (33, 7),
+    (1, 9),
+    (9, 1),
+]
 
 
 def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -155,7 +162,12 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(
     assert on_gpu.iteration.products is KERNEL
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
-    assert on_cpu.kernel_kinds(Team((0,), ()).slots(0, Matrix("w", (2048, 2048)))) == []
+    assert (
+        on_cpu.kernel_kinds(
+            Team((0,), ()).slots(0, Matrix("w", (2048, 2048))),
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])

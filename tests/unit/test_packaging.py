@@ -174,7 +174,11 @@ def test_no_python_is_one_line_and_exit_1_and_unusable_ones_are_named(bare_machi
     if version is not None:
         fake_python(tools / "python3", version)
     done = run_setup(tree, environment)
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1), done.stderr
+    assert (
+        done.returncode,
+        done.stdout,
+        len(done.stderr.splitlines()),
+    ) == (1, "", 1), done.stderr
     assert (
         f"{tools / 'python3'} is {version}" if version else "no Python 3.12 or 3.13 found"
     ) in done.stderr

@@ -145,7 +145,13 @@ def test_experts_that_leave_a_remainder_are_not_padded_to_all_ranks(limit_mb: in
     matrices = []
     for number in range(count):
         first, last = number * rows, (number + 1) * rows
-        held = [max(min(b, last) - max(a, first), 0) for a, b in pairwise(edges)]
+        held = [
+            max(
+                min(b, last) - max(a, first),
+                0,
+            )
+            for a, b in pairwise(edges)
+        ]
         matrices.append(row_sharded(f"expert{number}", (rows, cols), held))
     layout, memory = Layout(ranks, tuple(matrices)), Memory(2)
     buffer_bytes = None if limit_mb is None else limit_mb * 2**20
@@ -169,16 +175,36 @@ def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_
     assert figures.step_ms <= whole_step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("rows_per_rank", [[6, 1, 1], [1, 6, 1], [1, 1, 6]])
+@pytest.mark.parametrize(
+    "rows_per_rank",
+    [[6, 1, 1], [1, 6, 1], [1, 1, 6]],
+)
 def test_who_holds_most_owns(rows_per_rank: list[int]) -> None:
-    plan = make_plan(Layout(3, (row_sharded("w", (8, 4), rows_per_rank),)), [1.0], memory=Memory(4))
+    plan = make_plan(
+        Layout(3, (row_sharded("w", (8, 4), rows_per_rank),)),
+        [1.0],
+        memory=Memory(4),
+    )
     assert plan.owners == (rows_per_rank.index(6),)
 
 
 def test_owners_lie_where_their_rows_are() -> None:
     """Each matrix lies in one node, but for a row: nothing else goes between nodes."""
-    held = [[15, 16, 16, 16, 1, 0, 0, 0], [1, 0, 0, 0, 15, 16, 16, 16]]
-    layout = Layout(8, tuple(row_sharded(f"w{k}", (64, 64), held[k % 2]) for k in range(16)))
+    held = [
+        [15, 16, 16, 16, 1, 0, 0, 0],
+        [1, 0, 0, 0, 15, 16, 16, 16],
+    ]
+    layout = Layout(
+        8,
+        tuple(
+            row_sharded(
+                f"w{k}",
+                (64, 64),
+                held[k % 2],
+            )
+            for k in range(16)
+        ),
+    )
     memory = Memory(2)
     rules = TeamRules(memory.iteration.cost, [0] * 4 + [1] * 4, size=1)
     plan = make_plan(layout, [1.0] * 16, memory=memory, rules=rules)
@@ -189,7 +215,12 @@ def test_owners_lie_where_their_rows_are() -> None:
 def test_even_holders_keep_what_is_theirs() -> None:
     """Whole matrices, as many on every rank: nothing travels."""
     matrices = tuple(
-        Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40)
+        Matrix(
+            f"w{index}",
+            (8, 8),
+            (Shard(index % 4, 0, 8, 0, 8),),
+        )
+        for index in range(40)
     )
     plan = make_plan(Layout(4, matrices), [1.0] * 40, memory=Memory(4))
     assert plan.waves == ()
@@ -198,7 +229,17 @@ def test_even_holders_keep_what_is_theirs() -> None:
 
 
 def test_whole_matrices_move_when_one_rank_holds_all() -> None:
-    layout = Layout(4, tuple(row_sharded(f"w{index}", (8, 8), [8, 0, 0, 0]) for index in range(40)))
+    layout = Layout(
+        4,
+        tuple(
+            row_sharded(
+                f"w{index}",
+                (8, 8),
+                [8, 0, 0, 0],
+            )
+            for index in range(40)
+        ),
+    )
     plan = make_plan(layout, costs(layout), memory=Memory(4))
     assert plan.imbalance <= 1.05
     assert len(plan.whole[0]) == 10
@@ -206,7 +247,17 @@ def test_whole_matrices_move_when_one_rank_holds_all() -> None:
 
 def test_large_matrices_of_several_owners_travel_together() -> None:
     """One matrix a wave would leave all ranks but one idle."""
-    layout = Layout(4, tuple(row_sharded(f"w{index}", (64, 64), [16] * 4) for index in range(8)))
+    layout = Layout(
+        4,
+        tuple(
+            row_sharded(
+                f"w{index}",
+                (64, 64),
+                [16] * 4,
+            )
+            for index in range(8)
+        ),
+    )
     plan = planned(layout, 400_000)
     assert [sorted(plan.owners[index] for index in wave) for wave in plan.waves] == [
         [0, 1, 2, 3]
@@ -215,7 +266,17 @@ def test_large_matrices_of_several_owners_travel_together() -> None:
 
 def test_many_matrices_make_several_waves() -> None:
     few, layout = (
-        Layout(2, tuple(row_sharded(f"w{index}", (256, 256), [128, 128]) for index in range(count)))
+        Layout(
+            2,
+            tuple(
+                row_sharded(
+                    f"w{index}",
+                    (256, 256),
+                    [128, 128],
+                )
+                for index in range(count)
+            ),
+        )
         for count in (8, 48)
     )
     assert len(make_plan(few, costs(few), memory=Memory(4)).waves) == 1, (
@@ -228,7 +289,12 @@ def test_many_matrices_make_several_waves() -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from([64, 96, 256]), st.booleans())
+@given(
+    st.integers(2, 8),
+    st.integers(1, 4),
+    st.sampled_from([64, 96, 256]),
+    st.booleans(),
+)
 def test_loads_are_even_where_matrices_are_many(
     ranks: int, kinds: int, hidden: int, whole: bool
 ) -> None:
@@ -236,7 +302,9 @@ def test_loads_are_even_where_matrices_are_many(
     matrices = []
     for index in range(30 * ranks):
         shape = shapes[index % kinds]
-        rows = [shape[0] // ranks] * (ranks - 1) + [shape[0] - shape[0] // ranks * (ranks - 1)]
+        rows = [shape[0] // ranks] * (ranks - 1) + [
+            shape[0] - shape[0] // ranks * (ranks - 1),
+        ]
         if whole:
             rows = [shape[0] if rank == index // 7 % ranks else 0 for rank in range(ranks)]
         matrices.append(row_sharded(f"w{index}", shape, rows))
@@ -246,7 +314,14 @@ def test_loads_are_even_where_matrices_are_many(
 
 def test_whole_matrices_are_cut_to_the_buffer() -> None:
     """A rank that owns all of a model would otherwise stack all of it at once."""
-    matrices = tuple(Matrix(f"m{i}", (8, 8), (Shard(0, 0, 8, 0, 8),)) for i in range(10))
+    matrices = tuple(
+        Matrix(
+            f"m{i}",
+            (8, 8),
+            (Shard(0, 0, 8, 0, 8),),
+        )
+        for i in range(10)
+    )
     plan = make_plan(
         Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 4, memory=Memory(4)
     )
@@ -256,13 +331,19 @@ def test_whole_matrices_are_cut_to_the_buffer() -> None:
         max(plan.memory.whole([matrices[index] for index in part]) for part in parts)
         <= plan.buffer_bytes
     )
-    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, memory=Memory(4)).fillers(
-        0
-    ) == (tuple(range(10)),)
+    assert make_plan(
+        Layout(1, matrices),
+        [1.0] * 10,
+        buffer_bytes=2**20,
+        memory=Memory(4),
+    ).fillers(0) == (tuple(range(10)),)
 
 
 @given(
-    st.lists(st.sampled_from([(8, 8), (8, 16), (4, 64)]), max_size=30),
+    st.lists(
+        st.sampled_from([(8, 8), (8, 16), (4, 64)]),
+        max_size=30,
+    ),
     st.integers(1, 40),
     st.integers(1, 40_000),
 )
@@ -270,7 +351,11 @@ def test_whole_matrices_go_in_parts_of_equal_shapes(
     shapes: list[tuple[int, int]], at_least: int, limit: int
 ) -> None:
     matrices = tuple(
-        Matrix(f"m{i}", shape, (Shard(0, 0, shape[0], 0, shape[1]),))
+        Matrix(
+            f"m{i}",
+            shape,
+            (Shard(0, 0, shape[0], 0, shape[1]),),
+        )
         for i, shape in enumerate(shapes)
     )
     memory, layout = Memory(4), Layout(1, matrices)
@@ -298,7 +383,12 @@ MODEL = Layout(
         row_sharded(f"layer{k}.{name}", shape, rows, split)
         for k in range(4)
         for name, shape, rows, split in (
-            ("qkv", (1536, 1024), [512, 1000, 24], RowSplit(4, (256, 64, 64))),
+            (
+                "qkv",
+                (1536, 1024),
+                [512, 1000, 24],
+                RowSplit(4, (256, 64, 64)),
+            ),
             ("proj", (1024, 1024), [0, 24, 1000], None),
             ("fc1", (4096, 1024), [1500, 1500, 1096], RowSplit(1, (2048, 2048))),
             ("fc2", (1024, 4096), [0, 1024, 0], None),

@@ -76,7 +76,14 @@ def message(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
         pytest.param("llama3-8b", 4096, 32 * 4, 32 * 218_103_808, False, marks=pytest.mark.wide),
         ("llama3-70b", 64, 80 * 4, 80 * 855_638_016, True),
         ("moe-large", 128, 48 * (64 * 2 + 5), None, True),
-        pytest.param("moe-large", 4096, 48 * (64 * 2 + 5), None, False, marks=pytest.mark.wide),
+        pytest.param(
+            "moe-large",
+            4096,
+            48 * (64 * 2 + 5),
+            None,
+            False,
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_the_shipped_models_are_planned(

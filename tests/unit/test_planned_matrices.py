@@ -224,7 +224,12 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
 @settings(max_examples=60)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=8
+        st.tuples(
+            st.integers(1, 9),
+            st.sampled_from([1, 2, 3, 4, 6, 8]),
+        ),
+        min_size=1,
+        max_size=8,
     ),
     st.integers(1, 5),
 )

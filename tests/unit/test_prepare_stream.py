@@ -242,7 +242,12 @@ def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    "staging_pages", [3, 4, *(pytest.param(n, marks=pytest.mark.wide) for n in range(5, 13))]
+    "staging_pages",
+    [
+        3,
+        4,
+        *(pytest.param(n, marks=pytest.mark.wide) for n in range(5, 13)),
+    ],
 )
 @pytest.mark.parametrize("place", [HOST, DISK])
 def test_no_slot_is_rewritten_before_its_event(

@@ -145,7 +145,13 @@ def test_all_output_is_shown_and_logged(tmp_path):
 
     def run(code: str, **how: bool) -> None:
         env = dict(os.environ)
-        watch(python(code), log, env=env, show=lambda event: lines.append(event["line"]), **how)
+        watch(
+            python(code),
+            log,
+            env=env,
+            show=lambda event: lines.append(event["line"]),
+            **how,
+        )
 
     run(code)
     assert log.read_text("utf-8") == "zwölf\nüber"

@@ -53,7 +53,11 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
     """
     chunk = torch.nn.Linear(8, 6, bias=False)
     chunk.weight.orig_param = torch.empty(3, 8)
-    Progress(on_gpu=False).watch(lambda *_: SimpleNamespace(), None, [chunk, torch.nn.Linear(2, 2)])
+    Progress(on_gpu=False).watch(
+        lambda *_: SimpleNamespace(),
+        None,
+        [chunk, torch.nn.Linear(2, 2)],
+    )
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
     assert torch.__version__.startswith(facts["versions"]["torch"])
@@ -110,7 +114,15 @@ def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, s
     settings.validation_set_names = None
     module.save(lambda iteration: None, 20)
     told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
-    validations = [(e["step"], e["loss"], e["what"]) for e in told if e["event"] == "validation"]
+    validations = [
+        (
+            e["step"],
+            e["loss"],
+            e["what"],
+        )
+        for e in told
+        if e["event"] == "validation"
+    ]
     sets = ((2.0, "code"), (3.0, "text"))
     kinds = ("validation", "test")
     assert validations == [

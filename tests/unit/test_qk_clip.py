@@ -46,7 +46,13 @@ def seen_by_attention(model: Any) -> Iterator[dict[Any, tuple[torch.Tensor, ...]
     ) -> Any:
         heads = range(query.shape[1])
         of_heads = [
-            query[:, h] @ key[:, h * key.shape[1] // len(heads)].mT * module.scaling for h in heads
+            query[:, h]
+            @ key[
+                :,
+                h * key.shape[1] // len(heads),
+            ].mT
+            * module.scaling
+            for h in heads
         ]
         found[module] = tuple(
             x.detach() for x in (query, key, value, torch.stack(of_heads, 1) + mask)

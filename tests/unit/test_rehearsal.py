@@ -120,7 +120,10 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
 def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
     """prime-rl #3437: FSDP2 gives ranks five rows, two or none; equal shards did not fit."""
     held = [5] * 14 + [2, 0]
-    group = Group("dense", layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)]))
+    group = Group(
+        "dense",
+        layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)]),
+    )
     of = rehearsal(group, muon_exchange_buffer_mb=0.25)
     record = recorded(dataclasses.replace(of, world_size=16), [0, 13, 14, 15])
     assert check(record) == []
@@ -197,7 +200,10 @@ def test_a_rank_that_does_something_else_is_found(
 
 def test_ranks_that_wait_for_each_other_are_found(both: Recorded) -> None:
     """Each group has one order on all of its ranks; one rank takes the groups in another order."""
-    stuck = found(check(replaced(both, 3, rehearse_rank(3, rehearsal(*BOTH[::-1])))), "order")
+    stuck = found(
+        check(replaced(both, 3, rehearse_rank(3, rehearsal(*BOTH[::-1])))),
+        "order",
+    )
     text = "waits for collective 0 of their group, which"
     assert all(text in finding.text for finding in stuck)
     assert any(3 in finding.ranks for finding in stuck)
@@ -271,7 +277,11 @@ def test_every_group_is_connected_on_its_device_before_messages_of_some_ranks(
 
 def in_teams(world_size: int, hardware: Hardware, *, matrices: int, **lie: int) -> Rehearsal:
     """Groups of four ranks that own experts' matrices in teams of two."""
-    group = Group("experts", layout("expert", [((256, 128), [64] * 4)] * matrices), **lie)
+    group = Group(
+        "experts",
+        layout("expert", [((256, 128), [64] * 4)] * matrices),
+        **lie,
+    )
     of = rehearsal(group, muon_team_size="2", muon_exchange_buffer_mb=None)
     return dataclasses.replace(of, world_size=world_size, hardware=hardware)
 

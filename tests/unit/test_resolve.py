@@ -26,7 +26,12 @@ def layers(parser, tmp_path, monkeypatch):
 
 def test_a_command_line_is_read_back_as_pairs(parser):
     line = ["--lr", "1", "--bf16", "--data-path", "a", "b", "--seed=-3"]
-    expected = [("--lr", ("1",)), ("--bf16", ()), ("--data-path", ("a", "b")), ("--seed", ("-3",))]
+    expected = [
+        ("--lr", ("1",)),
+        ("--bf16", ()),
+        ("--data-path", ("a", "b")),
+        ("--seed", ("-3",)),
+    ]
     assert pairs(line, parser._option_string_actions) == expected
 
 

@@ -86,7 +86,10 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
         ),
         {"0.weight": "embedding", "3.weight": "output layer"},
     ),
-    "one output": (lambda: stacked(nn.Linear(WIDTH, 5), nn.Linear(5, 1)), {"1.weight": "vector"}),
+    "one output": (
+        lambda: stacked(nn.Linear(WIDTH, 5), nn.Linear(5, 1)),
+        {"1.weight": "vector"},
+    ),
     "Llama": (
         lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
         {"model.embed_tokens.weight": "embedding", "lm_head.weight": "output layer"},

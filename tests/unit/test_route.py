@@ -37,7 +37,11 @@ def layouts(draw: st.DrawFn) -> Layout:
         by_rows = draw(st.booleans())
         side = rows if by_rows else cols
         copies = draw(st.sampled_from([1, 2]))
-        edges = [0, *sorted(draw(st.integers(0, side)) for _ in range(RANKS // copies - 1)), side]
+        edges = [
+            0,
+            *sorted(draw(st.integers(0, side)) for _ in range(RANKS // copies - 1)),
+            side,
+        ]
         held = [
             (start, end - start, 0, cols) if by_rows else (0, rows, start, end - start)
             for start, end in itertools.pairwise(edges)
@@ -54,7 +58,9 @@ def whole(number: int, matrix: Matrix) -> torch.Tensor:
 def slot_of(slot: BlockSlice, layout: Layout) -> torch.Tensor:
     """What a slot is to have, by the split's own views."""
     matrix = layout.matrices[slot.index]
-    block = matrix.split.views(whole(slot.index, matrix))[slot.block or 0].reshape(slot.of)
+    block = matrix.split.views(
+        whole(slot.index, matrix),
+    )[slot.block or 0].reshape(slot.of)
     long = block if slot.is_tall else block.mT
     starts = [
         BlockSlice(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape
@@ -73,7 +79,12 @@ def exchanged(
     """
     parts = [buffer.split(of_rank) for buffer, of_rank in zip(sent, counts, strict=True)]
     assert [list(of_rank) for of_rank in zip(*counts, strict=True)] == received
-    return [torch.cat([parts[source][rank] for source in range(RANKS)]) for rank in range(RANKS)]
+    return [
+        torch.cat(
+            [parts[source][rank] for source in range(RANKS)],
+        )
+        for rank in range(RANKS)
+    ]
 
 
 @settings(deadline=None)
@@ -127,7 +138,9 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
     for route, arrived, stacks, before in zip(
         routes, exchanged(back, *counts), stacked, rows, strict=True
     ):
-        returned = torch.cat([arrived, torch.full((route.numel - len(arrived),), torch.nan)])
+        returned = torch.cat(
+            [arrived, torch.full((route.numel - len(arrived),), torch.nan)],
+        )
         Copies(route.own_updates, stacks, returned)()
         own_updates = torch.full((route.numel,), torch.nan)
         Copies(route.returned.copies, returned, own_updates)()
@@ -139,7 +152,11 @@ def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     layout = Layout(
         RANKS,
         tuple(
-            from_rectangles(str(k), (8, 4), [(2 * r, 2, 0, 4) for r in range(RANKS)])
+            from_rectangles(
+                str(k),
+                (8, 4),
+                [(2 * r, 2, 0, 4) for r in range(RANKS)],
+            )
             for k in (0, 1)
         ),
     )
@@ -151,6 +168,8 @@ def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     ]
     check_wave(layout, routes)
     owner = routes[teams[0].ranks[0]]
-    owner.stacks[0] = owner.stacks[0]._replace(slots=owner.stacks[0].slots[::-1])
+    owner.stacks[0] = owner.stacks[0]._replace(
+        slots=owner.stacks[0].slots[::-1],
+    )
     with pytest.raises(AssertionError):
         check_wave(layout, routes)

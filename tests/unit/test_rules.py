@@ -69,7 +69,11 @@ def run_both(optimizer: torch.optim.Optimizer, reference: torch.optim.Optimizer)
     return max(float((p - q).abs().max()) for p, q in pairs)
 
 
-def upstream(kind: type[eo.Muon], params: list[torch.nn.Parameter], decay: float) -> eo.Muon:
+def upstream(
+    kind: type[eo.Muon],
+    params: list[torch.nn.Parameter],
+    decay: float,
+) -> eo.Muon:
     settings = {name: SETTINGS[name] for name in ("lr", "momentum", "nesterov")}
     return kind(
         params,
@@ -118,7 +122,9 @@ def test_an_update_of_zero_lets_weights_decay() -> None:
 
 
 def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
-    stack = torch.nn.Parameter(torch.stack([torch.eye(3, 4), 5.0 * torch.eye(3, 4)]))
+    stack = torch.nn.Parameter(
+        torch.stack([torch.eye(3, 4), 5.0 * torch.eye(3, 4)]),
+    )
     optimizer = on_spheres([stack])
     stack.grad = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
     optimizer.step()
@@ -159,7 +165,12 @@ def test_an_update_that_is_skipped_leaves_weights_and_second_moments_alone(
             mine[0].grad[2, 1] = torch.inf  # type: ignore[index]
         optimizer.step()
         return [
-            torch.cat([p.detach().flatten(), optimizer.state[p].get(MOMENT2, p[:0]).flatten()])
+            torch.cat(
+                [
+                    p.detach().flatten(),
+                    optimizer.state[p].get(MOMENT2, p[:0]).flatten(),
+                ],
+            )
             for p in mine
         ]
 
@@ -222,18 +233,42 @@ def test_an_update_along_the_matrix_does_not_throw_it_far(seed: int) -> None:
     weight.grad = torch.empty_like(weight)
     hyperball.begin(Step([{"lr": 0.99999}], lambda slot: [], SILENT))
     with torch.no_grad():
-        hyperball.after(Part([0], [weight], [{}], update, [update.view(64, 64)], [weight.data]))
+        hyperball.after(
+            Part(
+                [0],
+                [weight],
+                [{}],
+                update,
+                [update.view(64, 64)],
+                [weight.data],
+            ),
+        )
         hyperball.end()
     assert float(weight.detach().norm()) < 1.1 * norm
 
 
 def test_of_replicas_one_sends() -> None:
     """A norm over the shards of all ranks counts each shard once."""
-    layout = Layout(3, (from_rectangles("w", (9, 4), [(0, 5, 0, 4), (5, 4, 0, 4), (0, 5, 0, 4)]),))
+    layout = Layout(
+        3,
+        (
+            from_rectangles(
+                "w",
+                (9, 4),
+                [
+                    (0, 5, 0, 4),
+                    (5, 4, 0, 4),
+                    (0, 5, 0, 4),
+                ],
+            ),
+        ),
+    )
     sent = []
     for rank in range(3):
         group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 3)
-        sent.append(Hyperball(Held(layout, group, torch.device("cpu"), [1]), {})._sent.tolist())
+        sent.append(
+            Hyperball(Held(layout, group, torch.device("cpu"), [1]), {})._sent.tolist(),
+        )
     assert sent == [[1.0], [1.0], [0.0]]
 
 
@@ -245,7 +280,13 @@ def test_passes_share_a_cache() -> None:
     tensors = [torch.empty(size, device="meta") for size in sizes]
     on_cpu = [SimpleNamespace(numel=tensor.numel, device=torch.device("cpu")) for tensor in tensors]
     parts = [(part.start, part.stop) for part in together(on_cpu)]  # type: ignore[arg-type]
-    assert parts == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
+    assert parts == [
+        (0, 2),
+        (2, 3),
+        (3, 4),
+        (4, 6),
+        (6, 7),
+    ]
     assert list(together([])) == []
 
 
@@ -262,7 +303,12 @@ def test_the_example_of_the_design_is_a_rule_and_works() -> None:
     for bound in (0.0, 0.01, 1e9):
         optimizer = sharded(parameters())
         *first, decay, descent = optimizer.rules
-        optimizer.rules = [*first, found["Clip"](first[0].held, {"bound": bound}), decay, descent]
+        optimizer.rules = [
+            *first,
+            found["Clip"](first[0].held, {"bound": bound}),
+            decay,
+            descent,
+        ]
         weights[bound] = train(optimizer, range(1))
     plain = train(sharded(parameters()), range(1))
     for old, none, some, all_of_it, muon in zip(
@@ -304,7 +350,15 @@ class Whitened(Rule):
 def whitening(weights: list[torch.nn.Parameter], team_size: str = "auto") -> ShardedMuon:
     shapes = [(p.shape[0], p.shape[1]) for p in weights]
     layout = Layout(
-        1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(shapes))
+        1,
+        tuple(
+            row_sharded(
+                f"w{i}",
+                shape,
+                [shape[0]],
+            )
+            for i, shape in enumerate(shapes)
+        ),
     )
     held = Held(layout, Alone(), CPU, [1] * len(weights))  # type: ignore[arg-type]
     rules = make_rules(("momentum", "descent"), held, {"nesterov": False})
@@ -337,7 +391,11 @@ def test_a_rule_takes_the_place_of_the_iteration_and_keeps_state_with_the_owner(
     resumed = whitening([torch.nn.Parameter(weight) for weight in stepped])
     for mine_rule, rule in zip(optimizer.rules, resumed.rules, strict=True):
         rule.load_owned_state(mine_rule.owned_state())
-    for p, q in zip(train(optimizer, range(1, 3)), train(resumed, range(1, 3)), strict=True):
+    for p, q in zip(
+        train(optimizer, range(1, 3)),
+        train(resumed, range(1, 3)),
+        strict=True,
+    ):
         assert torch.equal(p, q)
 
 

@@ -65,7 +65,14 @@ def test_state_is_in_the_memory_of_the_step() -> None:
     for slots in optimizer.state.values():
         slots["momentum_buffer"].zero_()
     fresh = megatron_muon.Muon(
-        [(n, nn.Parameter(p.detach().clone())) for n, p in net.named_parameters()], lr=0.1
+        [
+            (
+                n,
+                nn.Parameter(p.detach().clone()),
+            )
+            for n, p in net.named_parameters()
+        ],
+        lr=0.1,
     )
     theirs = [p for group in fresh.param_groups for p in group["params"]]
     for p, other in zip(net.parameters(), theirs, strict=True):
@@ -171,7 +178,10 @@ def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
         assert all(torch.equal(slots[slot], after[key][slot]) for slot in slots)
 
 
-@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor(3.0).double()])
+@pytest.mark.parametrize(
+    "count",
+    [3, torch.tensor(3), torch.tensor(3.0).double()],
+)
 def test_whole_numbers_of_steps_are_loaded(count: Any) -> None:
     """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in
     the step.

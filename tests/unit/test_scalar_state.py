@@ -64,7 +64,10 @@ def wrapped(kind: type[torch.optim.Optimizer], params: list[torch.Tensor]) -> An
                     slot: torch.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")
                 }
 
-    groups = [{"params": params[:3], "lr": 0.01}, {"params": params[3:], "lr": 0.02}]
+    groups = [
+        {"params": params[:3], "lr": 0.01},
+        {"params": params[3:], "lr": 0.02},
+    ]
     return SimpleNamespace(optimizer=kind(groups, lr=0.01), config=None, init_state_fn=init_state)
 
 
@@ -117,9 +120,10 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
         }
     )
     assert kept.state()[pieced[0]]["exp_avg"].unique().tolist() == [1.0]
-    assert torch.equal(kept.state()[pieced[2]]["exp_avg"], slots[pieced[2]]["exp_avg"]), (
-        "it stays as it was"
-    )
+    assert torch.equal(
+        kept.state()[pieced[2]]["exp_avg"],
+        slots[pieced[2]]["exp_avg"],
+    ), "it stays as it was"
 
 
 def test_empty_shards_are_stepped_over_in_step() -> None:

@@ -26,7 +26,12 @@ class Plain(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(POSITIONS, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Linear(a, b) for a, b in ((WIDTH, wide), (wide, POSITIONS), (POSITIONS, WIDTH))
+            nn.Linear(a, b)
+            for a, b in (
+                (WIDTH, wide),
+                (wide, POSITIONS),
+                (POSITIONS, WIDTH),
+            )
         )
         self.norm = nn.LayerNorm(WIDTH)
         if head:

@@ -47,7 +47,14 @@ class Group:
 def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan:
     layout = Layout(
         ranks,
-        tuple(Matrix(f"w{i}", shape, everywhere(shape, ranks)) for i, shape in enumerate(shapes)),
+        tuple(
+            Matrix(
+                f"w{i}",
+                shape,
+                everywhere(shape, ranks),
+            )
+            for i, shape in enumerate(shapes)
+        ),
     )
     costs = [float(rows * cols) for rows, cols in shapes]
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
@@ -95,7 +102,11 @@ def step(
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=9),
+    st.lists(
+        st.tuples(st.integers(1, 6), st.integers(1, 6)),
+        min_size=1,
+        max_size=9,
+    ),
     st.integers(1, 4),
     st.sampled_from([0, 1000, 2**20]),
 )

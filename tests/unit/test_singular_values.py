@@ -92,7 +92,12 @@ def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
         strength, power = torch.rand(2, dtype=torch.double, generator=generator)
         spectra.append(torch.arange(1, m + 1).double() ** (-3 * power))
         spectra.append(torch.exp(-20 * strength * exponents))
-        dominant[1:] *= math.sqrt(1 - (0.5 + strength / 2) ** 2) / dominant[1:].norm()
+        dominant[1:] *= (
+            math.sqrt(
+                1 - (0.5 + strength / 2) ** 2,
+            )
+            / dominant[1:].norm()
+        )
         dominant[0] = 0.5 + strength / 2
         spectra.append(dominant)
     values = torch.stack(spectra)

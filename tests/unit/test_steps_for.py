@@ -153,7 +153,17 @@ def test_the_planner_spreads_work_by_steps_and_the_digest_has_them() -> None:
     rules = TeamRules(iteration.cost, [0, 0], size=1)
 
     def plan(*steps: int):
-        layout = Layout(2, tuple(row_sharded(f"w{i}", (16, 16), (8, 8)) for i in range(4)))
+        layout = Layout(
+            2,
+            tuple(
+                row_sharded(
+                    f"w{i}",
+                    (16, 16),
+                    (8, 8),
+                )
+                for i in range(4)
+            ),
+        )
         matrices = tuple(
             replace(matrix, steps=n) for matrix, n in zip(layout.matrices, steps, strict=True)
         )
@@ -189,7 +199,9 @@ def test_muon_for_any_model_takes_steps_by_name() -> None:
         megatron_muon.Muon([(name, p)], ns_steps=steps, **settings)
         for (name, p), steps in zip(theirs.named_parameters(), (5, 3, 8), strict=True)
     ]
-    for seed, (mine, other) in enumerate(zip(ours.parameters(), theirs.parameters(), strict=True)):
+    for seed, (mine, other) in enumerate(
+        zip(ours.parameters(), theirs.parameters(), strict=True),
+    ):
         mine.grad = randn(16, 10, seed=seed)
         other.grad = mine.grad.clone()
     for each in (optimizer, *alone):

@@ -73,9 +73,22 @@ TAG = "lm loss validation"
     ("points", "losses"),
     [
         # Megatron writes the test set's loss under this tag, later, at the same iteration.
-        ([(TAG, 15, 5.5), (TAG, 30, 4.5), (TAG, 30, 9.9)], {"validation": 4.5}),
-        ([(TAG, 30, 4.5), (f"{TAG} ppl", 30, 90.0), (f"{TAG} vs samples", 9, 8.0)], {TAG[8:]: 4.5}),
-        ([(f"{TAG}-code", 30, 4.0), (f"{TAG}-prose", 30, 5.0)], {"code": 4.0, "prose": 5.0}),
+        (
+            [(TAG, 15, 5.5), (TAG, 30, 4.5), (TAG, 30, 9.9)],
+            {"validation": 4.5},
+        ),
+        (
+            [
+                (TAG, 30, 4.5),
+                (f"{TAG} ppl", 30, 90.0),
+                (f"{TAG} vs samples", 9, 8.0),
+            ],
+            {TAG[8:]: 4.5},
+        ),
+        (
+            [(f"{TAG}-code", 30, 4.0), (f"{TAG}-prose", 30, 5.0)],
+            {"code": 4.0, "prose": 5.0},
+        ),
     ],
 )
 def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, points, losses):

@@ -42,10 +42,15 @@ def one_by_one(runs: list[Piece]) -> list[Piece]:
 @given(data=st.data())
 def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
     groups, parts = data.draw(
-        st.tuples(st.integers(1, 7), st.lists(st.integers(1, 40), min_size=1, max_size=3))
+        st.tuples(
+            st.integers(1, 7),
+            st.lists(st.integers(1, 40), min_size=1, max_size=3),
+        )
     )
     split, cols = RowSplit(groups, tuple(parts)), data.draw(st.integers(1, 40))
-    bounds = sorted(data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)))
+    bounds = sorted(
+        data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)),
+    )
     held = [bounds[0], bounds[1] - bounds[0], split.rows - bounds[1]]
     matrix = row_sharded("w", (split.rows, cols), held, split)
     size = data.draw(st.sampled_from(TEAM_SIZES[1:]))
@@ -86,7 +91,10 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
         rooms[block_slice.block].append(room)
     assert seen.eq(1).all()
     for block, of_block in zip(blocks, rooms, strict=True):
-        assert torch.equal(torch.cat(of_block, dim=0 if len(block) > block.shape[1] else 1), block)
+        assert torch.equal(
+            torch.cat(of_block, dim=0 if len(block) > block.shape[1] else 1),
+            block,
+        )
 
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
@@ -106,7 +114,12 @@ def test_parts_of_long_sides_are_multiples_of_eight() -> None:
 
 
 def test_teams_lie_in_one_node() -> None:
-    assert chunks([0, 0, 0, 1, 1, 1], 2) == [(0, 1), (2,), (3, 4), (5,)]
+    assert chunks([0, 0, 0, 1, 1, 1], 2) == [
+        (0, 1),
+        (2,),
+        (3, 4),
+        (5,),
+    ]
     assert chunks([0, 1, 0, 1], 2) == [(0, 2), (1, 3)]
 
 
@@ -142,7 +155,10 @@ def test_a_matrix_beyond_a_ranks_share_gets_a_team() -> None:
 
 @pytest.mark.parametrize(
     ("shapes", "ranks"),
-    [([(4096, 4096)] * 64, 8), ([(64, 256), (64, 64)], 4)],
+    [
+        ([(4096, 4096)] * 64, 8),
+        ([(64, 256), (64, 64)], 4),
+    ],
     ids=["even", "small"],
 )
 def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], ranks: int) -> None:
@@ -152,14 +168,24 @@ def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], 
 
 
 def test_a_size_holds_for_all() -> None:
-    assert sizes(plan_of([(4096, 4096)] * 64, 8, rules(8, size=4))) == [4] * 64
+    assert (
+        sizes(
+            plan_of([(4096, 4096)] * 64, 8, rules(8, size=4)),
+        )
+        == [4] * 64
+    )
 
 
 def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
     split = RowSplit(1, (4096, 4096))
     matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
     cost = float(2 * Iteration(products=KERNEL).flops(4096, 4096))
-    plan = make_plan(Layout(2, (matrix,)), [cost], memory=Memory(2), rules=rules(2))
+    plan = make_plan(
+        Layout(2, (matrix,)),
+        [cost],
+        memory=Memory(2),
+        rules=rules(2),
+    )
     assert plan.teams[0].cuts == ((0, 1), (1, 1))
     assert plan.loads == (cost / 2, cost / 2)
 
@@ -172,7 +198,12 @@ def test_more_ranks_make_a_step_no_slower(most: int) -> None:
         for _ in range(32)
         for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     ]
-    loads = [max(plan_of(shapes, ranks, rules(ranks)).loads) for ranks in (64, 128, 256, most)]
+    loads = [
+        max(
+            plan_of(shapes, ranks, rules(ranks)).loads,
+        )
+        for ranks in (64, 128, 256, most)
+    ]
     assert all(after <= before for before, after in itertools.pairwise(loads)), loads
     assert loads[-1] < 0.5 * max(plan_of(shapes, most, None).loads)
 

@@ -204,7 +204,10 @@ def test_the_resolved_file_says_the_same(tmp_path):
 
 
 def test_equal_experiments_have_equal_hashes():
-    one = config_hash([("--lr", ("1",)), ("--bf16", ()), ("--save", ("a",))], {"A": "1"})
+    one = config_hash(
+        [("--lr", ("1",)), ("--bf16", ()), ("--save", ("a",))],
+        {"A": "1"},
+    )
     same = [("--bf16", ()), ("--lr", ("1",)), (TB, ("b",))]
     assert one == config_hash(same, {"A": "1"})
     assert one != config_hash(same, {"A": "2"})

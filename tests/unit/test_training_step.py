@@ -168,7 +168,11 @@ def test_the_step_adds_up_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "micro_batches", "collectives"),
-    [("optim_grads_params", 3, (6, 3)), ("optim_grads", 3, (1, 3)), ("optim", 3, (1, 1))],
+    [
+        ("optim_grads_params", 3, (6, 3)),
+        ("optim_grads", 3, (1, 3)),
+        ("optim", 3, (1, 1)),
+    ],
 )
 def test_sharded_weights_and_gradients_travel_in_each_micro_batch(
     strategy: str, micro_batches: int, collectives: tuple[int, int]
