@@ -214,7 +214,10 @@ def _joined(copies: Sequence[Copy]) -> list[Copy]:
 
 def _stepped(copies: Sequence[Copy]) -> list[Copy]:
     """Copies of equal shape and strides, at equal distances at both ends, as one with a further dimension."""
-    alike: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = defaultdict(list)
+    alike: dict[
+        tuple[tuple[int, ...], ...],
+        list[tuple[int, int]],
+    ] = defaultdict(list)
     for copy in copies:
         alike[copy.shape, copy.source.strides, copy.target.strides].append(
             (copy.source.offset, copy.target.offset)
@@ -223,7 +226,11 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
     for (shape, sources, targets), unsorted in alike.items():
         offsets, first = sorted(unsorted), 0
         steps = [
-            (after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)
+            (
+                after[0] - one[0],
+                after[1] - one[1],
+            )
+            for one, after in itertools.pairwise(offsets)
         ]
         while first < len(offsets):
             last = first
@@ -232,7 +239,11 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
             if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:
                 while last < len(steps) and steps[last] == steps[first]:
                     last += 1
-                more = ((last - first + 1,), (steps[first][0],), (steps[first][1],))
+                more = (
+                    (last - first + 1,),
+                    (steps[first][0],),
+                    (steps[first][1],),
+                )
             source, target = offsets[first]
             found.append(
                 Copy(

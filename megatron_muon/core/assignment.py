@@ -161,7 +161,10 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, *, cut: bool = True) -> _D
         block: {each: rules.cost(*block, each, kind.steps) for each in sizes if each <= max(block)}
         for block in set(blocks)
     }
-    order = sorted(range(len(blocks)), key=lambda number: (-cost[blocks[number]][1], number))
+    order = sorted(
+        range(len(blocks)),
+        key=lambda number: (-cost[blocks[number]][1], number),
+    )
     limits = (
         [0.0]
         if rules.size
@@ -324,7 +327,11 @@ class _Placement:
                 places = self._places[len(division.loads)]
                 after = (loads[places] + division.loads).max(axis=1)
                 fits = after <= max(cap, after.min())
-                missing = np.where(fits, (received - of.by_node)[nodes[places[:, 0]]], np.inf)
+                missing = np.where(
+                    fits,
+                    (received - of.by_node)[nodes[places[:, 0]]],
+                    np.inf,
+                )
                 chosen = places[int(np.where(missing == missing.min(), after, np.inf).argmin())]
                 loads[chosen] += division.loads
                 ranks = tuple(chosen.tolist())

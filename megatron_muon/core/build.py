@@ -143,7 +143,15 @@ def exchange_by(
         alone = Layout(
             1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices)
         )
-        local = [route(alone, part, [Team((0,), (0.0,))] * count, rank=0) for part in parts]
+        local = [
+            route(
+                alone,
+                part,
+                [Team((0,), (0.0,))] * count,
+                rank=0,
+            )
+            for part in parts
+        ]
     elif plan is None:
         owners = [Team((rank,), (0.0,))] * count
         routes = [

@@ -194,11 +194,19 @@ class Matrix:
                     f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}"
                 )
         tops = sorted(
-            {0, *(s.row_start for s in self.shards), *(s.row_start + s.rows for s in self.shards)}
+            {
+                0,
+                *(s.row_start for s in self.shards),
+                *(s.row_start + s.rows for s in self.shards),
+            }
             - {rows}
         )
         lefts = sorted(
-            {0, *(s.col_start for s in self.shards), *(s.col_start + s.cols for s in self.shards)}
+            {
+                0,
+                *(s.col_start for s in self.shards),
+                *(s.col_start + s.cols for s in self.shards),
+            }
             - {cols}
         )
         # of each cell between the edges of shards
@@ -306,7 +314,17 @@ class Layout:
             cut: one.shard_of(rank)
             for cut, one in {id(one.shards): one for one in matrices}.items()
         }
-        return [found[id(one.shards)] or Shard(rank, 0, 0, 0, one.shape[1]) for one in matrices]
+        return [
+            found[id(one.shards)]
+            or Shard(
+                rank,
+                0,
+                0,
+                0,
+                one.shape[1],
+            )
+            for one in matrices
+        ]
 
 
 def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:

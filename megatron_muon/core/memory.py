@@ -212,7 +212,13 @@ class Memory:
         for matrix in matrices:
             kinds += stacks(matrix.blocks, None, matrix.steps)
         kinds.update(
-            _kind(one.of, one.numel // min(one.of), len(one.ranks), one.steps) for one in slices
+            _kind(
+                one.of,
+                one.numel // min(one.of),
+                len(one.ranks),
+                one.steps,
+            )
+            for one in slices
         )
         stacked = sum(kind.smaller * kind.length * count for kind, count in kinds.items())
         work = max((self.work_of(kind, count) for kind, count in kinds.items()), default=0)

@@ -71,7 +71,10 @@ class Work:
     def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
         self.overwrites = sizes is not None
         self.memory: torch.Tensor | None = None
-        *places, self.nbytes = itertools.accumulate(map(aligned, (sizes or {}).values()), initial=0)
+        *places, self.nbytes = itertools.accumulate(
+            map(aligned, (sizes or {}).values()),
+            initial=0,
+        )
         self._places = dict(zip(sizes or {}, places, strict=True))
         self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._blocks: dict[int, Sequence[torch.Tensor]] = {}
@@ -222,7 +225,13 @@ def _normalized(
     magnitude is half.
     """
     square = (
-        r.diagonal(dim1=-2, dim2=-1).sum(dim=-1, keepdim=True, dtype=torch.float32).unsqueeze(-1)
+        r.diagonal(dim1=-2, dim2=-1)
+        .sum(
+            dim=-1,
+            keepdim=True,
+            dtype=torch.float32,
+        )
+        .unsqueeze(-1)
     )
     if least_norm is not None:
         square = torch.maximum(square, least_norm.square())
@@ -280,7 +289,14 @@ def _product(
     blocks = [work.blocks(stack) for stack in (out if base is None else base, left, right, out)]
     for c, a, b, result in zip(*blocks, strict=True):
         # Rows of a symmetric matrix are its columns, and lie together.
-        torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])
+        torch.addmm(
+            c[:, :half],
+            a,
+            b[:half].mT,
+            beta=beta,
+            alpha=alpha,
+            out=result[:, :half],
+        )
         torch.addmm(
             c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:]
         )

@@ -64,7 +64,11 @@ def to_unit_magnitude(
     factor = unit_factor(largest_magnitude(blocks)) if factor is None else factor
     if blocks.dtype == dtype:
         return blocks.mul_(factor.to(dtype))
-    out = (work or ns.Work()).take("x", blocks.new_empty(0, dtype=dtype), blocks.shape)
+    out = (work or ns.Work()).take(
+        "x",
+        blocks.new_empty(0, dtype=dtype),
+        blocks.shape,
+    )
     return torch.mul(blocks, factor, out=out)
 
 
@@ -168,7 +172,11 @@ class Orthogonalizer:
             updates = self._iterate(start, kind, least_norm, total, work)
             if number == 0:
                 probe.block(updates[0], kind.scale, team)
-            marks = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32).mul_(0.0)
+            marks = updates.sum(
+                dim=(-2, -1),
+                keepdim=True,
+                dtype=torch.float32,
+            ).mul_(0.0)
             torch.add(updates, marks.to(updates.dtype), out=part)
             all_marks.append(marks)
         return torch.cat(all_marks) if len(all_marks) > 1 else all_marks[0]

@@ -125,7 +125,12 @@ class Plan:
         if not self.whole[rank]:
             return ()
         left = self.memory.beside_waves(self.buffer_bytes, int(self._under_way[rank]))
-        return self.memory.parts(self.layout, self.whole[rank], left, max(len(self.waves), 1))
+        return self.memory.parts(
+            self.layout,
+            self.whole[rank],
+            left,
+            max(len(self.waves), 1),
+        )
 
     @cached_property
     def _under_way(self) -> Ints:
@@ -234,7 +239,10 @@ class _Needs:
                 self.travelling.append(index)
         self._in_wave = {index: self._bytes_in_wave(index) for index in self.travelling}
         # Of a wave of one matrix.
-        self.single = max((int(sizes.max()) for _, sizes in self._in_wave.values()), default=0)
+        self.single = max(
+            (int(sizes.max()) for _, sizes in self._in_wave.values()),
+            default=0,
+        )
         pairs = ((layout.matrices[index], teams[index]) for index in self.travelling)
         alike = Counter(
             (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
@@ -309,7 +317,10 @@ class _Needs:
     def interleaved(self) -> list[int]:
         """Travelling matrices by the share of their owners' work that lies before them, costly ones first."""
         teams, matrices, ranks = self.teams, self._layout.matrices, self._layout.world_size
-        order = sorted(self.travelling, key=lambda i: (-max(teams[i].loads), matrices[i].shape, i))
+        order = sorted(
+            self.travelling,
+            key=lambda i: (-max(teams[i].loads), matrices[i].shape, i),
+        )
         total, before = np.zeros(ranks), np.zeros(ranks)
         for index in order:
             total[list(teams[index].ranks)] += teams[index].loads
@@ -364,7 +375,12 @@ def schedule(travelling: int, local: int) -> list[int]:
 
 def moments_of(order: Sequence[int]) -> list[list[int]]:
     """For each wave the first moment of each of its stages, by the order in which waves go on."""
-    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    moments: list[list[int]] = [
+        []
+        for _ in range(
+            max(order, default=-1) + 1,
+        )
+    ]
     for moment, number in enumerate(order):
         moments[number].append(moment * MOMENTS)
     return moments

@@ -181,7 +181,11 @@ def make_route(
         for at, (index, _, _, shard, row, rows, col, cols, _) in placed:
             first = starts[index] + (row - shard.row_start) * shard.cols + col - shard.col_start
             copies.append(
-                Copy((rows, cols), Strided(first, (shard.cols, 1)), Strided(at, (cols, 1)))
+                Copy(
+                    (rows, cols),
+                    Strided(first, (shard.cols, 1)),
+                    Strided(at, (cols, 1)),
+                )
             )
         return copies
 

@@ -9,7 +9,14 @@ from torch.distributed.tensor import DTensor
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The rows of `tensor` that this rank holds, without a copy; of a stack of experts one expert below the other."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
+    return (
+        local.view(
+            local.shape[:-1].numel(),
+            local.shape[-1],
+        )
+        if local.ndim == 3
+        else local
+    )
 
 
 def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

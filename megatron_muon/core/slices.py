@@ -114,11 +114,27 @@ class BlockSlice:
     @property
     def _rows(self) -> tuple[int, int]:
         """First row in the block, and number of rows."""
-        return _part(self.of[0], self.place, len(self.ranks)) if self.is_tall else (0, self.of[0])
+        return (
+            _part(
+                self.of[0],
+                self.place,
+                len(self.ranks),
+            )
+            if self.is_tall
+            else (0, self.of[0])
+        )
 
     @property
     def _cols(self) -> tuple[int, int]:
-        return (0, self.of[1]) if self.is_tall else _part(self.of[1], self.place, len(self.ranks))
+        return (
+            (0, self.of[1])
+            if self.is_tall
+            else _part(
+                self.of[1],
+                self.place,
+                len(self.ranks),
+            )
+        )
 
     def _spans(self, groups: Iterable[int] | None = None) -> Iterator[tuple[int, int, int]]:
         """Rows that are consecutive in the matrix: the first there, how many, and the first in the slice.
@@ -235,7 +251,10 @@ class Team:
 
     def slots(self, index: int, matrix: Matrix) -> list[BlockSlice]:
         """The same block by block, also of one owner."""
-        return replace(self, cuts=self.cuts or ((0, 1),) * len(matrix.blocks)).slices(index, matrix)
+        return replace(
+            self,
+            cuts=self.cuts or ((0, 1),) * len(matrix.blocks),
+        ).slices(index, matrix)
 
 
 def _part(side: int, place: int, count: int) -> tuple[int, int]:

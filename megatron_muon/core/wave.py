@@ -60,7 +60,10 @@ class Chunk:
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The rows of each matrix `(rows, cols)` in a flat tensor of the chunk's elements."""
         return [
-            flat[held.start : held.start + held.shard.numel].view(held.shard.rows, held.shard.cols)
+            flat[held.start : held.start + held.shard.numel].view(
+                held.shard.rows,
+                held.shard.cols,
+            )
             for held in self.rows
         ]
 

@@ -114,7 +114,9 @@ class Hyperball(Rule):
                 [torch.dot(*(one.reshape(-1).float() for one in pair)) for pair in pairs]
             )
             self._found.append(
-                torch.stack([*torch.stack(norms).square().view(-1, 2).unbind(1), products])
+                torch.stack(
+                    [*torch.stack(norms).square().view(-1, 2).unbind(1), products],
+                )
             )
             self._pairs += pairs
             self._order += itertools.chain(*(self._places[index] for index in indices[some]))
@@ -128,7 +130,11 @@ class Hyperball(Rule):
             sums.index_copy_(1, order, torch.cat(self._found, dim=1) * self._sent[order])
         self._total(sums)
         shrink, pace = self._numbers(sums, self._rates)
-        scales = zip(shrink[order].unbind(), (shrink * pace).neg_()[order].unbind(), strict=True)
+        scales = zip(
+            shrink[order].unbind(),
+            (shrink * pace).neg_()[order].unbind(),
+            strict=True,
+        )
         for (weight, update), (of_weight, of_update) in zip(self._pairs, scales, strict=True):
             weight.mul_(of_weight).addcmul_(update, of_update)
         self._pairs, self._found, self._order = [], [], []

@@ -64,7 +64,15 @@ class Part:
     # before the exchange: which matrices no rank updates, bool; None: none
     failed: torch.Tensor | None = None
 
-    def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
+    def by_group(
+        self,
+    ) -> Iterator[
+        tuple[
+            dict[str, Any],
+            list[torch.Tensor],
+            list[torch.Tensor],
+        ]
+    ]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
         if len(set(map(id, self.groups))) == 1:
             flat = self.flat_state
