@@ -160,7 +160,7 @@ def _missing_bytes(file: Path, wanted: int) -> str | None:
 
 
 def _encoded(sums: Mapping[str, int]) -> str:
-    """The text of checksums.json, which has a checksum of its own."""
+    """The text of checksums.json, including its own checksum."""
     written = {name: f"{sums[name]:08x}" for name in _in_order(sums)}
     own = zlib.crc32(json.dumps(written).encode())
     return json.dumps({"crc32": written, "of_this": f"{own:08x}"}, indent=1) + "\n"

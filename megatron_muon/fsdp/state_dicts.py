@@ -35,7 +35,7 @@ class MuonState(torch.optim.Optimizer):
     _state_groups: list[Any]  # the ranks that agree on failures, in one order on all of them
 
     def _follow_exchanged(self) -> None:
-        """Follow parameters that a framework has put into `param_groups`."""
+        """Follow parameters that a framework has put into `param_groups`; `Muon` implements it."""
         raise NotImplementedError
 
     def _require_open(self) -> None:
