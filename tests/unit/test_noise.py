@@ -65,46 +65,6 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     assert np.array_equal(found, expected.view(np.float32))
 
 
-def test_random_numbers_are_uniform() -> None:
-    """Mean, variance and a chi-square over 256 bins of 2^20 numbers, within five deviations."""
-    numbers = random_numbers(1024, 1024)
-    count = numbers.numel()
-    assert abs(numbers.mean()) < 5 * math.sqrt(1 / 12 / count)
-    assert abs(numbers.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
-    bins = torch.histc(numbers, 256, -0.5, 0.5)
-    chi_square = ((bins - count / 256).square() / (count / 256)).sum()
-    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    """In standard deviations of what independent numbers would give."""
-    return float(12 * (one * other).mean() * math.sqrt(one.numel()))
-
-
-def test_random_numbers_are_not_correlated() -> None:
-    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps
-    and matrices.
-    """
-    size = 512
-    numbers = random_numbers(size, size)
-    found = {}
-    for apart in (1, 2, 8, 128):
-        found["rows", apart] = correlation(numbers[apart:], numbers[:-apart])
-        found["columns", apart] = correlation(numbers[:, apart:], numbers[:, :-apart])
-        found["both", apart] = correlation(numbers[apart:, apart:], numbers[:-apart, :-apart])
-    found["transposed"] = correlation(numbers, numbers.T)
-    for step in (1, 2, 3, 16, 1000):
-        found["step", step] = correlation(numbers, random_numbers(size, size, step=step))
-    for key in (HERE.key + 1, HERE.key ^ 1 << 31, 0):
-        found["key", key] = correlation(numbers, random_numbers(size, size, place=Place(key, 0, 0)))
-    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to
-    # the other three.
-    even, odd = slice(0, None, 2), slice(1, None, 2)
-    corners = numbers[even, even] * numbers[even, odd] * numbers[odd, even] * numbers[odd, odd]
-    found["corners"] = float(144 * corners.mean() * math.sqrt(corners.numel()))
-    assert max(map(abs, found.values())) < 4.5, found
-
-
 def largest_singular_value(numbers: Tensor) -> float:
     """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
     norm = torch.linalg.matrix_norm(numbers - numbers.mean(), 2)
