@@ -7,6 +7,7 @@ first step. It is scratch: no run reads the file of another. No collectives here
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -66,7 +67,7 @@ def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: i
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError if that has no room for it.
 
-    With `direct`, reads and writes bypass the page cache, so that errors show at once.
+    Reads and writes bypass the page cache, if possible, so that errors show at once.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
@@ -76,11 +77,8 @@ class MomentumFile:
         if size:  # 0 is an invalid size
             os.posix_fallocate(descriptor, 0, size)
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        try:
+        with contextlib.suppress(OSError):  # a file system without direct I/O
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            self.direct = True
-        except OSError:  # a file system without direct I/O
-            self.direct = False
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, page-aligned whole pages, from `offset`."""
