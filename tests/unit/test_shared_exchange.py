@@ -127,16 +127,3 @@ def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
     """Its plan has no waves."""
     shapes = [(4, 3), (1, 5), (2, 2)]
     assert step(planned(shapes, 1), shapes, 0, scheme) == ([], [0, 1, 2])
-
-
-def test_a_plan_for_other_ranks_is_refused() -> None:
-    plan = planned([(2, 2)], 2)
-    with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        exchange_by(
-            SHARED,
-            plan.layout,
-            Group(3, 0),
-            Orthogonalizer(),
-            Buffers(torch.device("cpu")),
-            plan=plan,
-        )
