@@ -78,73 +78,43 @@ QKV = f"{LAYER}self_attention.linear_qkv.weight"
 FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
-BLOCKS: dict[
-    str,
-    tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]],
-] = {
+ATTENTION = f"{LAYER}self_attention."
+EIGHT_HEADS, GATED_HEADS = (1, (4,) * 8), (1, (4,) * 12)
+BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
     "query, key and value": (
         GPT,
         QKV,
         32,
-        [
-            (2, (8, 4, 4)),
-            (2, (8, 4, 4)),
-            (1, (4,) * 8),
-            (1, (32,)),
-        ],
+        [(2, (8, 4, 4)), (2, (8, 4, 4)), EIGHT_HEADS, (1, (32,))],
     ),
     "gate between query and key": (
         GPT | {"attention_output_gate": True},
         QKV,
         48,
-        [
-            (2, (8, 8, 4, 4)),
-            (2, (8, 8, 4, 4)),
-            (1, (4,) * 12),
-            (1, (48,)),
-        ],
+        [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), GATED_HEADS, (1, (48,))],
     ),
-    "heads that are columns": (
-        GPT | GATED,
-        f"{LAYER}self_attention.linear_proj.weight",
-        16,
-        [(1, (16,))] * 4,
-    ),
-    **{
-        f"gate and up of {name}": (
-            GPT | GATED,
-            f"{LAYER}mlp.{name}",
-            20,
-            [
-                (1, (20,)),
-                (1, (10, 10)),
-                *[(1, (20,))] * 2,
-            ],
-        )
-        for name in (
-            *("linear_fc1.weight", "shared_experts.linear_fc1.weight"),
-            *("experts.linear_fc1.weight3", "experts.local_experts.1.linear_fc1.weight"),
-        )
-    },
+    "heads that are columns": (GPT | GATED, f"{ATTENTION}linear_proj.weight", 16, [(1, (16,))] * 4),
     "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
-    **{
-        name: (
-            LATENT,
-            f"{LAYER}self_attention.{name}.weight",
-            rows,
-            [plain, plain, heads, (1, (rows,))],
-        )
-        for name, rows, plain, heads in (
-            ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
-            ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
-            ("linear_q_down_proj", 5, (1, (5,)), (1, (5,))),
-            ("linear_kv_down_proj", 8, (1, (6, 2)), (1, (6, 2))),
-            ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
-            ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
-        )
-    },
 }
 """Sizes, a parameter's name and rows, and its blocks with PLAIN, SPLIT, HEADS and WHOLE."""
+
+for name in (
+    "linear_fc1.weight",
+    "shared_experts.linear_fc1.weight",
+    "experts.linear_fc1.weight3",
+    "experts.local_experts.1.linear_fc1.weight",
+):
+    gate_and_up = [(1, (20,)), (1, (10, 10)), (1, (20,)), (1, (20,))]
+    BLOCKS[f"gate and up of {name}"] = GPT | GATED, f"{LAYER}mlp.{name}", 20, gate_and_up
+for name, rows, plain, heads in (
+    ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
+    ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
+    ("linear_q_down_proj", 5, (1, (5,)), (1, (5,))),
+    ("linear_kv_down_proj", 8, (1, (6, 2)), (1, (6, 2))),
+    ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
+    ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
+):
+    BLOCKS[name] = LATENT, f"{ATTENTION}{name}.weight", rows, [plain, plain, heads, (1, (rows,))]
 
 
 @pytest.mark.parametrize("case", BLOCKS)
@@ -156,59 +126,30 @@ def test_each_setting_splits_what_it_names(case: str) -> None:
 
 
 IN_PROJ = f"{LAYER}mixer.in_proj.weight"
-SIZES = {"partition_sizes": [5, 5, 2, 2, 2]}
-PARTS = {
-    "a gate and an up of each of three ranks": (
-        GPT | GATED,
-        FC1,
-        (24, 8),
-        {},
-        SPLIT,
-        (3, (4, 4)),
-        (1, (4, 4)),
-    ),
-    "half a query group is one block": (
-        GPT,
-        QKV,
-        (32, 8),
-        {},
-        PLAIN,
-        (2, (8, 4, 4)),
-        (1, (8,)),
-    ),
-    # Mamba's z, x, B, C and dt went to Muon as one matrix.
-    "sizes that a layer states": (
-        GPT,
-        IN_PROJ,
-        (32, 16),
-        SIZES,
-        PLAIN,
-        (2, (5, 5, 2, 2, 2)),
-        (1, (5, 5, 2, 2, 2)),
-    ),
-    "sizes that a layer states, heads": (
-        GPT,
-        IN_PROJ,
-        (32, 16),
-        SIZES,
-        HEADS,
-        (2, (5, 5, 2, 2, 2)),
-        None,
-    ),
-    "sizes that a layer states, whole": (GPT, IN_PROJ, (32, 16), SIZES, WHOLE, (1, (32,)), None),
-}
-"""Sizes, a name, rows on all tensor-parallel ranks and on one, marks, and blocks on all and on one.
-"""
+MAMBA = {"partition_sizes": [5, 5, 2, 2, 2]}
 
 
-@pytest.mark.parametrize("case", PARTS)
-def test_blocks_over_tensor_parallel_ranks_and_on_one(case: str) -> None:
-    sizes, name, (rows, part), marks, settings, over_tp, on_one = PARTS[case]
-    config = TransformerConfig(**sizes)
-    parameter = tagged(config, name, (rows, 16), orig_param=torch.zeros(part, 16), **marks)
+@pytest.mark.parametrize(
+    ("name", "rows", "marks", "settings", "over_tp", "on_one"),
+    [
+        (FC1, (24, 8), {}, SPLIT, (3, (4, 4)), (1, (4, 4))),
+        (QKV, (32, 8), {}, PLAIN, (2, (8, 4, 4)), (1, (8,))),
+        # Mamba's z, x, B, C and dt went to Muon as one matrix.
+        (IN_PROJ, (32, 16), MAMBA, PLAIN, (2, (5, 5, 2, 2, 2)), (1, (5, 5, 2, 2, 2))),
+        (IN_PROJ, (32, 16), MAMBA, WHOLE, (1, (32,)), (1, (16,))),
+    ],
+)
+def test_blocks_over_tensor_parallel_ranks_and_on_one(
+    name, rows, marks, settings, over_tp, on_one
+) -> None:
+    """A gate and an up of each of three ranks; half a query group, which is one block; sizes that a
+    layer states.
+    """
+    whole, part = rows
+    config = TransformerConfig(**GPT, **GATED)
+    parameter = tagged(config, name, (whole, 16), orig_param=torch.zeros(part, 16), **marks)
     assert mp.block_split(parameter, settings) == RowSplit(*over_tp)
-    if on_one is not None:
-        assert mp.block_split(parameter, settings, over_tp=False) == RowSplit(*on_one)
+    assert mp.block_split(parameter, settings, over_tp=False) == RowSplit(*on_one)
 
 
 @pytest.mark.parametrize("over_tp", [True, False])
@@ -325,27 +266,3 @@ def test_a_stack_has_a_block_for_each_expert(
     assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(
         1, parts
     )
-
-
-def test_a_stack_cannot_be_split_into_rows_that_are_apart() -> None:
-    config = TransformerConfig(**GPT, **GATED)
-    config.moe_mlp_glu_interleave_size = 2
-    with pytest.raises(
-        ValueError, match="stacked experts need blocks of consecutive rows, got 2 groups"
-    ):
-        split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), SPLIT)
-
-
-def test_excluded_and_frozen_parameters() -> None:
-    config = TransformerConfig(**GPT)
-    qkv, frozen = (
-        torch.nn.Parameter(torch.zeros(32, 16)),
-        torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False),
-    )
-    chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
-    mp.tag_for_muon(chunks)
-    assert mp.is_muon_matrix(qkv)
-    with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
-        mp.tag_for_muon(chunks, exclude=["router"])
-    mp.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
-    assert not mp.is_muon_matrix(qkv)

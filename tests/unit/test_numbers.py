@@ -126,8 +126,6 @@ def test_the_buffers_of_bench_keep_to_it(text):
 )
 def test_what_is_no_number_and_what_no_float_holds_is_refused(value, wrong):
     """With 400 digits it was an OverflowError."""
-    pattern = (
-        rf"^muon_num_ns_steps .* is not (a )?{wrong}; choose a whole number, at least 1"
-    )
+    pattern = rf"^muon_num_ns_steps .* is not (a )?{wrong}; choose a whole number, at least 1"
     with pytest.raises(UserError, match=pattern):
         check_number("muon_num_ns_steps", value)

@@ -5,6 +5,7 @@ back.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,17 +59,10 @@ def whole(number: int, matrix: Matrix) -> torch.Tensor:
 def slot_of(slot: BlockSlice, layout: Layout) -> torch.Tensor:
     """What a slot is to have, by the split's own views."""
     matrix = layout.matrices[slot.index]
-    block = matrix.split.views(
-        whole(slot.index, matrix),
-    )[slot.block or 0].reshape(slot.of)
-    long = block if slot.is_tall else block.mT
-    starts = [
-        BlockSlice(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape
-        for place in range(slot.place)
-    ]
-    first = sum(shape[0 if slot.is_tall else 1] for shape in starts)
-    part = long[first : first + slot.shape[0 if slot.is_tall else 1]]
-    return part if slot.is_tall else part.mT
+    block = matrix.split.views(whole(slot.index, matrix))[slot.block or 0].reshape(slot.of)
+    dim = 0 if slot.is_tall else 1
+    before = [replace(slot, place=place).shape[dim] for place in range(slot.place)]
+    return block.narrow(dim, sum(before), slot.shape[dim])
 
 
 def exchanged(
@@ -79,12 +73,7 @@ def exchanged(
     """
     parts = [buffer.split(of_rank) for buffer, of_rank in zip(sent, counts, strict=True)]
     assert [list(of_rank) for of_rank in zip(*counts, strict=True)] == received
-    return [
-        torch.cat(
-            [parts[source][rank] for source in range(RANKS)],
-        )
-        for rank in range(RANKS)
-    ]
+    return [torch.cat(arrived) for arrived in zip(*parts, strict=True)]
 
 
 @settings(deadline=None)
@@ -108,11 +97,8 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
         flat = torch.full((route.numel,), torch.nan)
         for held in route.rows:
             shard = held.shard
-            full = whole(held.of, layout.matrices[held.of])
-            part = full[
-                shard.row_start : shard.row_start + shard.rows,
-                shard.col_start : shard.col_start + shard.cols,
-            ]
+            full = whole(held.of, layout.matrices[held.of]).narrow(0, shard.row_start, shard.rows)
+            part = full.narrow(1, shard.col_start, shard.cols)
             flat[held.start : held.start + shard.numel] = part.reshape(-1)
         rows.append(flat)
         sent.append(torch.full((route.send.numel,), torch.nan))
@@ -149,17 +135,9 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
 
 def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     """Negative control: two equal blocks in each other's place."""
-    layout = Layout(
-        RANKS,
-        tuple(
-            from_rectangles(
-                str(k),
-                (8, 4),
-                [(2 * r, 2, 0, 4) for r in range(RANKS)],
-            )
-            for k in (0, 1)
-        ),
-    )
+    held = [(2 * rank, 2, 0, 4) for rank in range(RANKS)]
+    matrices = [from_rectangles(name, (8, 4), held) for name in "01"]
+    layout = Layout(RANKS, tuple(matrices))
     plan = make_plan(layout, [1.0, 1.0], memory=Memory(4))
     teams = [plan.teams[0]] * 2
     routes = [
@@ -168,8 +146,7 @@ def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:
     ]
     check_wave(layout, routes)
     owner = routes[teams[0].ranks[0]]
-    owner.stacks[0] = owner.stacks[0]._replace(
-        slots=owner.stacks[0].slots[::-1],
-    )
+    stack = owner.stacks[0]
+    owner.stacks[0] = stack._replace(slots=stack.slots[::-1])
     with pytest.raises(AssertionError):
         check_wave(layout, routes)
