@@ -171,30 +171,6 @@ def test_the_comparison_can_fail(ranks: Pool, tmp_path: Path) -> None:
         assert not any("layers" in name for name in wrong), "Muon counts no steps"
 
 
-@pytest.mark.usefixtures("every_way")
-@pytest.mark.wide
-def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    case = Case(strategy="optim_grads_params", layers=1)
-    for dtype in ("bf16", "int8"):
-        settings = offloads(tmp_path / "momentum", muon_momentum_dtype=dtype)
-        of_ranks = ranks(2, train, case=case, settings=settings)
-        for of_rank in of_ranks:
-            for offloaded in of_rank[1:]:
-                assert differing(of_rank[0], offloaded) == []
-        alone = ranks(1, train, case=case, settings=settings[:1])[0][0]
-        for name, whole in alone.items():
-            if not name.endswith((":model", ":step")):
-                parts = [of_rank[0][name] for of_rank in of_ranks]
-                # The iteration's products of blocks in other batches round differently in fp32:
-                # five steps of that, and where it moves a value over the edge of two stored ones,
-                # one spacing of the storage format.
-                torch.testing.assert_close(
-                    torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}"
-                )
-
-
 # ------------------------------------------------------------------------------------------------
 # checkpoints
 
@@ -267,48 +243,6 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings) -> No
     assert momentum
     assert all(value.dtype == torch.float32 for value in momentum)
     assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
-
-
-@pytest.mark.usefixtures("two_memories_too")
-@pytest.mark.wide
-@pytest.mark.parametrize("ranks_after", [1, 4])
-def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after: int) -> None:
-    """Both with it and without it, a run on other ranks goes on from the same checkpoint to the
-    same one.
-    """
-    training("--bf16", *FLAGS["all on nvme"], "--save", "two").checked()
-    for where in ("none", "all on nvme"):
-        flags = (
-            "--bf16",
-            *FLAGS[where],
-            *cli.words("--load two --ckpt-step 2 --save"),
-            f"other {where}",
-        )
-        assert warnings(training(*flags, ranks=ranks_after).checked()) == []
-    assert (
-        differences(saved(training, "other all on nvme", 4), saved(training, "other none", 4)) == []
-    )
-
-
-@pytest.mark.usefixtures("two_memories_too")
-@pytest.mark.wide
-def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> None:
-    """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint,
-    none at all.
-    """
-    training(*cli.words("--bf16 --optimizer adam --save adam")).checked()
-    for flags in (("--no-load-optim",), ("--finetune",), ("--override-opt-param-scheduler",)):
-        found = []
-        for where in ("none", "all on nvme"):
-            load = (
-                "--bf16",
-                *FLAGS[where],
-                *cli.words("--load adam --ckpt-step 2 --save"),
-                f"{flags[0]} {where}",
-            )
-            training(*load, *flags).checked()
-            found.append(saved(training, f"{flags[0]} {where}", 4))
-        assert differences(*found) == []
 
 
 # ------------------------------------------------------------------------------------------------

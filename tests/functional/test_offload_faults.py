@@ -4,12 +4,10 @@ how little memory.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from tests.support import cli
-from tests.support.case import Case
 from tests.support.killable import Killable, wait_for_iteration
 from tests.support.pool import Pool
 from tests.support.training import Trainings, train
@@ -197,70 +194,5 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(
 # ------------------------------------------------------------------------------------------------
 # memory
 
-LARGE = Case(
-    hidden=256,
-    heads=4,
-    query_groups=4,
-    ffn=1024,
-    layers=1,
-    vocabulary=16384,
-    bf16=True,
-)
-"""0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of
-main weights.
-"""
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of mallopt(3)
-
-LIMIT_MB = 100
-"""What a process may take beyond what it has once the model is there, with gradients and main
-weights.
-"""
-
-
-def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:
-    """In a worker: two steps of a large model in so much more memory; empty, or what torch says
-    when that ends.
-    """
-    from tests.support import model
-
-    make = model._optimizer
-
-    def make_within(*args: Any) -> Any:
-        status = Path("/proc/self/status").read_text().splitlines()
-        taken = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + limit_mb * 10**6, resource.RLIM_INFINITY))
-        return make(*args)
-
-    model._optimizer = make_within
-    threading.stack_size(1 << 19)  # which counts too
-    libc = ctypes.CDLL(None)
-    # what is freed goes back at once, however threads take turns
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_ARENA_MAX, 1)
-    try:
-        trainer = model.Trainer(LARGE.but(optimizer=setting))
-        for _ in range(2):
-            trainer.step(lambda name, shape, step: torch.full(tuple(shape), 1e-3))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.wide
-def test_a_model_whose_state_does_not_fit_trains_with_it_on_disk(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    nvme = {
-        "muon_offload": "nvme",
-        "muon_offload_dir": str(tmp_path),
-        "muon_offload_buffer_mb": 3.0,
-    }
-    settings = {"none": {}, "momentum": nvme, "all": {**nvme, "muon_offload_state": "all"}}
-    said = {
-        name: ranks(1, train_within, limit_mb=LIMIT_MB, setting=setting)[0]
-        for name, setting in settings.items()
-    }
-    assert "can't allocate memory" in said["none"]
-    assert "can't allocate memory" in said["momentum"]
-    assert said["all"] == ""

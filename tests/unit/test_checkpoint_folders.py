@@ -164,18 +164,6 @@ def test_without_verification_damaged_checksums_do_not_count(latest: Path, text:
         loading._require_sound(latest, verify=False)
 
 
-def test_ranks_share_the_files() -> None:
-    """Each is read by one rank, which is the one that wrote it where the layout is the same."""
-    sums = dict.fromkeys([".metadata", *(f"__{rank}_0.distcp" for rank in range(12))], 0)
-    for ranks in (1, 5, 12, 20):
-        shares = [folders.share(sums, rank, ranks) for rank in range(ranks)]
-        assert sorted(name for share in shares for name in share) == sorted(
-            sums.keys() - {".metadata"}
-        )
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert folders.share(sums, 11, 12) == ["__11_0.distcp"]
-
-
 @pytest.mark.parametrize("text", ["", "8x", "iter_8", "\xff\xfe4"])
 def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
@@ -190,18 +178,6 @@ def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     tracker.mkdir()
     with pytest.raises(UserError, match="Is a directory"):
         folders.latest(save_dir)
-
-
-def test_a_save_takes_its_place_when_it_is_whole(save_dir: Path) -> None:
-    folder = folders.iteration_folder(save_dir, 12)
-    folder.mkdir()  # megatron-core makes it first
-    aside = folders.begin(folder)
-    assert folders.iterations(save_dir) == [4, 8]
-    assert list(save_dir.glob("*.saving")) == [aside]
-    write(aside)
-    folders.finish(folder)
-    assert folders.problems(folder) == []
-    assert list(save_dir.glob("*.saving")) == []
 
 
 @pytest.mark.parametrize("has_sums", [False, True])
@@ -238,20 +214,6 @@ def test_the_same_iteration_again(save_dir: Path, latest: Path) -> None:
         "iter_0000008",
         folders.TRACKER,
     ]
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_kill_between_the_two_renames(save_dir: Path, latest: Path, is_whole: bool) -> None:
-    """One of the two is whole: it gets the name back, the new one if it can."""
-    old = (latest / ".metadata").stat().st_ino
-    aside = write(folders.begin(latest))
-    new = (aside / ".metadata").stat().st_ino
-    if not is_whole:
-        (aside / "__0_0.distcp").unlink()
-    latest.rename(latest.with_name(latest.name + ".replaced"))
-    folders.recover(save_dir)
-    assert folders.problems(latest) == []
-    assert (latest / ".metadata").stat().st_ino == (new if is_whole else old)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -82,15 +82,6 @@ def test_every_kind_of_number_trains_as_a_float(kind: str, variant: Any, place: 
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_every_other_setting_takes_numpys_numbers_and_tensors() -> None:
-    settings = {"ns_steps": np.int64(6), "eps": torch.tensor([0.0]), "adamw_lr": np.float32(1)}
-    settings |= {"ns_coefficients": np.array([3.0, -3.2, 1.2])}
-    settings |= {"adamw_betas": torch.tensor([0.5, 0.75]), "offload_buffer_mb": np.float32(1.0)}
-    matrices = [nn.Parameter(torch.eye(4)), nn.Parameter(torch.eye(3))]
-    optimizer = megatron_muon.Muon(matrices, **settings)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
-
-
 def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
     """A decay of 0 in a tensor was refused, "weight decay 0 has no effect", and a rate above 1 was
     taken.

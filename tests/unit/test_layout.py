@@ -24,23 +24,6 @@ def matrix(*shards: Shard, shape: tuple[int, int] = (6, 4)) -> Matrix:
 
 
 @given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
-    st.integers(1, 5),
-)
-def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: int) -> None:
-    """Uneven and empty shards, and more ranks than rows."""
-    made = row_sharded("w", (sum(rows_per_rank), cols), rows_per_rank)
-    layout = Layout(world_size=len(rows_per_rank), matrices=(made,))
-    held = []
-    for rank, rows in enumerate(rows_per_rank):
-        mine = layout.matrices[0].shard_of(rank)
-        assert (mine.rows if mine else 0) == rows
-        held += list(range(mine.row_start, mine.row_start + mine.rows)) if mine else []
-    assert held == list(range(sum(rows_per_rank)))
-    assert sum(part.numel for part in made.shards) == made.numel
-
-
-@given(
     st.sets(st.integers(1, 11), max_size=4),
     st.sets(st.integers(1, 7), max_size=3),
     st.randoms(use_true_random=False),

@@ -7,7 +7,6 @@ They are a function of step and place, so what is measured here is the same in e
 from __future__ import annotations
 
 import hashlib
-import math
 
 import numpy as np
 import pytest
@@ -63,32 +62,3 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     CODECS["bf16"].encode(values, record, place, step=step)
     found = CODECS["bf16"].decode(record, rows, cols).numpy()
     assert np.array_equal(found, expected.view(np.float32))
-
-
-def largest_singular_value(numbers: Tensor) -> float:
-    """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
-    norm = torch.linalg.matrix_norm(numbers - numbers.mean(), 2)
-    return float(norm / (2 * math.sqrt(len(numbers) / 12)))
-
-
-def test_random_numbers_have_no_low_rank_part() -> None:
-    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers
-    does, within 4 %.
-    """
-    size = 512
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(size, size, dtype=torch.float64, generator=generator) - 0.5
-    assert abs(largest_singular_value(drawn) - 1.0) < 0.04
-    for step in range(3):
-        numbers = random_numbers(size, size, step=step, place=Place(step, 1000 * step, 128 * step))
-        assert abs(largest_singular_value(numbers) - 1.0) < 0.04
-    # Every bit of them too, the last as well as the first.
-    bits = ((random_numbers(size, size) + 0.5) * 2**16).long()
-    for bit in (0, 5, 15):
-        assert abs(largest_singular_value(((bits >> bit) & 1) / math.sqrt(3.0)) - 1.0) < 0.04
-    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor
-    # without mixing.
-    row, col = drawn[:, :1], drawn[:1]
-    assert largest_singular_value((row + col + 1.5) % 1 - 0.5) > 3
-    low = (row * 2**16).long() ^ (col * 2**16).long()
-    assert largest_singular_value(low.double() / 2**16) > 3

@@ -132,12 +132,6 @@ def test_it_holds_what_a_dict_holds(
     bench.store.close()
 
 
-def test_memory_is_three_slots(benches: Any) -> None:
-    bench = benches([8] * 30, staging_pages=9)
-    assert bench.store.bytes == {DEVICE: 0, HOST: 9 * PAGE, DISK: 60 * PAGE}
-    assert max(len(places) for places, _ in bench.store.borrow(range(30))) == 1
-
-
 def test_reads_do_not_wait_for_writes(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: beside a GPU a write waits for arithmetic; two of them took all threads, and the step
     stood still.

@@ -8,15 +8,10 @@ import math
 import pytest
 import torch
 
-from benchmarks.memory import peak_extra_bytes
-from megatron_muon.core import memory as memory_module
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
-from megatron_muon.core.memory import Memory, stacks
-from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
 from tests.support.rows import orthogonalized
 
@@ -94,29 +89,6 @@ def test_row_scales_are_those_of_blocks() -> None:
         orthogonalized(raw, matrix, split) * factors, scaled, rtol=1e-5, atol=0.0
     )
     assert len(set(factors.flatten().tolist())) == 2
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where
-    plans counted 8.
-    """
-    shape = 512, 1024
-    monkeypatch.setitem(memory_module.TOGETHER, "cpu", 512 * 1024)
-    orthogonalizer = Orthogonalizer(Iteration(method=method, precision="highest"))
-    slots = [slot for index in range(3) for slot in ALONE.slots(index, Matrix("w", shape))]
-    (of,) = make_stacks(slots, orthogonalizer.scale)
-    stack = randn(3 * 512, 1024).view(3, *shape)
-    work = Work(orthogonalizer.work_bytes([of], 4))
-    work.memory = torch.empty(work.nbytes, dtype=torch.uint8)
-    planned = Memory(4, orthogonalizer.iteration).of_stacks(stacks([shape], None))
-    extra = peak_extra_bytes(
-        lambda: orthogonalizer.orthogonalize_stack(stack, of.kind, work=work), stack.device
-    )
-    assert work.nbytes <= planned
-    assert extra <= 0.1 * planned
 
 
 def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(

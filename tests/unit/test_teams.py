@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import KERNEL, Iteration
 from megatron_muon.core.layout import Holders, Layout, Matrix, RowSplit, row_sharded
@@ -153,52 +148,3 @@ def test_more_ranks_make_a_step_no_slower() -> None:
 
 
 # The iteration over parts
-
-Iterate = Callable[..., torch.Tensor]
-
-
-def in_parts(
-    iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members: int
-) -> torch.Tensor:
-    """The iteration by threads that stand for a team's ranks."""
-    parts = [part.contiguous() for part in x.tensor_split(members, dim=2)]
-    given: list[torch.Tensor] = [x] * members
-    meeting = threading.Barrier(members, timeout=60)
-
-    def member(place: int) -> torch.Tensor:
-        def total(part: torch.Tensor) -> torch.Tensor:
-            given[place] = part.float()
-            meeting.wait()
-            found = torch.stack(given).sum(dim=0).to(part.dtype)
-            meeting.wait()
-            return found
-
-        return iterate(parts[place], steps, None, total)
-
-    with ThreadPoolExecutor(members) as pool:
-        return torch.cat(list(pool.map(member, range(members))), dim=2)
-
-
-@pytest.mark.parametrize("iterate", [ns.gram, ns.standard])
-@pytest.mark.parametrize("members", [2, 8])
-@pytest.mark.parametrize("rank", [8, 96], ids=["few directions", "all directions"])
-def test_parts_are_as_exact_as_the_whole(iterate: Iterate, members: int, rank: int) -> None:
-    """Against fp32, with bf16 products: the error of parts is that of whole blocks."""
-    generator = torch.Generator().manual_seed(0)
-    left, right, noise = (
-        torch.randn(3, *shape, generator=generator)
-        for shape in ((96, rank), (rank, 250), (96, 250))
-    )
-    x = left @ right + 1e-3 * noise
-    x = (x / x.abs().amax(dim=(1, 2), keepdim=True)).bfloat16()
-    steps = ns.coefficients("quintic", 5)
-    exact = iterate(x.float(), steps)
-    torch.testing.assert_close(
-        in_parts(iterate, x.float(), steps, members), exact, rtol=0.0, atol=2e-5
-    )
-
-    def error(found: torch.Tensor) -> float:
-        return float((found.float() - exact).norm() / exact.norm())
-
-    of_parts, of_whole = error(in_parts(iterate, x, steps, members)), error(iterate(x, steps))
-    assert 0.0 < of_parts < 1.2 * of_whole
