@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_muon.offload import codecs
 from megatron_muon.offload.codecs import BLOCK_COLS, CODECS, Codec, Place, matrix_key
 from tests.unit.test_noise import random_numbers
 
@@ -223,16 +222,6 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
     found.append(stored(codec, values, HERE, step=1)[:, 1:])
     for one, other in itertools.combinations(found, 2):
         assert 0.4 < (one == other).double().mean() < 0.6
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_rounding_does_not_depend_on_the_chunks(name, monkeypatch) -> None:
-    codec, values = CODECS[name], random_values(37, 300)
-    record = encoded(codec, values)
-    decoded = codec.decode(record, 37, 300)
-    monkeypatch.setattr(codecs, "_CHUNK_CPU", 1000)
-    assert torch.equal(encoded(codec, values), record)
-    assert torch.equal(codec.decode(record, 37, 300), decoded)
 
 
 @pytest.mark.gpu

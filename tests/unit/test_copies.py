@@ -88,20 +88,3 @@ def test_buffers_that_are_in_use_at_one_time_do_not_overlap(
     for buffer in buffers:
         assert arena.tensor(buffer).shape == (buffer.numel,)
     assert arena.nbytes <= sum(buffer.nbytes for buffer in buffers)
-
-
-def test_memory_grows_for_another_arena_and_comes_back_under_the_same_tensors() -> None:
-    """Two Muons of a step share their buffers, and give them back between steps; views of the first
-    stay good.
-    """
-    small, large = Buffer(100, torch.float32, 0, 1), Buffer(10_000, torch.float32, 0, 1)
-    first = Arena(torch.device("cpu"), [small])
-    values = first.tensor(small).fill_(7.0)
-    second = Arena(torch.device("cpu"), [large], first.memory)
-    assert torch.equal(values, torch.full((100,), 7.0))
-    assert second.tensor(large).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    tensor = second.tensor(large)
-    second.release()
-    assert second.memory.untyped_storage().nbytes() == 0
-    second.acquire()
-    assert tensor.fill_(3.0).sum() == 30_000.0

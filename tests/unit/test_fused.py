@@ -170,15 +170,11 @@ def test_latents_that_every_tensor_parallel_rank_has_a_part_of_are_refused(over_
 
 
 def test_interleaved_gates() -> None:
-    fused = Fused(gated=True, interleave=2)
-    assert fused.split(16, SPLIT, tensor_parallel=1) == RowSplit(4, (2, 2))
-    assert fused.fits(16)
-    assert not fused.fits(18)
     config = TransformerConfig(**GPT, **GATED)
-    config.moe_mlp_glu_interleave_size = 4
-    assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(
-        gated=True, interleave=4
-    )
+    config.moe_mlp_glu_interleave_size = 2
+    fused = fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config)
+    assert fused.split(16, SPLIT, tensor_parallel=1) == RowSplit(4, (2, 2))
+    assert not fused.fits(18)
     assert fused_rows(FC1, config) == Fused(gated=True)
 
 
@@ -204,14 +200,12 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
     [
         (IN_PROJ, (32, 16), mp.UNKNOWN),
         (f"{LAYER}attention.qkv_proj.weight", (32, 16), mp.UNKNOWN),
-        (f"{LAYER}attention.in_proj_weight", (48, 16), mp.UNKNOWN),
         (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
         # one over all experts would mix them
         (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
         (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), "vector"),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
-        (f"{LAYER}attention.linear_q_down_proj.weight", (16, 16), ""),
     ],
 )
 def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_optimizer(

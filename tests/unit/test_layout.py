@@ -57,18 +57,6 @@ def test_every_grid_tiles_and_every_damage_is_found(
         Layout(world_size=len(shards) + 1, matrices=(matrix(*shards, shape=(12, 8)),))
 
 
-def test_cuts_need_not_form_a_grid() -> None:
-    """Tensor parallelism first, then uneven rows within each column half."""
-    pinwheel = matrix(
-        shard(0, range(0, 2), range(0, 3)),
-        shard(1, range(0, 4), range(3, 4)),
-        shard(2, range(2, 6), range(0, 1)),
-        shard(3, range(4, 6), range(1, 4)),
-        shard(4, range(2, 4), range(1, 3)),
-    )
-    Layout(world_size=5, matrices=(pinwheel,))
-
-
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
@@ -109,23 +97,6 @@ def test_blocks_are_views_that_cover_the_matrix(split: RowSplit, cols: int) -> N
         view.sub_(1000.0)
     assert (matrix < 0.0).all()
     assert sum(view.numel() for view in views) == matrix.numel()
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_fused_qkv_by_its_definition(groups: int, heads_per_group: int, width: int) -> None:
-    """Row by row: query heads, key head, value head of the first group, then of the next."""
-    owner = []
-    for group in range(groups):
-        for head in range(heads_per_group):
-            owner += [(0, group * heads_per_group + head, row) for row in range(width)]
-        owner += [(1, group, row) for row in range(width)]
-        owner += [(2, group, row) for row in range(width)]
-    matrix = torch.tensor(owner, dtype=torch.float32)
-    split = RowSplit(groups=groups, parts=(heads_per_group * width, width, width))
-    for part, block in enumerate(view.flatten(0, 1) for view in split.views(matrix)):
-        expected = [row for row in owner if row[0] == part]
-        assert block.tolist() == [[float(value) for value in row] for row in expected]
-        assert expected == sorted(expected), "heads and rows keep their order"
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (0, 3), (2, 4, 3)])

@@ -23,7 +23,6 @@ from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.rule import Held, Part, Step
 from megatron_muon.core.rules.second_moments import MOMENT2
-from megatron_muon.settings import choices_of
 from tests.unit.test_sharded_muon import CPU, SETTINGS, gradients, parameters, sharded
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
@@ -70,10 +69,6 @@ def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
 
 
 SECOND_MOMENTS = tuple(name for name, rule in RULES.items() if rule.slots)
-
-
-def test_every_second_moment_is_a_choice_of_the_flag() -> None:
-    assert choices_of("adaptive_muon_moment2_method") == SECOND_MOMENTS
 
 
 @pytest.mark.parametrize(

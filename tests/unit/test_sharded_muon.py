@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,11 +125,8 @@ def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
     ]
     optimizer = sharded(mine)
     for p in mine:
-        assert optimizer.state[p]["momentum_buffer"].shape == p.shape
-        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
-    optimizer.state[mine[1]]["momentum_buffer"].fill_(7.0)
-    optimizer.initialize_state()
-    assert (optimizer.state[mine[1]]["momentum_buffer"] == 7.0).all()
+        momentum = optimizer.state[p]["momentum_buffer"]
+        assert (momentum.shape, momentum.dtype) == (p.shape, torch.float32)
 
 
 def test_an_empty_shard_takes_part_without_a_gradient() -> None:
@@ -145,19 +142,11 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     assert nothing.exchange.runs == 1
 
 
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (lambda: sharded(parameters()).step(), "matrix0 has no gradient"),
-        (
-            lambda: sharded([torch.nn.Parameter(torch.zeros(3))]),
-            r"matrix0: Muon takes 2D .*, got shape \(3,\)",
-        ),
-    ],
-)
-def test_misuse_is_named(misuse: Callable[[], Any], message: str) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=message):
-        misuse()
+def test_misuse_is_named() -> None:
+    with pytest.raises(RuntimeError, match="matrix0 has no gradient"):
+        sharded(parameters()).step()
+    with pytest.raises(ValueError, match=r"matrix0: Muon takes 2D .*, got shape \(3,\)"):
+        sharded([torch.nn.Parameter(torch.zeros(3))])
 
 
 def test_buffers_are_given_back_between_steps() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.cost import GRAM, STANDARD, Iteration
-from megatron_muon.core.layout import Layout, Matrix, row_sharded
-from megatron_muon.core.memory import Memory, stacks
+from megatron_muon.core.cost import STANDARD, Iteration
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.errors import UserError
@@ -70,20 +70,6 @@ def test_what_cannot_be_is_refused(parser, argv: str, message: str) -> None:
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_costs_and_memory_are_of_a_matrixs_own_steps() -> None:
-    iteration = Iteration(method=STANDARD)
-    orthogonalizer = Orthogonalizer(iteration)
-    five, ten = Matrix("w", (64, 256)), Matrix("w", (64, 256), steps=10)
-    assert orthogonalizer.flops(ten) == 2 * orthogonalizer.flops(five)
-    for team in (1, 2):
-        assert iteration.cost(64, 256, team, 10) == replace(iteration, steps=10).cost(64, 256, team)
-    one = Matrix("w", (64, 256), steps=1)
-    assert stacks(one.blocks, None, 1).keys().isdisjoint(stacks(five.blocks, None))
-    gram = Iteration(method="auto", precision="medium")
-    assert gram.method_for(64, 512) == GRAM
-    assert gram.with_steps(10).method_for(64, 512) == STANDARD, "not proven with ten steps in bf16"
 
 
 def test_the_planner_spreads_work_by_steps_and_the_digest_has_them() -> None:
