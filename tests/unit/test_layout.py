@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -23,36 +23,25 @@ def matrix(*shards: Shard, shape: tuple[int, int] = (6, 4)) -> Matrix:
     return Matrix(name="w", shape=shape, shards=shards)
 
 
-@given(
-    st.sets(st.integers(1, 11), max_size=4),
-    st.sets(st.integers(1, 7), max_size=3),
-    st.randoms(use_true_random=False),
-    st.integers(0, 3),
-    st.data(),
-)
+@given(st.sets(st.integers(1, 11), max_size=4), st.sets(st.integers(1, 7), max_size=3), st.data())
 def test_every_grid_tiles_and_every_damage_is_found(
-    row_cuts: set[int], col_cuts: set[int], random: object, damage: int, data: st.DataObject
+    row_cuts: set[int], col_cuts: set[int], data: st.DataObject
 ) -> None:
     rows, cols = [0, *sorted(row_cuts), 12], [0, *sorted(col_cuts), 8]
-    cells = [
-        (range(top, bottom), range(left, right))
-        for top, bottom in pairwise(rows)
-        for left, right in pairwise(cols)
-    ]
-    random.shuffle(cells)  # type: ignore[attr-defined]  # ranks in any order
-    shards = [shard(rank, *cell) for rank, cell in enumerate(cells)]
+    cells = product(pairwise(rows), pairwise(cols))
+    in_any_order = data.draw(
+        st.permutations([(range(*rows), range(*cols)) for rows, cols in cells])
+    )
+    shards = [shard(rank, *cell) for rank, cell in enumerate(in_any_order)]
     Layout(world_size=len(shards), matrices=(matrix(*shards, shape=(12, 8)),))
 
     victim = data.draw(st.integers(0, len(shards) - 1))
     broken = shards[victim]
-    if damage == 0:
-        shards.pop(victim)
-    elif damage == 1:
-        shards.append(Shard(len(shards), broken.row_start, 1, broken.col_start, 1))
-    elif damage == 2:
-        shards[victim] = replace(broken, rows=broken.rows + 1)
-    else:
-        shards[victim] = replace(broken, cols=broken.cols - 1)
+    one = replace(broken, rank=len(shards), rows=1, cols=1)
+    taller, narrower = replace(broken, rows=broken.rows + 1), replace(broken, cols=broken.cols - 1)
+    shards[victim : victim + 1] = data.draw(
+        st.sampled_from([[], [broken, one], [taller], [narrower]])
+    )
     with pytest.raises(LayoutError, match=r"^w: "):
         Layout(world_size=len(shards) + 1, matrices=(matrix(*shards, shape=(12, 8)),))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,60 +14,50 @@ from megatron_muon.core.cost import KERNEL, Iteration
 from megatron_muon.core.layout import Holders, Layout, Matrix, RowSplit, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.slices import TEAM_SIZES, Team
+from megatron_muon.core.slices import TEAM_SIZES, Piece, Team
 
 # What each rank has
 
 
 @given(data=st.data())
 def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
+    """A piece of a slice has the place in it that it has in the block; test_exchange carries out
+    what follows from that.
+    """
     parts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     split = RowSplit(data.draw(st.integers(1, 7)), tuple(parts))
-    cols = data.draw(st.integers(1, 40))
-    bounds = sorted(data.draw(st.integers(0, split.rows)) for _ in range(2))
-    held = [bounds[0], bounds[1] - bounds[0], split.rows - bounds[1]]
-    matrix = row_sharded("w", (split.rows, cols), held, split)
+    cut, cols = data.draw(st.integers(0, split.rows)), data.draw(st.integers(1, 40))
+    matrix = row_sharded("w", (split.rows, cols), [cut, split.rows - cut], split)
     size = data.draw(st.sampled_from(TEAM_SIZES[1:]))
     cuts = []
     for block in matrix.blocks:
-        count = data.draw(
-            st.sampled_from([each for each in TEAM_SIZES if each <= min(size, max(block))])
-        )
+        possible = [count for count in TEAM_SIZES if count <= min(size, max(block))]
+        count = data.draw(st.sampled_from(possible))
         cuts.append((data.draw(st.integers(0, size // count - 1)) * count, count))
     team = Team(tuple(range(size)), (0.0,) * size, tuple(cuts))
-
-    numbers = torch.arange(1, matrix.numel + 1).view(matrix.shape)
-    blocks = [
-        view.reshape(shape) for view, shape in zip(split.views(numbers), matrix.blocks, strict=True)
-    ]
+    numbers = torch.arange(matrix.numel).view(matrix.shape)
     seen = torch.zeros_like(numbers)
-    rooms: list[list[torch.Tensor]] = [[] for _ in blocks]
     for block_slice in team.slices(0, matrix):
-        room = torch.zeros(block_slice.shape, dtype=numbers.dtype)
+        assert block_slice.block is not None
+        block = split.views(numbers)[block_slice.block].reshape(block_slice.of)
+        starts = [replace(block_slice, place=k).shape for k in range(block_slice.place)]
+        dim = 0 if block_slice.is_tall else 1
+        own = block.narrow(dim, sum(start[dim] for start in starts), block_slice.shape[dim])
         common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
             pieces = block_slice.pieces(shard)
             assert sum(piece.rows * piece.cols for piece in pieces) == elements
             for piece in pieces:
-                there = (
-                    slice(piece.row, piece.row + piece.rows),
-                    slice(piece.col, piece.col + piece.cols),
+                of_matrix = rectangle(numbers, piece.row, piece.col, piece)
+                assert torch.equal(
+                    of_matrix, rectangle(own, piece.slice_row, piece.slice_col, piece)
                 )
-                assert shard.row_start <= piece.row
-                assert piece.row + piece.rows <= shard.row_start + shard.rows
-                seen[there] += 1
-                room[
-                    piece.slice_row : piece.slice_row + piece.rows,
-                    piece.slice_col : piece.slice_col + piece.cols,
-                ] = numbers[there]
-        assert block_slice.block is not None
-        rooms[block_slice.block].append(room)
+                rectangle(seen, piece.row, piece.col, piece).add_(1)
     assert seen.eq(1).all()
-    for block, of_block in zip(blocks, rooms, strict=True):
-        assert torch.equal(
-            torch.cat(of_block, dim=0 if len(block) > block.shape[1] else 1),
-            block,
-        )
+
+
+def rectangle(matrix: torch.Tensor, row: int, col: int, piece: Piece) -> torch.Tensor:
+    return matrix[row : row + piece.rows, col : col + piece.cols]
 
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
