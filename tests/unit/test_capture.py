@@ -84,7 +84,10 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
     """The Muon of rank 1 of four on fake tensors."""
     recorder = Recorder(1, machine.DEVICE)
     with machine.world(RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
-        matrices = [row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)]
+        matrices = []
+        for number, shape in enumerate(SHAPES):
+            held = [shape[0] // RANKS] * RANKS
+            matrices.append(row_sharded(f"w{number}", shape, held))
         layout = Layout(RANKS, tuple(matrices))
         held = Held(layout, dist.new_group(range(RANKS)), machine.DEVICE, [1] * len(SHAPES))
         parameters = [
@@ -172,7 +175,7 @@ class Captured:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
         torch.manual_seed(0)
-        self.weights = {name: torch.nn.Parameter(torch.randn(8, 4)) for name in ("a", "b")}
+        self.weights = {name: torch.nn.Parameter(torch.randn(8, 4)) for name in "ab"}
         self.muon = Muon([{"params": list(self.weights.items()), "optimizer": "muon"}], **arguments)
         self.graphs: list[RecordedGraph] = []
         monkeypatch.setattr(torch.cuda, "CUDAGraph", self._graph)

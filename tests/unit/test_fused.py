@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.matrices import Fused, fused_rows
@@ -79,19 +79,20 @@ FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
 ATTENTION = f"{LAYER}self_attention."
+GROUPS, GATED_GROUPS = (2, (8, 4, 4)), (2, (8, 8, 4, 4))
 EIGHT_HEADS, GATED_HEADS = (1, (4,) * 8), (1, (4,) * 12)
-BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
+BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[Any]]] = {
     "query, key and value": (
         GPT,
         QKV,
         32,
-        [(2, (8, 4, 4)), (2, (8, 4, 4)), EIGHT_HEADS, (1, (32,))],
+        [GROUPS, GROUPS, EIGHT_HEADS, (1, (32,))],
     ),
     "gate between query and key": (
         GPT | {"attention_output_gate": True},
         QKV,
         48,
-        [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), GATED_HEADS, (1, (48,))],
+        [GATED_GROUPS, GATED_GROUPS, GATED_HEADS, (1, (48,))],
     ),
     "heads that are columns": (GPT | GATED, f"{ATTENTION}linear_proj.weight", 16, [(1, (16,))] * 4),
     "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
@@ -104,7 +105,8 @@ for name in (
     "experts.linear_fc1.weight3",
     "experts.local_experts.1.linear_fc1.weight",
 ):
-    gate_and_up = [(1, (20,)), (1, (10, 10)), (1, (20,)), (1, (20,))]
+    one = 1, (20,)
+    gate_and_up = [one, (1, (10, 10)), one, one]
     BLOCKS[f"gate and up of {name}"] = GPT | GATED, f"{LAYER}mlp.{name}", 20, gate_and_up
 for name, rows, plain, heads in (
     ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
@@ -114,7 +116,8 @@ for name, rows, plain, heads in (
     ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
     ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
 ):
-    BLOCKS[name] = LATENT, f"{ATTENTION}{name}.weight", rows, [plain, plain, heads, (1, (rows,))]
+    splits = [plain, plain, heads, (1, (rows,))]
+    BLOCKS[name] = LATENT, f"{ATTENTION}{name}.weight", rows, splits
 
 
 @pytest.mark.parametrize("case", BLOCKS)
@@ -126,30 +129,32 @@ def test_each_setting_splits_what_it_names(case: str) -> None:
 
 
 IN_PROJ = f"{LAYER}mixer.in_proj.weight"
-MAMBA = {"partition_sizes": [5, 5, 2, 2, 2]}
+MAMBA = (5, 5, 2, 2, 2)
+PAIR = (4, 4)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "marks", "settings", "over_tp", "on_one"),
+    ("name", "rows", "settings", "over_tp", "on_one"),
     [
-        (FC1, (24, 8), {}, SPLIT, (3, (4, 4)), (1, (4, 4))),
-        (QKV, (32, 8), {}, PLAIN, (2, (8, 4, 4)), (1, (8,))),
+        (FC1, (24, 8), SPLIT, RowSplit(3, PAIR), RowSplit(1, PAIR)),
+        (QKV, (32, 8), PLAIN, RowSplit(*GROUPS), RowSplit(1, (8,))),
         # Mamba's z, x, B, C and dt went to Muon as one matrix.
-        (IN_PROJ, (32, 16), MAMBA, PLAIN, (2, (5, 5, 2, 2, 2)), (1, (5, 5, 2, 2, 2))),
-        (IN_PROJ, (32, 16), MAMBA, WHOLE, (1, (32,)), (1, (16,))),
+        (IN_PROJ, (32, 16), PLAIN, RowSplit(2, MAMBA), RowSplit(1, MAMBA)),
+        (IN_PROJ, (32, 16), WHOLE, whole(32), whole(16)),
     ],
 )
-def test_blocks_over_tensor_parallel_ranks_and_on_one(
-    name, rows, marks, settings, over_tp, on_one
-) -> None:
+def test_blocks_over_tensor_parallel_ranks_and_on_one(name, rows, settings, over_tp, on_one):
     """A gate and an up of each of three ranks; half a query group, which is one block; sizes that a
     layer states.
     """
-    whole, part = rows
+    all_rows, part = rows
     config = TransformerConfig(**GPT, **GATED)
-    parameter = tagged(config, name, (whole, 16), orig_param=torch.zeros(part, 16), **marks)
-    assert mp.block_split(parameter, settings) == RowSplit(*over_tp)
-    assert mp.block_split(parameter, settings, over_tp=False) == RowSplit(*on_one)
+    marks: dict[str, Any] = {"orig_param": torch.zeros(part, 16)}
+    if name == IN_PROJ:
+        marks["partition_sizes"] = list(MAMBA)
+    parameter = tagged(config, name, (all_rows, 16), **marks)
+    assert mp.block_split(parameter, settings) == over_tp
+    assert mp.block_split(parameter, settings, over_tp=False) == on_one
 
 
 @pytest.mark.parametrize("over_tp", [True, False])

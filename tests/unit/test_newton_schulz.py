@@ -86,7 +86,8 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize(
-    ("precision", "gram"), [("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)]
+    ("precision", "gram"),
+    [("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)],
 )
 def test_auto_takes_gram_where_it_needs_fewer_operations(precision, gram) -> None:
     """Five steps: 20 a + 10 against `gram` in units of n^3, equal at 1.5."""
@@ -149,11 +150,13 @@ def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(
     torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
 
 
-ALONE, OF_TWO = Team((0,), ()), Team((1, 0), (), ((0, 2),))
+ALONE = Team((0,), ())
+OF_TWO = Team((1, 0), (), ((0, 2),))
 """One owner, and a team of which rank 0 has the second part of each block."""
 
 
-SHAPES_ALONE, SIZES_ALONE = [(16, 40), (40, 16), (24, 24), (8, 40)], {(16, 16), (16, 40), (24, 24)}
+SHAPES_ALONE = [(16, 40), (40, 16), (24, 24), (8, 40)]
+SIZES_ALONE = {(16, 16), (16, 40), (24, 24)}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +169,7 @@ SHAPES_ALONE, SIZES_ALONE = [(16, 40), (40, 16), (24, 24), (8, 40)], {(16, 16), 
     ],
 )
 def test_the_symmetric_kernel_is_compiled_before_the_first_step(
-    kernel, steps: int, team: Team, shapes: list[tuple[int, int]], sizes: set[tuple[int, int]]
+    kernel, steps: int, team: Team, shapes: list[Any], sizes: set[Any]
 ) -> None:
     """In a step the other ranks waited for compilations in a collective, also with
     `--muon-ns-steps-for` and teams.

@@ -36,9 +36,10 @@ class WholeMatrices(Exchange):
         self.runs = 0
         self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
         shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
-        matrices = [
-            row_sharded(f"w{i}", (max(r, 1), c), [r, int(not r)]) for i, (r, c) in enumerate(shapes)
-        ]
+        matrices = []
+        for number, (rows, cols) in enumerate(shapes):
+            held = [rows, 0] if rows else [0, 1]
+            matrices.append(row_sharded(f"w{number}", (sum(held), cols), held))
         layout = Layout(2, tuple(matrices))
         held = [index for index, (rows, _) in enumerate(shapes) if rows]
         teams = [Team((0,), (1.0,))] * len(shapes)

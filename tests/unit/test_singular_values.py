@@ -101,7 +101,8 @@ def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
         dominant[0] = 0.5 + strength / 2
         spectra.append(dominant)
     values = torch.stack(spectra)
-    return ((u * values[:, None]) @ v.T).float(), u, values / values.norm(dim=1, keepdim=True), v
+    made = (u * values[:, None]) @ v.T
+    return made.float(), u, values / values.norm(dim=1, keepdim=True), v
 
 
 def fault(

@@ -80,7 +80,7 @@ def test_the_planner_spreads_work_by_steps_and_the_digest_has_them() -> None:
     rules = TeamRules(iteration.cost, [0, 0], size=1)
 
     def plan(*steps: int):
-        cut = [row_sharded(f"w{i}", (16, 16), (8, 8)) for i in range(4)]
+        cut = [row_sharded(name, (16, 16), (8, 8)) for name in NAMES]
         matrices = [replace(matrix, steps=n) for matrix, n in zip(cut, steps, strict=True)]
         layout = Layout(2, tuple(matrices))
         costs = [float(Orthogonalizer(iteration).flops(matrix)) for matrix in matrices]

@@ -26,7 +26,8 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     """
     parts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     split = RowSplit(data.draw(st.integers(1, 7)), tuple(parts))
-    cut, cols = data.draw(st.integers(0, split.rows)), data.draw(st.integers(1, 40))
+    cut = data.draw(st.integers(0, split.rows))
+    cols = data.draw(st.integers(1, 40))
     matrix = row_sharded("w", (split.rows, cols), [cut, split.rows - cut], split)
     size = data.draw(st.sampled_from(TEAM_SIZES[1:]))
     cuts = []
@@ -62,8 +63,9 @@ def rectangle(matrix: torch.Tensor, row: int, col: int, piece: Piece) -> torch.T
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
     team = Team((0, 1, 2, 3), (0.0,) * 4, ((0, 4),))
-    assert [p.shape[1] for p in team.slices(0, Matrix("w", (64, 201)))] == [48, 56, 48, 49]
-    assert [p.shape[0] for p in team.slices(0, Matrix("w", (63, 5)))] == [15, 16, 16, 16]
+    wide, tall = Matrix("w", (64, 201)), Matrix("w", (63, 5))
+    assert [part.shape[1] for part in team.slices(0, wide)] == [48, 56, 48, 49]
+    assert [part.shape[0] for part in team.slices(0, tall)] == [15, 16, 16, 16]
 
 
 # Who gets one
@@ -97,7 +99,9 @@ def test_a_matrix_beyond_a_ranks_share_gets_a_team() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "ranks"), [([(4096, 4096)] * 64, 8), ([(64, 256), (64, 64)], 4)], ids=str
+    ("shapes", "ranks"),
+    [([(4096, 4096)] * 64, 8), ([(64, 256)], 4)],
+    ids=str,
 )
 def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], ranks: int) -> None:
     plan = plan_of(shapes, ranks, rules(ranks))
@@ -109,7 +113,8 @@ def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
     split = RowSplit(1, (4096, 4096))
     matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
     cost = float(2 * Iteration(products=KERNEL).flops(4096, 4096))
-    plan = make_plan(Layout(2, (matrix,)), [cost], memory=Memory(2), rules=rules(2))
+    layout = Layout(2, (matrix,))
+    plan = make_plan(layout, [cost], memory=Memory(2), rules=rules(2))
     assert plan.teams[0].cuts == ((0, 1), (1, 1))
     assert plan.loads == (cost / 2, cost / 2)
 
