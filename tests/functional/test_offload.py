@@ -47,7 +47,8 @@ ALL = {
     "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, overlap=True)),
     **cases.LAYOUTS,
 }
-ALL = {name: (size, case.but(bf16=True)) for name, (size, case) in ALL.items()}
+for name, (size, case) in ALL.items():
+    ALL[name] = size, case.but(bf16=True)
 ALL["fp32"] = 2, Case(strategy="optim_grads_params")
 LAYOUTS = {"momentum": MOMENTUM, "all": ALL}
 
