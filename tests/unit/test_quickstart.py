@@ -45,7 +45,7 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
             "data prepare --stdlib --output data/stdlib --overwrite",
             f"train --config configs/quickstart.yaml --nproc {nproc} --out {out}{more}",
             f"summary {out}",
-            f"generate --checkpoint {out} --prompt def  --untrained",
+            f"generate --checkpoint {out} --prompt def ",
         )
     ]
 
