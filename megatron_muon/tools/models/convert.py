@@ -67,7 +67,7 @@ def import_model(args: argparse.Namespace) -> None:
     config = from_folder(AutoConfig, folder).to_dict()
     tokenizer = from_folder(AutoTokenizer, folder) if any(folder.glob("tokenizer*")) else None
     flags = _flags(out, config, tokenizer)
-    run_args = _run_args(flags)
+    run_args = args_of_flags(flags)
     run_args.padded_vocab_size = math.ceil(config["vocab_size"] / _DIVISOR) * _DIVISOR
     check_nothing_is_lost(config, run_args)
     weights = _megatron_weights(folder, to_config(run_args), run_args)
@@ -86,7 +86,8 @@ def _check_new(out: Path) -> None:
         raise UserError(f"{out} exists already; give another folder, or remove it first")
 
 
-def _run_args(flags: dict[str, Any]) -> argparse.Namespace:
+def args_of_flags(flags: dict[str, Any]) -> argparse.Namespace:
+    """Megatron's arguments for MODEL_ARGS."""
     pairs = [(flag, () if value is True else (str(value),)) for flag, value in flags.items()]
     args = arguments.parse(arguments.build_parser(), list(as_argv(pairs)))
     args.iteration = 0
