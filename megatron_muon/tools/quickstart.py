@@ -47,8 +47,7 @@ def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
     if flags:
         train += ["--", *flags]
-    # --overwrite replaces the text of another Python's library; a current one is kept
-    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"]
+    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA)]
     generate = ["generate", "--checkpoint", str(out), "--prompt", "def "]
     return [data, train, ["summary", str(out)], generate]
 
