@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -88,17 +89,16 @@ def test_every_tensor_of_transformers_comes_back(
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-@pytest.mark.parametrize("has_te", [False, True])
-def test_norms_have_the_names_of_the_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_te: bool
+def test_transformer_engines_layers_have_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "has_transformer_engine", lambda: has_te)
+    monkeypatch.setattr(convert, "has_transformer_engine", lambda: True)
     import_(hf_folder(tmp_path / "hf", "qwen3_moe"), tmp_path / "in")
-    entries = content.read_entries(folders.find(tmp_path / "in"))
+    entries = content.read_entries(tmp_path / "in" / "release")
     layer = "model.module.decoder.layers.0."
-    assert (f"{layer}input_layernorm.weight" in entries) != has_te
-    assert (f"{layer}mlp.experts.linear_fc2.weight1" in entries) == has_te
-    assert f"{layer}pre_mlp_layernorm.weight" in entries  # of the router, in both
+    assert f"{layer}self_attention.linear_qkv.layer_norm_weight" in entries
+    assert f"{layer}mlp.experts.linear_fc2.weight1" in entries
+    assert f"{layer}pre_mlp_layernorm.weight" in entries  # of the router
 
 
 def test_a_checkpoint_of_an_older_megatron_has_fewer_arguments(llama: Path, tmp_path: Path) -> None:
@@ -144,18 +144,13 @@ def test_a_file_that_is_no_safetensors_is_refused(
     assert "model.safetensors cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["export --to hf OUT", "generate --prompt a"])
 def test_a_damaged_checkpoint_is_refused_in_one_line(
-    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = Weights(llama)
-    write(tmp_path / "run", weights.tensors, weights.args)
-    file = tmp_path / "run" / "release" / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    words = command.replace("OUT", str(tmp_path / "out")).split()
-    assert cli.main([words[0], "--checkpoint", str(tmp_path / "run"), *words[1:]]) == 2
+    folder = shutil.copytree(llama / "release", tmp_path / "release")
+    with (folder / "__0_0.distcp").open("r+b") as file:
+        file.write(b"damage")
+    export(folder, tmp_path / "out", status=2)
     (line,) = capsys.readouterr().err.splitlines()
     assert "is damaged: its CRC-32 is" in line
     assert not (tmp_path / "out").exists()
@@ -179,10 +174,8 @@ def test_without_a_tokenizer_there_is_a_warning_and_rows_that_pad_an_unknown_voc
     found = counterpart(Weights(tmp_path / "run"), None, torch.float32)
     assert found.config["vocab_size"] == weights.args.padded_vocab_size
     assert "no --tokenizer-type TikTokenizer" in capsys.readouterr().err
-    for more in ([], ["--tokenizer", str(tmp_path / "no")]):
-        words = ["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "a"]
-        assert cli.main([*words, *more]) == 2
-        assert "tokenizer" in capsys.readouterr().err
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "run"), "--prompt", "a"]) == 2
+    assert "text needs a tokenizer" in capsys.readouterr().err
 
 
 def test_an_export_replaces_nothing(llama: Path, tmp_path: Path) -> None:
@@ -228,7 +221,7 @@ def test_every_token_is_predicted_once(size: int) -> None:
     assert found == pytest.approx(-float(predicted.sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("command", ["import --from hf HF OUT", "plan --hf HF --world-size 2"])
+@pytest.mark.parametrize("command", ["import --from hf hf out", "plan --hf hf --world-size 2"])
 def test_code_that_lies_in_a_models_folder_is_never_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -242,8 +235,8 @@ def test_code_that_lies_in_a_models_folder_is_never_run(
     config = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Config"}}
     (hostile / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr("builtins.input", lambda prompt="": "yes")
-    places = {"HF": str(hostile), "OUT": str(tmp_path / "out")}
-    assert cli.main([places.get(word, word) for word in command.split()]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "contains custom code" in line
     assert not (tmp_path / "ran").exists()

@@ -116,9 +116,4 @@ def encode(tokenizer: Any, place: str, text: str) -> npt.NDArray[np.int32]:
         ids = np.append(tokens, np.int32(tokenizer.eod))
     except (ValueError, TypeError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
-    if ids.max() >= tokenizer.vocab_size:
-        raise UserError(
-            f"{place}: the tokenizer gives the id {ids.max()}, and has a vocabulary of"
-            f" {tokenizer.vocab_size}"
-        )
     return ids
