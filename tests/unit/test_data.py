@@ -146,7 +146,6 @@ def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_pat
     # negative control: documents are not cut otherwise
     (tmp_path / "letter.txt").write_text("Another document.")
     assert prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").documents == 2
-    assert cut("one line") == ["one line"]
     assert cut("one\ntwo\n\n  three\n") == ["one\n", "two\n\n", "  three\n"]
 
 

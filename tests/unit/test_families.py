@@ -21,6 +21,7 @@ from torch import nn
 import megatron_muon
 from megatron_muon.fsdp.fused import FUSED
 from megatron_muon.fsdp.selection import select
+from tests.support.cli import sizes
 from tests.support.reference import SplitMuon
 
 Blocks = Callable[[torch.Tensor], list[torch.Tensor]]
@@ -48,12 +49,6 @@ class Family:
     blocks: dict[str, Blocks]  # by the end of a weight's name
     kind: str = "AutoModelForCausalLM"
     transposed: tuple[str, ...] = ()
-
-
-def sizes(text: str) -> dict[str, int]:
-    """Names and numbers, one after the other."""
-    parts = text.split()
-    return dict(zip(parts[::2], map(int, parts[1::2]), strict=True))
 
 
 FALCON = sizes(
