@@ -198,8 +198,7 @@ def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
 
 
 def test_controls_of_a_terminal_are_replaced() -> None:
-    text = "a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d"
-    assert _CONTROLS.sub("?", text) == "a?[2Jb\n\tc???\u3000\u200d"
+    assert _CONTROLS.sub("?", "a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}") == "a?[2Jb\n\tc???"
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 8, 23])

@@ -88,7 +88,10 @@ def _check_new(out: Path) -> None:
 
 def args_of_flags(flags: dict[str, Any]) -> argparse.Namespace:
     """Megatron's arguments for MODEL_ARGS."""
-    pairs = [(flag, () if value is True else (str(value),)) for flag, value in flags.items()]
+    pairs: list[tuple[str, tuple[str, ...]]] = []
+    for flag, value in flags.items():
+        values = () if value is True else (str(value),)
+        pairs.append((flag, values))
     args = arguments.parse(arguments.build_parser(), list(as_argv(pairs)))
     args.iteration = 0
     return args
@@ -107,7 +110,8 @@ def _megatron_weights(
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)  # older folders hold it all the same
     table = mapping.weight_table(config, args)
-    mapping.check_names(folder, tensors.keys(), {name for row in table for name in row.hf})
+    names = {name for row in table for name in row.hf}
+    mapping.check_names(folder, tensors.keys(), names)
     weights = {}
     for row in table:
         parts = [tensors.pop(name) for name in row.hf]

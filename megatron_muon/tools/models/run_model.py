@@ -98,22 +98,25 @@ def evaluate(args: argparse.Namespace) -> None:
     if not text:
         raise UserError(f"--text {args.text} is empty")
     end = loaded.tokenizer.eos_token_id
-    ids = torch.tensor([end, *loaded.tokenizer(text)["input_ids"], end])
+    document = loaded.tokenizer(text)["input_ids"]
+    ids = torch.tensor([end, *document, end])
     tokens = len(ids) - 1
     nats = math.fsum(losses(loaded.model, ids, length=loaded.sequence_length))
     loss = nats / tokens
     if not math.isfinite(loss):
         raise RunFailedError(f"the loss of {args.checkpoint} is not finite; check its weights")
     size = len(text.encode())
+    bits_per_byte = nats / math.log(2) / size
     print(f"{args.checkpoint} on {args.text}: {tokens:,} tokens, {size:,} bytes")
-    print(f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}", end="")
-    print(f", bits per byte {nats / math.log(2) / size:.4f}")
+    print(f"loss {loss:.4f}, perplexity {math.exp(loss):.3f}, bits per byte {bits_per_byte:.4f}")
 
 
 def losses(model: Any, ids: Tensor, *, length: int) -> Iterator[float]:
     """Predict every token after the first once, in samples of `length`; sums of losses in nats."""
-    samples = zip(ids[:-1].split(length), ids[1:].split(length), strict=True)
-    for inputs, targets in samples:
+    inputs = ids[:-1].split(length)
+    targets = ids[1:].split(length)
+    for sample, following in zip(inputs, targets, strict=True):
         with torch.inference_mode():
-            (logits,) = model(inputs[None].to(model.device)).logits
-        yield float(cross_entropy(logits.float(), targets.to(model.device), reduction="sum"))
+            (logits,) = model(sample[None].to(model.device)).logits
+        wanted = following.to(model.device)
+        yield float(cross_entropy(logits.float(), wanted, reduction="sum"))
