@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pwd
 import socket
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ from megatron_muon import cli
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
-from megatron_muon.fsdp.muon import Muon
 from megatron_muon.megatron import provenance
 from megatron_muon.offload.codecs import Codec
 from megatron_muon.tools.doctor import gpu_checks, gpu_report, step_checks
@@ -25,8 +23,7 @@ from megatron_muon.tools.doctor.gpu_checks import Context
 from megatron_muon.tools.plan import estimate
 
 CHECKS = step_checks.CHECKS
-ON_CPU = ("doctor", "--gpu", "--device", "cpu")
-CHOSEN = ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams", "int8 momentum")
+STACK = Orthogonalizer, "orthogonalize_stack"
 
 
 @pytest.mark.gpu
@@ -35,7 +32,7 @@ CHOSEN = ("owner", "shared", "all-gather", "CUDA graph", "NorMuon", "teams", "in
 def test_a_gpu_passes(name: str, tmp_path: Path) -> None:
     context = Context(torch.device("cuda", 0), tmp_path)
     torch.cuda.set_device(0)
-    CHECKS[name].run(context)
+    CHECKS[name](context)
     assert context.wrong == []
 
 
@@ -46,8 +43,6 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Context
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(step_checks, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
     monkeypatch.setattr(step_checks, "SIMULATED", 2)
-    variants = {name: step_checks.VARIANTS[name] for name in CHOSEN}
-    monkeypatch.setattr(step_checks, "VARIANTS", variants)
     step_checks.values.cache_clear()
     yield Context(torch.device("cpu"), tmp_path)
     step_checks.values.cache_clear()
@@ -77,23 +72,13 @@ def nan_somewhere(weights: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
     return weights
 
 
-def rounded(_: object, optimizer: Muon) -> None:
-    """On a rank of several, the first weight after a step has bf16's digits."""
-    if dist.is_initialized():
-        with torch.no_grad():
-            one: Any = optimizer.param_groups[0]["params"][0]
-            local = getattr(one, "_local_tensor", one)
-            local.copy_(local.bfloat16())
-
-
 def elsewhere(work: Any, output: torch.Tensor, *rest: Any) -> Any:
     """Received rows belong to another row."""
     output.copy_(output.roll(7))
     return work
 
 
-KEPT: list[torch.Tensor] = []
-STACK = Orthogonalizer, "orthogonalize_stack"
+SIMPLE, OFFLOADED = "owner", "momentum on the host"
 CONTROLS: dict[str, tuple[str, tuple[Any, str], Callable[..., Any], str]] = {
     "a slow device": (
         "machine",
@@ -108,36 +93,29 @@ CONTROLS: dict[str, tuple[str, tuple[Any, str], Callable[..., Any], str]] = {
         lambda made, *_: made.bfloat16(),
         "highest",
     ),
-    "a rounded weight": ("exchange", (Muon, "step"), rounded, "from whole matrices"),
     "a wrong owner": (
-        "exchange",
+        SIMPLE,
         (dist, "all_to_all_single"),
         elsewhere,
         "owner, from whole matrices: ",
     ),
     "NaN in one rank's weights": (
-        "exchange",
+        SIMPLE,
         (step_checks, "trained"),
         nan_somewhere,
         "error nan",
     ),
     "nothing is offloaded": (
-        "offload",
+        OFFLOADED,
         (muon, "offload_run"),
         lambda *_: None,
         "nothing was offloaded",
     ),
     "a rounded record": (
-        "offload",
+        OFFLOADED,
         (Codec, "decode"),
-        lambda out, *_: out.mul(1.0001),
-        "momentum in host: ",
-    ),
-    "a leaked buffer": (
-        "cost",
-        (Muon, "step"),
-        lambda *_: KEPT.append(torch.ones(2**20)),
-        "MiB behind",
+        lambda out, *_: out.mul(1.001),
+        "momentum on the host, from whole matrices: ",
     ),
 }
 
@@ -146,12 +124,10 @@ CONTROLS: dict[str, tuple[str, tuple[Any, str], Callable[..., Any], str]] = {
 def test_faults_are_found(control: str, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     name, where, after, text = CONTROLS[control]
     patched(monkeypatch, *where, after)
-    for cases in (step_checks.VARIANTS, step_checks.OFFLOADED, step_checks.COSTED):
-        for other in list(cases)[1:]:  # the first one is enough
-            monkeypatch.delitem(cases, other)
-    monkeypatch.setattr(step_checks, "_check_checkpoint", lambda *_: None)
-    CHECKS[name].run(context)
-    KEPT.clear()
+    if name in step_checks.VARIANTS:
+        monkeypatch.setattr(step_checks, "VARIANTS", {name: step_checks.VARIANTS[name]})
+        name = "steps"
+    CHECKS[name](context)
     assert any(text in wrong for wrong in context.wrong), context.wrong
 
 
@@ -159,17 +135,17 @@ def test_a_checkpoint_that_is_not_read_is_found(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_checks, "load", lambda *_, **__: None)
-    step_checks._check_checkpoint(context, "none", "cpu")
+    step_checks.checkpoint(context)
     assert any("other bits" in wrong for wrong in context.wrong), context.wrong
 
 
-@pytest.mark.parametrize("name", ["machine", "arithmetic", "exchange", "offload", "cost"])
+@pytest.mark.parametrize("name", ["machine", "arithmetic", "steps", "checkpoint"])
 def test_sound_code_passes(name: str, context: Context) -> None:
-    CHECKS[name].run(context)
+    CHECKS[name](context)
     assert context.wrong == []
     context.keep()  # it can be written
-    if name == "exchange":
-        assert context.skipped == {"no GPU": ["CUDA graph"]}
+    if name == "steps":
+        assert context.skipped == ["CUDA graph: no GPU"]
         assert {*context.figures, "CUDA graph"} == step_checks.VARIANTS.keys()
 
 
@@ -186,60 +162,46 @@ def test_an_error_on_one_simulated_rank_is_named(
 
     failed: list[bool] = []
     patched(monkeypatch, *STACK, failing)
-    step_checks.exchange(context)
+    monkeypatch.setattr(step_checks, "VARIANTS", {SIMPLE: {}, "later": {}})
+    step_checks.steps(context)
     assert context.wrong == ["owner: ValueError: rank 1 is out of luck"]
-    assert {"shared", "all-gather", "NorMuon", "teams"} <= context.figures.keys()
+    assert "later" in context.figures
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([*ON_CPU, "--only", "spee"], "--only: 'spee' is not a check; choose some of: machine "),
-        ([*ON_CPU, "--report", "nowhere/report.md"], "cannot write 'nowhere/report.md'"),
-        ([*ON_CPU, "--report", "report.json"], "must end in .md"),
-        ([*ON_CPU, "--only", "cost", "--write-profile", "my.yaml"], "add it to --only"),
-        (["doctor", "--report", "r.md"], "--report goes with --gpu"),
-        (["doctor", "--gpu", "--json", "r"], "nor --json"),
+        ("--device cpu --only spee", "--only: spee is not a check; choose some of: machine "),
+        ("--device cpu --json nowhere/report.json", "cannot write 'nowhere/report.json'"),
+        ("--device cpu --only steps --write-profile my.yaml", "add it to --only"),
+        ("--checkpoint runs", "not allowed with argument --gpu"),
         pytest.param(
-            ["doctor", "--gpu"],
-            "no GPU here: torch finds none; use a machine with one, or --device cpu",
+            "",
+            "finds no CUDA device here; use --device cpu",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
         ),
     ],
 )
 def test_mistakes_are_one_line(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(arguments) == ExitStatus.USAGE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert text in line
+    assert cli.main(["doctor", "--gpu", *arguments.split()]) == ExitStatus.USAGE
+    assert text in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_check_that_hangs_or_crashes_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One second is not enough to import torch. The report names the place; later checks run."""
-    report = tmp_path / "report.md"
-    only = ("--only", "machine", "offload", "--limit", "1", "--report", str(report))
-    assert cli.main([*ON_CPU, *only]) == ExitStatus.FAILURE
-    printed = capsys.readouterr().out
-    assert printed.count("too late ") == 2
-    remedy = "repeat with --only machine --limit 240; if it stops at the same place, it hangs: "
-    assert remedy in printed
-    assert "out of time: machine, offload; " in printed.splitlines()[-1]
-    assert "most recent call first" in report.read_text("utf-8")
-    written = json.loads(report.with_suffix(".json").read_text("utf-8"))
-    assert written["checks"]["machine"]["status"] == "too late"
+    """One second is not enough to import torch. Faults that were noted before stay."""
+    (tmp_path / "figures.0.json").write_text('{"figures": {}, "skipped": [], "wrong": ["a fault"]}')
+    monkeypatch.setattr(gpu_report, "LIMIT_S", 1)
+    late = gpu_report._run_check("machine", "cpu", tmp_path, 0)
+    assert late["status"] == "failed"
+    assert late["wrong"] == ["a fault", "stopped after 1 s; the report's log shows where"]
+    assert "most recent call first" in "\n".join(late["log"])
 
-    # a fault noted before the limit is more than a matter of time
-    folder = tmp_path / "wrong"
-    folder.mkdir()
-    kept: dict[str, Any] = {"figures": {}, "skipped": {}, "wrong": ["a fault"], "now": "owner"}
-    (folder / "figures.0.json").write_text(json.dumps(kept), "utf-8")
-    late = gpu_report._run_check("machine", "cpu", folder, 0, 1)
-    assert (late["status"], late["wrong"]) == ("failed", ["a fault", "stopped after 1 s, in owner"])
-
-    crashed = gpu_report._run_check("nothing", "cpu", tmp_path / "crash", 0, 600)
+    monkeypatch.setattr(gpu_report, "LIMIT_S", 600)
+    crashed = gpu_report._run_check("nothing", "cpu", tmp_path / "crash", 0)
     assert crashed["status"] == "failed"
     assert "KeyError: 'nothing'" in crashed["wrong"][0]
 
@@ -250,14 +212,12 @@ MODULE = "megatron_muon/tools/doctor/gpu_report.py"
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ('File "/home/ada/lib/x.py", line 3', 'File ".../x.py", line 3'),
         (f'File "{gpu_report.__file__}", line 3', f'File "{MODULE}", line 3'),
         (f'File "{torch.__file__}", line 3', 'File "torch/__init__.py", line 3'),
         ("log\nnode-17:12:12 [0] NCCL\n/home/ada/x.py", "log\nNAME:12:12 [0] NCCL\n.../x.py"),
         ("node-17.corp.example.com and adapter by ada", "NAME and adapter by NAME"),
         ("[10.12.3.4]:29500, torch 2.13.0", "[ADDRESS]:29500, torch 2.13.0"),
-        ("--report /tmp/report.md", "--report .../report.md"),
-        ("owner / AdamW in TFLOP/s, 1/2 of 8", "owner / AdamW in TFLOP/s, 1/2 of 8"),
+        ("--json /tmp/r.json in TFLOP/s, 1/2 of 8", "--json .../r.json in TFLOP/s, 1/2 of 8"),
     ],
 )
 def test_a_report_has_no_names_and_folders(text: str, shown: str) -> None:
@@ -289,21 +249,15 @@ def test_plan_reads_a_profile(
     assert "measured cpu" in capsys.readouterr().out
     right = file.read_text("utf-8")
     other = tmp_path / "other.yaml"
-    for more in ("bf16_tflops: abc", "node_ranks: -3", "processor: 1", "{"):
+    for more in ("bf16_tflops: abc", "node_ranks: -3", "{"):
         other.write_text(right + more, "utf-8")
         assert cli.main([*plan, str(other)]) == ExitStatus.USAGE
         assert "does not describe a machine" in capsys.readouterr().err.splitlines()[-1]
-    assert cli.main([*plan, str(tmp_path / "absent.yaml")]) == ExitStatus.USAGE
 
 
 @pytest.mark.parametrize(
     ("gpu", "known"),
-    [
-        ("NVIDIA H200", "h200-sxm"),
-        ("NVIDIA A100-SXM4-40GB", "a100-sxm"),
-        ("NVIDIA GB300", "gb300"),
-        ("L40S", "h100-sxm"),
-    ],
+    [("NVIDIA A100-SXM4-40GB", "a100-sxm"), ("NVIDIA GB300", "gb300"), ("L40S", "h100-sxm")],
 )
 def test_a_machine_is_named_by_its_gpu(gpu: str, known: str) -> None:
     measured = {"GPU": gpu, "memory_gb": 40.0, "ranks": 16, "nodes": 2, "all_to_all_gb_per_s": 40.0}
