@@ -2,12 +2,10 @@
 memory.
 """
 
-import ctypes
 import itertools
 import logging
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from megatron_muon import cpu
 from megatron_muon.core.ranks import ALL_GATHER, REDUCE_SCATTER
 from megatron_muon.cpu import devices
 from megatron_muon.cpu import megatron as cpu_megatron
-from megatron_muon.patching import Patches
 
 REALLY_HAS_CUDA = torch.cuda.is_available()
 
@@ -32,6 +29,11 @@ def backend():
     cpu.uninstall()
 
 
+def output_of(script: str) -> str:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
 @pytest.fixture
 def buffers():
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as module
@@ -40,36 +42,32 @@ def buffers():
 
 
 def surroundings(buffers):
+    """All attributes that the backend may replace."""
     import torch._dynamo.config as dynamo_config
-    from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    cuda = (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, torch.distributed)
+    cuda = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator)
     makers = (torch, torch.Tensor, torch.nn.Module, DeviceMesh, device_context.DeviceContext)
-    owners = (*cuda, *makers, buffers, dataset_utils, PersistentAsyncCaller)
-    state = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
-    # torch.Tensor grows caches of its own when methods are first used.
-    return {
-        key: value for key, value in state.items() if "_abc_" not in key[1]
-    }, dynamo_config.disable
+    state = {"compiler": dynamo_config.disable}
+    for owner in (*cuda, *makers, buffers, dist):
+        for name, value in vars(owner).items():
+            if "_abc_" not in name:  # caches of its own that torch.Tensor grows
+                state[owner, name] = value
+    return state
 
 
 def test_uninstall_leaves_no_trace(buffers):
-    # the first time also imports modules, which add names of their own
-    cpu.install(force=REALLY_HAS_CUDA)
+    cpu.install(force=REALLY_HAS_CUDA)  # also imports modules, which add names of their own
     cpu.uninstall()
-    before, dynamo_before = surroundings(buffers)
+    before = surroundings(buffers)
     cpu.install(force=REALLY_HAS_CUDA)
-    during, dynamo_during = surroundings(buffers)
+    during = surroundings(buffers)
     cpu.uninstall()
-    after, dynamo_after = surroundings(buffers)
-
+    after = surroundings(buffers)
     assert before.keys() == after.keys()
     assert [key for key in before if before[key] is not after[key]] == []
-    assert dynamo_before == dynamo_after
     changed = [key for key in before if before[key] is not during[key]]
-    assert len(changed) > 60  # the comparison can see a patch
-    assert dynamo_during is True
+    assert len(changed) > 50  # the comparison can see a patch
+    assert during["compiler"] is True
 
 
 def test_installing_twice_wraps_once(backend):
@@ -104,18 +102,14 @@ def test_a_failed_install_is_rolled_back(monkeypatch):
     assert torch.cuda.is_available() == REALLY_HAS_CUDA
 
 
-@pytest.mark.parametrize(
-    "device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0], ids=str
-)
+@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 1), 0], ids=str)
 def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
     source = torch.arange(6.0)
     made = [
         torch.empty(3, device=device),
         torch.tensor([1, 2], device=device),
         torch.zeros_like(source, device=device),
-        torch.randint(5, (2,), device=device),
         source.new_zeros(3, device=device),
-        source.to(device),
         source.to(device, torch.bfloat16, non_blocking=True),
         source.to(device=device, dtype=torch.float64),
         source.cuda(device, non_blocking=True),
@@ -152,19 +146,11 @@ def test_factories_are_mapped_inside_backward_hooks(backend):
     assert seen == ["cpu"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (torch.float32, "FloatTensor"),
-        (torch.bfloat16, "BFloat16Tensor"),
-        (torch.float16, "HalfTensor"),
-    ],
-)
-def test_type_speaks_of_cuda_and_still_converts(backend, dtype, name):
-    tensor = torch.ones(2, dtype=dtype)
-    assert tensor.type() == f"torch.cuda.{name}"
-    assert torch.nn.Parameter(tensor).type() == f"torch.cuda.{name}"
-    for target in ("torch.cuda.DoubleTensor", "torch.DoubleTensor", torch.float64):
+@pytest.mark.parametrize("name", ["Float", "BFloat16", "Half"])
+def test_type_speaks_of_cuda_and_still_converts(backend, name):
+    tensor = torch.ones(2).type(f"torch.{name}Tensor")
+    assert tensor.type() == f"torch.cuda.{name}Tensor"
+    for target in ("torch.cuda.DoubleTensor", torch.float64):
         assert tensor.type(target).dtype == torch.float64
     assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"  # not ours to rename
 
@@ -185,30 +171,23 @@ def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
 def test_one_device_one_stream(backend):
     assert torch.cuda.is_available()
     assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
+    assert torch.cuda.get_device_capability() == (8, 0)
     stream = torch.cuda.Stream(priority=-1)
     with torch.cuda.stream(stream), torch.cuda.device(0):
         stream.wait_stream(torch.cuda.current_stream())
-        start = stream.record_event()
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-    assert start.elapsed_time(end) >= 0
-    assert end.query()
-    with torch.cuda.nvtx.range("nothing"):
-        torch.cuda.nvtx.range_push("nothing")
-        torch.cuda.nvtx.range_pop()
+        assert stream.record_event().query()
+        torch.cuda.Event(enable_timing=True).record()
+    torch.cuda.nvtx.range_push("nothing")
+    torch.cuda.nvtx.range_pop()
 
 
 def test_memory_is_this_process_rather_than_zero(backend):
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     block = torch.ones(16 << 20)  # 64 MiB
     assert torch.cuda.memory_allocated() - before > 32 << 20
     del block
     assert torch.cuda.max_memory_allocated() - before > 32 << 20
-    stats = torch.cuda.memory_stats()
-    assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] > 0
-    free, total = torch.cuda.mem_get_info()
-    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+    assert torch.cuda.device_memory_used() > 0
 
 
 def test_tensor_parallel_ranks_draw_different_numbers(backend):
@@ -247,17 +226,10 @@ def test_compiled_functions_run_uncompiled(backend):
 
 def test_training_does_not_load_the_compiler():
     """It took a fifth of a rank's start."""
-    script = (
-        f"import sys; from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA}); import"
-        " megatron.training"
-    )
-    script += "; print(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {
-        "megatron.training"
-    }
+    install = f"from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA})"
+    modules = output_of(f"{install}; import sys, megatron.training; print(*sys.modules)").split()
+    assert "megatron.training" in modules
+    assert "torch._inductor.compile_fx" not in modules
 
 
 @pytest.fixture
@@ -292,15 +264,7 @@ def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
     assert event.wait()
     assert [async_op for _, _, async_op in recorded] == [False, False]
     assert view.all_reduce(torch.ones(1), async_op=False) is None
-
-
-def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
-    assert buffers.torch is not torch
-    assert buffers.torch.Tensor is torch.Tensor
-    assert buffers.torch.cuda is torch.cuda
-    assert buffers.torch.distributed.all_reduce is not dist.all_reduce
-    assert buffers.torch.distributed.ReduceOp is dist.ReduceOp
-    assert torch.distributed.all_reduce is dist.all_reduce
+    assert view.ReduceOp is dist.ReduceOp  # all else is torch's
 
 
 @pytest.mark.parametrize(
@@ -340,21 +304,15 @@ def test_token_counts_become_numbers(backend):
     assert not isinstance(counts, torch.Tensor)
     assert list(counts) == [3, 1]
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
-    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3])), torch.Tensor)
 
 
-def test_one_generator_for_two_is_nothing_to_warn_of(caplog):
-    """A quickstart said so 37 times; what else that module warns of is heard."""
+def test_one_generator_for_two_is_nothing_to_warn_of(backend, caplog):
+    """A quickstart said so 37 times."""
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    with Patches() as patches:
-        cpu_megatron.install(patches)
-        logger.warning("CPU RNG state changed within GPU RNG context")
-        logger.warning("something else")
     logger.warning("CPU RNG state changed within GPU RNG context")
-    assert [record.getMessage()[:14] for record in caplog.records] == [
-        "something else",
-        "CPU RNG state ",
-    ]
+    cpu.uninstall()
+    logger.warning("heard")
+    assert [record.getMessage() for record in caplog.records] == ["heard"]
 
 
 FAULTS = """
@@ -377,20 +335,11 @@ print(kept, before, faults())
 
 
 def test_large_tensors_come_from_memory_that_was_kept():
-    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
-    kept, before, after = run.stdout.split()
+    kept, before, after = output_of(FAULTS).split()
     assert kept == "True"
     assert int(before) > 10 * int(after)
 
 
-@pytest.mark.parametrize(
-    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
-)
-def test_the_users_own_setting_stands(name, monkeypatch):
-    monkeypatch.setenv(
-        name, "glibc.malloc.tcache_count=7" if name == "GLIBC_TUNABLES" else "131072"
-    )
-    monkeypatch.setattr(
-        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: pytest.fail("it was changed"))
-    )
+def test_the_users_own_setting_stands(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     assert not cpu.keep_freed_memory()
