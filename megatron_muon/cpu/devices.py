@@ -91,8 +91,8 @@ def _answer_for_cuda(patches: Patches) -> None:
     cpu = SimpleNamespace(major=8, minor=0, total_memory=total_memory)
     for name, value in {
         # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than
-        # replaced: with this set, the first runs its callback at once and the second returns.
-        "_initialized": True,
+        # replaced: then the first runs its callback at once and the second returns.
+        "is_initialized": _always(True),
         "is_available": _always(True),
         "device_count": _always(1),
         "current_device": _always(0),

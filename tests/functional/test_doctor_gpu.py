@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from benchmarks.command import torchrun
 from megatron_muon.tools.doctor import gpu_checks, step_checks
 from megatron_muon.tools.doctor.gpu_checks import Context
 from tests.support import cli
-from tests.support.pool import Pool
 
 DOCTOR = cli.words("-m megatron_muon.cli doctor --gpu --device cpu --json report.json --only")
 
@@ -26,7 +24,7 @@ DOCTOR = cli.words("-m megatron_muon.cli doctor --gpu --device cpu --json report
     "checks",
     ["machine", pytest.param("arithmetic steps checkpoint training", marks=pytest.mark.wide)],
 )
-def test_two_ranks_pass(checks: str, tmp_path: Path) -> None:
+def test_two_ranks_pass(checks, tmp_path):
     command = torchrun(2, *DOCTOR, *checks.split())
     made = cli.run(command, tmp_path, seconds=500, cold=True).checked()
     assert "all checks pass that can run here" in made.output
@@ -42,15 +40,15 @@ def test_two_ranks_pass(checks: str, tmp_path: Path) -> None:
 class Dropped:
     """Work that nobody waits for."""
 
-    def wait(self) -> None:
+    def wait(self):
         """Return at once."""
 
 
-def stressed(rank: int, world_size: int, *, folder: str) -> list[str]:
+def stressed(rank, world_size, *, folder):
     """In a worker: the findings of `steps` if all-to-alls are not waited for."""
     right, left = dist.all_to_all_single, []
 
-    def all_to_all_single(*args: Any, **options: Any) -> Dropped:
+    def all_to_all_single(*args, **options):
         left.append(right(*args, **options))
         return Dropped()
 
@@ -65,14 +63,14 @@ def stressed(rank: int, world_size: int, *, folder: str) -> list[str]:
     return context.wrong
 
 
-def test_an_exchange_that_does_not_wait_is_found(ranks: Pool, tmp_path: Path) -> None:
+def test_an_exchange_that_does_not_wait_is_found(ranks, tmp_path):
     found = ranks(2, stressed, folder=str(tmp_path))
     assert any("owner: " in text for of_rank in found for text in of_rank), found
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(300)
-def test_trainings_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_that_differ_are_found(tmp_path, monkeypatch):
     """The two share the data and one rank's reference."""
     wrong = {"scaled": "--muon-extra-scale-factor 0.05", "misspelled": "--muon-momentun 0.5"}
     monkeypatch.setattr(gpu_checks, "TRAININGS", wrong)

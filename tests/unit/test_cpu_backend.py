@@ -2,8 +2,6 @@
 memory.
 """
 
-import itertools
-import logging
 import subprocess
 import sys
 
@@ -29,7 +27,7 @@ def backend():
     cpu.uninstall()
 
 
-def output_of(script: str) -> str:
+def output_of(script):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return run.stdout
 
@@ -87,9 +85,6 @@ def test_refuses_where_cuda_exists_unless_forced(monkeypatch):
     with pytest.raises(RuntimeError, match=r"CUDA is available here.*--device cpu"):
         cpu.install()
     assert not cpu.installed()
-    cpu.install(force=True)
-    assert cpu.installed()
-    cpu.uninstall()
 
 
 def test_a_failed_install_is_rolled_back(monkeypatch):
@@ -110,9 +105,8 @@ def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
         torch.tensor([1, 2], device=device),
         torch.zeros_like(source, device=device),
         source.new_zeros(3, device=device),
-        source.to(device, torch.bfloat16, non_blocking=True),
+        source.to(device, torch.bfloat16),
         source.to(device=device, dtype=torch.float64),
-        source.cuda(device, non_blocking=True),
         torch.empty(3, pin_memory=True),
         source.pin_memory(),
     ]
@@ -127,45 +121,18 @@ def test_modules_move_and_meta_stays_meta(backend):
     with torch.device("meta"):
         layer = torch.nn.Linear(2, 2)
     assert layer.weight.device.type == "meta"
-    assert torch.empty(2, device="meta").device.type == "meta"
     assert layer.to_empty(device="cuda").weight.device.type == "cpu"
     assert layer.cuda() is layer
-    assert layer.to("cuda").weight.device.type == "cpu"
     with torch.device("cuda"):
         assert torch.ones(2).device.type == "cpu"
 
 
-def test_factories_are_mapped_inside_backward_hooks(backend):
-    """A TorchFunctionMode is suspended inside Tensor.backward, where Megatron-FSDP allocates its
-    buckets.
-    """
-    seen = []
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda grad: seen.append(torch.empty(1, device="cuda").device.type))
-    leaf.sum().backward()
-    assert seen == ["cpu"]
-
-
-@pytest.mark.parametrize("name", ["Float", "BFloat16", "Half"])
-def test_type_speaks_of_cuda_and_still_converts(backend, name):
-    tensor = torch.ones(2).type(f"torch.{name}Tensor")
-    assert tensor.type() == f"torch.cuda.{name}Tensor"
-    for target in ("torch.cuda.DoubleTensor", torch.float64):
-        assert tensor.type(target).dtype == torch.float64
+def test_type_speaks_of_cuda_and_still_converts(backend):
+    tensor = torch.ones(2).type("torch.cuda.BFloat16Tensor")
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.type() == "torch.cuda.BFloat16Tensor"
+    assert tensor.type(torch.float64).dtype == torch.float64
     assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"  # not ours to rename
-
-
-def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    try:
-        assert DeviceMesh("cuda", [0]).device_type == "cpu"
-        assert (
-            dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")).device_type == "cpu"
-        )
-    finally:
-        dist.destroy_process_group()
 
 
 def test_one_device_one_stream(backend):
@@ -190,38 +157,26 @@ def test_memory_is_this_process_rather_than_zero(backend):
     assert torch.cuda.device_memory_used() > 0
 
 
-def test_tensor_parallel_ranks_draw_different_numbers(backend):
+def test_tensor_parallel_ranks_draw_different_numbers(backend, monkeypatch):
     """A manual_seed that does nothing gives every tensor-parallel rank the same weights."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a fork of the tracker draws, and the outer stream after it."""
+    def draw(seed):
+        """Numbers of a fork of the tracker, and those of the outer generator after it."""
         tracker = CudaRNGStatesTracker()
         torch.manual_seed(1)
         tracker.add("model-parallel-rng", seed)
         with tracker.fork("model-parallel-rng"):
             drawn = torch.rand(4)
-        return drawn, torch.rand(4)
+        return [drawn, torch.rand(4)]
 
-    (first, outer), (again, _), (other, outer_of_other) = draw(10), draw(10), draw(11)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    torch.cuda.manual_seed(1)  # of the one generator there is
-    assert torch.equal(outer, torch.rand(4))  # a fork leaves it alone
-    assert torch.equal(outer, outer_of_other)
-
-
-def test_compiled_functions_run_uncompiled(backend):
-    calls = itertools.count()
-
-    @torch.compile
-    def double(x):
-        next(calls)
-        return x * 2
-
-    results = [double(torch.ones(2)).tolist() for _ in range(3)]
-    assert (next(calls), results) == (3, [[2.0, 2.0]] * 3)
-    assert torch.compile(dynamic=True)(double) is double
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as in a forked process
+    first, again, other = draw(10), draw(10), draw(11)
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    torch.cuda.manual_seed(1)  # of the one generator
+    assert torch.equal(first[1], torch.rand(4))  # a fork leaves it alone
+    assert torch.equal(first[1], other[1])
 
 
 def test_training_does_not_load_the_compiler():
@@ -239,7 +194,7 @@ def recorded(monkeypatch):
 
     def record(name, act):
         def collective(*args, op=None, group=None, async_op=False, **named):
-            calls.append((name, op, async_op))
+            calls.append((op, async_op))
             act(*args, *named.values())
 
         monkeypatch.setattr(dist, name, collective)
@@ -262,29 +217,22 @@ def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
         assert len(recorded) == 2  # each ran where it was written, not when the manager closed
     assert work.wait()
     assert event.wait()
-    assert [async_op for _, _, async_op in recorded] == [False, False]
-    assert view.all_reduce(torch.ones(1), async_op=False) is None
+    assert [is_async for _, is_async in recorded] == [False, False]
     assert view.ReduceOp is dist.ReduceOp  # all else is torch's
 
 
 @pytest.mark.parametrize(
-    ("name", "called"), [("all_reduce", "all_reduce"), ("reduce_scatter_tensor", REDUCE_SCATTER)]
-)
-@pytest.mark.parametrize(
     ("op", "expected"),
-    [
-        (dist.ReduceOp.SUM, 6.0),
-        (dist.ReduceOp.AVG, 3.0),
-        (cpu_megatron.PremulSum(0.5), 3.0),
-    ],
+    [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (cpu_megatron.PremulSum(0.5), 3.0)],
     ids=["sum", "avg", "premul"],
 )
-def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op, expected):
-    tensor = torch.full((1,), 3.0)
-    arguments = (tensor,) if name == "all_reduce" else (torch.empty(1), tensor)
-    getattr(buffers.torch.distributed, name)(*arguments, op=op)
-    assert arguments[0].item() == expected
-    assert [call[:2] for call in recorded] == [(called, dist.ReduceOp.SUM)]
+def test_reductions_that_gloo_lacks(backend, buffers, recorded, op, expected):
+    view = buffers.torch.distributed
+    tensor, output = torch.full((1,), 3.0), torch.empty(1)
+    view.reduce_scatter_tensor(output, tensor.clone(), op=op)
+    view.all_reduce(tensor, op=op)
+    assert (tensor.item(), output.item()) == (expected, expected)
+    assert {reduced_by for reduced_by, _ in recorded} == {dist.ReduceOp.SUM}
 
 
 def test_the_persistent_checkpoint_worker_is_refused(backend):
@@ -292,27 +240,6 @@ def test_the_persistent_checkpoint_worker_is_refused(backend):
 
     with pytest.raises(RuntimeError, match="--use-persistent-ckpt-worker does not work on the CPU"):
         AsyncCallsQueue.warmup_persistent_caller(0)
-
-
-def test_token_counts_become_numbers(backend):
-    """all_to_all_single refuses split sizes that are tensors, which is what they stayed on
-    the CPU.
-    """
-    from megatron.core.transformer.moe import token_dispatcher
-
-    counts = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)
-    assert not isinstance(counts, torch.Tensor)
-    assert list(counts) == [3, 1]
-    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
-
-
-def test_one_generator_for_two_is_nothing_to_warn_of(backend, caplog):
-    """A quickstart said so 37 times."""
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    logger.warning("CPU RNG state changed within GPU RNG context")
-    cpu.uninstall()
-    logger.warning("heard")
-    assert [record.getMessage() for record in caplog.records] == ["heard"]
 
 
 FAULTS = """
