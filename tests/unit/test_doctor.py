@@ -21,7 +21,6 @@ ARGS = argparse.Namespace(
     world_size=6,
     data_parallel_sharding_strategy="optim",
     tensor_model_parallel_size=2,
-    expert_model_parallel_size=1,
 )
 FC1, NORM, EMBEDDING = "mlp.linear_fc1.weight", "norm.weight", "embedding.weight"
 
@@ -69,7 +68,7 @@ def test_a_sound_checkpoint(write):
     found = findings(write())
     assert found["checkpoint"][0] == "ok"
     assert "iter_0000008 is complete, iteration 8" in found["checkpoint"][1]
-    assert found["written by"] == ("ok", "ranks 6, strategy optim, TP 2, EP 1")
+    assert found["written by"] == ("ok", "ranks 6, strategy optim, TP 2")
     assert found["weights"] == ("ok", "4 tensors")
     assert found["optimizer state"] == ("ok", "of these, adam has 1, muon has 2")
     assert "missing state" not in found
