@@ -138,7 +138,8 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
 
     folder = folders.find(directory)
     try:
-        if wrong := folders.problems(folder, threads=min(8, os.cpu_count() or 1)):
+        threads = min(8, os.cpu_count() or 1)
+        if wrong := folders.problems(folder, threads=threads):
             raise UserError("\n".join(wrong))
         entries = content.read_entries(folder)
         stored = content.read(folder, content.objects(entries))
@@ -177,5 +178,6 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         # Adam's state without the second moment is that of Lion
         missing |= {name for name, optimizer in optimizers.items() if optimizer == "lion"}
     if missing:
+        text = f"{len(missing)}: {content.some(missing)}"
         remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{len(missing)}: {content.some(missing)}; {remedy}")
+        yield Finding("missing state", WRONG, f"{text}; {remedy}")

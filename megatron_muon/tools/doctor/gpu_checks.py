@@ -147,10 +147,19 @@ def machine(context: Context) -> None:
         figures["nodes"] = len(set(of_all_ranks(os.environ.get("GROUP_RANK", "0"))))
 
 
-# Shape of a block and number of blocks; the large ones are for the symmetric kernel.
-CHECKED = (((2048, 4096), 4), ((333, 777), 4))
-CHECKED_ON_CPU = (((64, 96), 2), ((33, 77), 2))
-LARGE = (((4096, 4096), 2), ((8192, 8192), 2))
+# Number of blocks by their shape; the large ones are for the symmetric kernel.
+CHECKED = {
+    (2048, 4096): 4,
+    (333, 777): 4,
+}
+CHECKED_ON_CPU = {
+    (64, 96): 2,
+    (33, 77): 2,
+}
+LARGE = {
+    (4096, 4096): 2,
+    (8192, 8192): 2,
+}
 # of a random block, by the precision of products
 ERROR = {"medium": 0.03, "high": 5e-3, "highest": 1e-4}
 
@@ -163,27 +172,33 @@ def arithmetic(context: Context) -> None:
     less than 1e-4 in "highest", 0.005 in "high", 0.03 in "medium". No singular value may exceed
     1.3, also if one direction dominates.
     """
-    checked = list(CHECKED if context.on_gpu else CHECKED_ON_CPU)
+    checked = CHECKED if context.on_gpu else CHECKED_ON_CPU
     if ns.products_on(context.device, torch.bfloat16) is KERNEL:
-        checked += LARGE
+        checked = checked | LARGE
     else:
         context.skipped.append("symmetric kernel: not for this device")
-    for (shape, count), coefficients in itertools.product(checked, PROVEN_STEPS):
-        label = f"{count} of {shape[0]} x {shape[1]}, {coefficients}"
-        with context.trying(label):
-            _check_blocks(context, label, count, shape, coefficients)
+    for (rows, cols), count in checked.items():
+        for coefficients in PROVEN_STEPS:
+            label = f"{count} of {rows} x {cols}, {coefficients}"
+            with context.trying(label):
+                _check_blocks(context, label, (count, rows, cols), coefficients)
 
 
 def _check_blocks(
-    context: Context, label: str, count: int, shape: tuple[int, int], coefficients: str
+    context: Context,
+    label: str,
+    shape: tuple[int, int, int],
+    coefficients: str,
 ) -> None:
     """Check a stack of random blocks; in the last one, one direction dominates."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, *shape, generator=generator).to(context.device)
-    x[-1] += 100.0 * torch.outer(x[0, :, 0], x[0, 0])
+    x = torch.randn(shape, generator=generator).to(context.device)
+    row, col = x[0, 0], x[0, :, 0]
+    x[-1] += 100.0 * torch.outer(col, row)
     x /= x.abs().amax(dim=(1, 2), keepdim=True)
     steps = max(5, len(muon_utils._COEFFICIENT_SETS[coefficients]))
-    exact = x.double() / x.double().norm(dim=(1, 2), keepdim=True)
+    exact = x.double()
+    exact /= exact.norm(dim=(1, 2), keepdim=True)
     for a, b, c in ns.coefficients(coefficients, steps):
         square = exact @ exact.mT
         exact = a * exact + (b * square + c * square @ square) @ exact
@@ -193,11 +208,16 @@ def _check_blocks(
             continue
         if precision != "highest" and coefficients in FULL_PRECISION_SETS:
             continue
-        _check_iteration(context, f"{label}, {precision}, {method}", x, exact, iteration)
+        case = f"{label}, {precision}, {method}"
+        _check_iteration(context, case, x, exact, iteration)
 
 
 def _check_iteration(
-    context: Context, case: str, x: torch.Tensor, exact: torch.Tensor, iteration: Iteration
+    context: Context,
+    case: str,
+    x: torch.Tensor,
+    exact: torch.Tensor,
+    iteration: Iteration,
 ) -> None:
     """Largest singular value and distance from fp64 of one way to iterate a stack."""
     given = x.to(torch.bfloat16 if iteration.half else torch.float32)
@@ -271,21 +291,22 @@ def training(context: Context) -> None:
 
 def _compare(context: Context, plain: dict[int, float], name: str) -> None:
     """Compare a training with one rank's, and with itself after resuming."""
-    flags = TRAININGS[name]
+    own = TRAININGS[name]
+    flags = f"{own} {START}"
     expected = plain
     if name == QK_CLIP:  # changes losses
-        expected = _train(context, f"{name}, one rank", f"{flags} {START}", alone=True)
-    losses = _train(context, name, f"{flags} {START}")
+        expected = _train(context, f"{name}, one rank", flags, alone=True)
+    losses = _train(context, name, flags)
     if not losses or not expected:
         return  # a failed run is noted
-    differences = torch.tensor([loss - expected[step] for step, loss in losses.items()])
-    error = float(differences.abs().max())  # NaN stays
+    differences = [abs(loss - expected[step]) for step, loss in losses.items()]
+    error = float(torch.tensor(differences).max())  # NaN stays
     context.figures[name] = {"last loss": losses[20], "largest difference": error}
     limit = 0.05 if name in ("bf16", "files, int8") else 5e-3
     context.near(f"{name}: losses beside one rank's", error, limit)
     if name in ("optim_grads_params", "bf16", "all state on the host"):
-        load = f"--load '../{name}' --ckpt-step 15"
-        again = _train(context, f"{name}, resumed", f"{flags} {load}")
+        load = f"{own} --load '../{name}' --ckpt-step 15"
+        again = _train(context, f"{name}, resumed", load)
         is_same = bool(again) and again.items() <= losses.items()
         context.hold(is_same, f"{name}: resumed {again}, without interruption {losses}")
 

@@ -87,7 +87,8 @@ def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
     log = folder / f"check.{rank}.log"
     output = folder / f"figures.{rank}.json"
     env = processes.environment(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), port=port)
-    command = [sys.executable, "-m", __name__, name, device, str(folder), str(LIMIT_S)]
+    check = [name, device, str(folder), str(LIMIT_S)]
+    command = [sys.executable, "-m", __name__, *check]
     start = time.perf_counter()
     # if it hangs, it reports that and ends
     ended = processes.watch(command, log, env=env, grace_s=1.0)
@@ -102,8 +103,10 @@ def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
         status = FAILED
         if seconds > LIMIT_S:
             found["wrong"].append(f"stopped after {LIMIT_S} s; the report's log shows where")
-    tail = [] if status == OK else log.read_text("utf-8", "replace").splitlines()[-200:]
-    return {"status": status, "seconds": seconds, **found, "log": tail}
+    found |= {"status": status, "seconds": seconds, "log": []}
+    if status != OK:
+        found["log"] = log.read_text("utf-8", "replace").splitlines()[-200:]
+    return found
 
 
 def _merged(of_ranks: Sequence[Result]) -> Result:

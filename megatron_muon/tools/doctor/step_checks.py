@@ -33,9 +33,16 @@ from megatron_muon.tools.doctor.gpu_checks import Context, arithmetic, machine, 
 
 # A sixteenth of a layer of llama3-8b, odd matrices, and a stack of experts.
 SHAPES: list[tuple[int, ...]] = [
-    *((256, 256), (64, 256), (896, 256), (256, 896)),
-    *((256, 512), (333, 777), (64, 64)),
-    *((1, 100), (100, 3), (6, 40, 24)),
+    (256, 256),
+    (64, 256),
+    (896, 256),
+    (256, 896),
+    (256, 512),
+    (333, 777),
+    (64, 64),
+    (1, 100),
+    (100, 3),
+    (6, 40, 24),
 ]
 SIMULATED = 4  # ranks that one process simulates
 TEN = range(10)
@@ -76,9 +83,9 @@ def trained(
         mesh = None  # shared matrices are whole
     named = {}
     for at, start in enumerate(values(0)):
-        module = "experts." if start.dim() == 3 else ""
+        name = "experts.weight" if start.dim() == 3 else "weight"
         shard = on_mesh(start.to(device), mesh, cut)
-        named[f"layers.{at}.{module}weight"] = nn.Parameter(shard.clone())
+        named[f"layers.{at}.{name}"] = nn.Parameter(shard.clone())
     weights = list(named.values())
     base: Given = {"lr": 0.02, "fp32_matmul_prec": "highest", "exchange_buffer_mb": 8.0}
     optimizer = Muon(named.items(), **(base | settings))
@@ -167,9 +174,10 @@ def _simulated(context: Context, call: Callable[[], Weights]) -> Weights:
 def distance(found: Weights, expected: Weights) -> float:
     """The largest |found - expected| / |expected - start| of a weight; NaN if one is NaN."""
     errors = []
-    each = zip(found, itertools.cycle(expected), itertools.cycle(values(0)), strict=False)
-    for one, goal, start in each:
-        errors.append((one - goal).norm() / (goal - start).norm())
+    goals = zip(expected, itertools.cycle(values(0)))
+    for one, (goal, start) in zip(found, itertools.cycle(goals)):  # of each simulated rank
+        moved = (goal - start).norm()
+        errors.append((one - goal).norm() / moved)
     return float(torch.stack(errors).max())
 
 
@@ -282,11 +290,19 @@ def checkpoint(context: Context) -> None:
             saved = str(context.folder / name)
             run = functools.partial(on_ranks, context, {"offload": name})
             run(steps=TEN[:5], saved=saved)
-            expected, resumed = run(), run(steps=TEN[5:], saved=saved)
-            context.hold(same(resumed, expected), f"resumed with offload {name}: other bits")
-            moved = on_ranks(context, {"offload": other}, steps=TEN[5:], saved=saved, cut=1)
+            expected = run()
+            rest: Given = {"steps": TEN[5:], "saved": saved}
+            is_same = same(run(**rest), expected)
+            context.hold(is_same, f"resumed with offload {name}: other bits")
+            moved = on_ranks(context, {"offload": other}, cut=1, **rest)
             error = context.figures[label] = distance(moved, expected)
             context.near(label, error, 1e-4)
 
 
-CHECKS = {check.__name__: check for check in (machine, arithmetic, steps, checkpoint, training)}
+CHECKS = {
+    "machine": machine,
+    "arithmetic": arithmetic,
+    "steps": steps,
+    "checkpoint": checkpoint,
+    "training": training,
+}
