@@ -115,15 +115,14 @@ def on_ranks(context: Context, settings: Given, **options: Any) -> Weights:
     if settings.get("offload") == "nvme":
         settings = settings | {"offload_dir": str(context.folder)}
 
+    if "cuda_graph" in settings:  # threads cannot capture at the same time
+        return trained(context.device, settings)
+
     def call() -> Weights:
-        mesh = None
-        if dist.is_initialized():
-            mesh = init_device_mesh(context.device.type, (dist.get_world_size(),))
+        mesh = init_device_mesh(context.device.type, (dist.get_world_size(),))
         return trained(context.device, settings, mesh, **options)
 
-    if context.ranks > 1 or "cuda_graph" in settings:  # threads cannot capture at the same time
-        return call()
-    return _simulated(context, call)
+    return call() if context.ranks > 1 else _simulated(context, call)
 
 
 def _simulated(context: Context, call: Callable[[], Weights]) -> Weights:
