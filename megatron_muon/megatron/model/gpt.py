@@ -1,4 +1,4 @@
-"""A GPT for Megatron's pretrain: model, batches, loss, datasets; and on the meta device, to plan.
+"""A GPT for Megatron's pretrain: model, batches, loss, datasets.
 
 megatron-core's wheel ships the training loop but not the script around it.
 """
@@ -6,7 +6,6 @@ megatron-core's wheel ships the training loop but not the script around it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 from collections.abc import Iterator
 from functools import partial
@@ -18,11 +17,7 @@ from megatron.core import mpu
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_layer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
@@ -32,7 +27,6 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.command_line import check_vocabularies
-from megatron_muon.patching import Patches
 
 _BATCH_FIELDS = (
     "tokens",
@@ -68,56 +62,6 @@ def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
     config: GPTModelConfig = gpt_config_from_args(args)
     config.rope_scaling_factor = args.rope_scaling_factor
     return config
-
-
-@contextlib.contextmanager
-def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
-    """megatron-core's process groups of rank 0 of `args.world_size`, on paper; none may exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
-
-    torch.distributed.init_process_group(
-        "fake", rank=0, world_size=args.world_size, store=FakeStore()
-    )
-    try:
-        mpu.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            create_gloo_process_groups=False,
-        )
-        yield ProcessGroupCollection.use_mpu_process_groups()
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
-    """The model of these validated flags, for its parameters alone, in the dtype of training.
-
-    megatron-core's local layers stand in for those of Transformer Engine, and a linear layer for
-    that of latent experts.
-    """
-    config = gpt_config(args)
-    config.transformer.use_cpu_initialization = True
-    config.transformer.perform_initialization = False
-    config.attention_backend = AttnBackend.auto
-    with Patches() as changes, torch.device("meta"):
-        changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
-        changes.replace(moe_layer, "HAVE_TE", True)
-        changes.replace(moe_layer, "TELinear", _Linear)
-        model = config.get_builder_cls()(config).build_model(groups, True, True)
-    return model.bfloat16() if args.bf16 else model
-
-
-class _Linear(torch.nn.Linear):
-    """The parameters of Transformer Engine's linear layer."""
-
-    def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any
-    ) -> None:
-        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,6 @@ class Hardware:
     node_gb_per_s: float
     network_gb_per_s: float  # between nodes
     memory_gb_per_s: float  # of the device's own memory
-    memory_gb: float = 0.0  # of a device, 1e9 bytes
     processor: bool = False
     symmetric_kernel: bool = False  # as `core.newton_schulz.products_on` finds it
     rack_ranks: int = 0  # joined by the fast link, where these are more than a node's
@@ -67,13 +66,7 @@ class Hardware:
 
 
 def _gpu(
-    chip: str,
-    fp32: float,
-    link: float,
-    network: float,
-    memory: float,
-    memory_gb: float,
-    rack: int = 0,
+    chip: str, fp32: float, link: float, network: float, memory: float, rack: int = 0
 ) -> Hardware:
     """A GPU by NVIDIA's data sheet: dense TFLOP/s, GB/s of links in one direction and of memory."""
     return Hardware(
@@ -84,7 +77,6 @@ def _gpu(
         node_gb_per_s=link * LINK_SHARE,
         network_gb_per_s=network * LINK_SHARE,
         memory_gb_per_s=memory * MEMORY_SHARE,
-        memory_gb=memory_gb,
         symmetric_kernel=chip != "A100",
         rack_ranks=rack,
     )
@@ -93,10 +85,10 @@ def _gpu(
 HARDWARE = {
     machine.name: machine
     for machine in (
-        _gpu("H100", 67, 450, 50, 3350, 80),
-        _gpu("H200", 67, 450, 50, 4800, 141),
-        _gpu("A100", 19.5, 300, 25, 2039, 80),
-        _gpu("GB300", 80, 900, 100, 8000, 279, 72),
+        _gpu("H100", 67, 450, 50, 3350),
+        _gpu("H200", 67, 450, 50, 4800),
+        _gpu("A100", 19.5, 300, 25, 2039),
+        _gpu("GB300", 80, 900, 100, 8000, 72),
         # round figures: a core a rank, gloo
         Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),
     )
@@ -117,7 +109,6 @@ def measured(figures: Mapping[str, Any]) -> Hardware:
     if link is not None:
         rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
     node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
-    rates["memory_gb"] = figures.get("memory_gb", known.memory_gb)
     return replace(known, name=f"measured {name}", node_ranks=node_ranks, **rates)
 
 
@@ -131,11 +122,13 @@ def profile(figures: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """PlanSettings that decide costs and bytes."""
+    """Settings that decide costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
     memory: Memory  # of matrices: by exchanged dtype, iteration, and the rule that applies updates
     team_size: str = AUTO
+    momentum_bytes: float = 4.0  # of an element's state on the device, second moment included
+    adam_bytes: float = 8.0  # of an element of the scalar optimizer, on the device
 
 
 @dataclass(frozen=True)
@@ -159,48 +152,34 @@ class Group:
 class GroupPlan:
     """A group's plan and its figures."""
 
+    name: str  # of the group
     plan: Plan
     extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
+    held: Ints  # elements in each rank's shards
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # all collectives, one after the other
     step_ms: float  # with overlap
+    elementwise_ms: float  # passes over momentum, rows and weights
     unmet: Unmet | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
 
 
-@dataclass
-class KindPlan:
-    """The plans of all groups of a kind, made on request: one for each placement in nodes."""
-
-    group: Group
-    settings: PlanSettings
-    hardware: Hardware
-    _plans: dict[tuple[int, ...], GroupPlan] = field(default_factory=dict)
-
-    def of(self, rank: int) -> GroupPlan:
-        """The plan of a rank's group."""
-        pattern = node_pattern(self.group.members(rank), self.hardware)
-        if pattern not in self._plans:
-            self._plans[pattern] = plan_group(self.group, self.settings, self.hardware, rank)
-        return self._plans[pattern]
-
-
 @word_as_flags()
-def plan_kinds(
+def plan_groups(
     groups: Sequence[Group], settings: PlanSettings, hardware: Hardware
-) -> tuple[list[KindPlan], list[str]]:
+) -> tuple[list[GroupPlan], list[str]]:
     """Plan rank 0's group of each kind; the second result names settings that some do not support.
 
     Raises:
         UserError: no group supports a setting. A group of one rank does not count.
     """
-    kinds = [KindPlan(group, settings, hardware) for group in groups]
+    plans = [plan_group(group, settings, hardware) for group in groups]
     unmet = {}
-    for kind in kinds:
-        if kind.group.layout.world_size > 1:
-            unmet[kind.group.name.removesuffix("s")] = kind.of(0).unmet
-    return kinds, [note.worded(flag_of) for note in refuse_unmet(unmet)]
+    for item in plans:
+        if item.plan.layout.world_size > 1:
+            unmet[item.name.removesuffix("s")] = item.unmet
+    return plans, [note.worded(flag_of) for note in refuse_unmet(unmet)]
 
 
 def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
@@ -241,12 +220,19 @@ def plan_group(
         far_gb_per_s=hardware.network_gb_per_s,
     )
     exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
+    matrices = layout.matrices
+    held = _held(plan, range(len(matrices)))[0]
+    # an element has one owner, however many ranks hold it
+    owned = plan.imbalance * sum(matrix.numel for matrix in matrices) / layout.world_size
     return GroupPlan(
+        name=group.name,
         plan=plan,
         extra=extra_bytes(plan),
+        held=held,
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(map(sum, exchanges)) * 1e3,
         step_ms=_simulate(plan, products_s, exchanges) * 1e3,
+        elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
         unmet=rules.unmet(),
         digest=plan.digest(),
         received=plan.exchanged_bytes(),
@@ -255,6 +241,21 @@ def plan_group(
 
 def _flops(iteration: Iteration, matrix: Matrix) -> float:
     return float(sum(iteration.flops(*block, 1, matrix.steps) for block in matrix.blocks))
+
+
+def _elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
+    """Milliseconds of elementwise passes, by the elements that a rank holds and owns.
+
+    Momentum and look-ahead each read two fp32 tensors and write one; decay and update each read and
+    write the weight, and the update is read. An owned element is assembled, measured, scaled to
+    about 1 in the iteration's dtype, checked for finiteness, and copied to its stack and on to a
+    buffer: `core.exchange`, `core.orthogonalize`.
+    """
+    memory = settings.memory
+    holder_bytes = 24 + 2 * memory.element_bytes + 20
+    owner_bytes = 9 * memory.element_bytes + 3 * (2 if memory.iteration.half else 4)
+    moved = held * holder_bytes + owned * owner_bytes
+    return moved / hardware.memory_gb_per_s / 1e6
 
 
 def _simulate(

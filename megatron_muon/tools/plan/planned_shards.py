@@ -5,7 +5,6 @@ The model is built on the meta device; nothing is downloaded. Settings are the d
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from megatron_muon.core.layout import Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory
 from megatron_muon.errors import UserError, install
 from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings, plan_group
-from megatron_muon.tools.plan.training_step import elementwise_ms
 
 if TYPE_CHECKING:
     from megatron_muon.fsdp.views import View
@@ -24,10 +22,11 @@ if TYPE_CHECKING:
 
 def read_transformers(
     path: Path, world_size: int, hardware: Hardware, ep: int = 1
-) -> tuple[PlanSettings, list[Group]]:
+) -> tuple[PlanSettings, list[Group], float]:
     """The matrices of the model that a `transformers` folder or config.json describes.
 
-    The experts of each layer are spread over `ep` ranks before `fully_shard`.
+    The experts of each layer are spread over `ep` ranks before `fully_shard`. The last result is
+    the number of AdamW's elements on a rank.
 
     Raises:
         UserError: transformers is not installed or has no such model, or `ep` is impossible.
@@ -46,7 +45,8 @@ def read_transformers(
         names = view.names(selection.name(parameter))
         for name, shards in zip(names, shards_of[view], strict=True):
             matrices.append(Matrix(name, view.matrix, shards, rows))
-    return _fully_sharded(world_size, matrices, hardware)
+    others = sum(p.numel() for p in selection.choices) - sum(p.numel() for p in selection.views)
+    return *_fully_sharded(world_size, matrices, hardware), others / world_size
 
 
 def _build_on_meta(path: Path) -> Any:
@@ -57,8 +57,6 @@ def _build_on_meta(path: Path) -> Any:
         import transformers
     except ImportError as error:
         raise UserError(f"--hf needs transformers ({error}); {install('hf')}") from None
-    if not path.exists():
-        raise UserError(f"--hf {path} does not exist; give a model's folder or its config.json")
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -89,9 +87,8 @@ def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -
     shards_of = {shape: _shards_of(View(shape), ranks, 1)[0] for shape in dict.fromkeys(shapes)}
     matrices = [Matrix(str(number), shape, shards_of[shape]) for number, shape in enumerate(shapes)]
     settings, (group,) = _fully_sharded(ranks, matrices, hardware)
-    held = sum(map(math.prod, shapes)) / ranks
-    elementwise = elementwise_ms(held, held, settings, hardware)
-    return plan_group(group, settings, hardware).step_ms + elementwise
+    planned = plan_group(group, settings, hardware)
+    return planned.step_ms + planned.elementwise_ms
 
 
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
@@ -113,17 +110,11 @@ def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
         return placed_shards(view, ranks, [cut(0)])
     experts, rows = view.count, view.shape[1]
     cuts_rows = experts < world_size
-    possible = []
-    for size in range(1, experts + 1):
-        if experts % size or world_size % size:
-            continue
-        rows_are_even = size == 1 or rows % (world_size // size) == 0
-        if rows_are_even or not cuts_rows:
-            possible.append(size)
-    if ep not in possible:
+    rows_are_even = not cuts_rows or rows % (world_size // ep) == 0
+    if experts % ep or world_size % ep or not rows_are_even:
         raise UserError(
             f"--ep {ep} does not spread {experts} experts of {rows} rows evenly over --world-size"
-            f" {world_size}; use one of {', '.join(map(str, possible))}"
+            f" {world_size}; use another number, or 1"
         )
     over_data = cut(1) if cuts_rows else placement_types._StridedShard(0, split_factor=ep)
     return placed_shards(view, ranks.reshape(-1, ep), [over_data, cut(0)])
