@@ -22,9 +22,15 @@ REHEARSED = {"muon_exchange": "owner", "muon_offload": "none", "muon_momentum_dt
 """The only values with which a step moves nothing but what is planned, on the device."""
 MAX_SHOWN = 20
 """Findings, and ranks of one, that are printed."""
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
 ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "received_bytes": ("received", plan.size),
-    "extra_bytes": ("extra memory", plan.size),
+    "received_bytes": ("received, MiB", _mebibytes),
+    "extra_bytes": ("extra memory, MiB", _mebibytes),
     "flops": ("floating-point operations", "{:.4g}".format),
     "collectives": ("collectives", "{:,}".format),
     "operations": ("other operations of torch", "{:,}".format),
@@ -119,11 +125,10 @@ def show(figures: dict[str, Any]) -> None:
     count, world_size = len(figures["ranks"]), figures["world_size"]
     title = f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps"
     print(title)
-    rows = [("maximum over ranks", "plan", "rehearsed")]
+    print(f"{'maximum over ranks':<32}{'plan':>16}{'rehearsed':>16}")
     for name, (label, text) in ROWS.items():
         planned = text(figures["planned"][name]) if name in figures["planned"] else ""
-        rows.append((label, planned, text(figures["rehearsed"][name])))
-    plan.print_rows(rows)
+        print(f"{label:<32}{planned:>16}{text(figures['rehearsed'][name]):>16}")
     print(f"digest {figures['digest']}")
     if count < world_size:
         print("the other ranks' messages and matrices are not checked")

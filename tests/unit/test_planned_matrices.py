@@ -202,12 +202,11 @@ def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
     }
 
 
-def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:
+def test_latent_attention_and_predicted_tokens_are_listed(planned: Any) -> None:
     flags = {name: value for name, value in MOE.items() if "quer" not in name}
     latent = LATENT_ATTENTION | {
         "position_embedding_type": "rope",
         "mtp_num_layers": 1,
-        "moe_latent_size": 2,
     }
     (dense,) = planned(flags | latent, 2)  # experts of no groups of their own are dense
     attention = "decoder.layers.0.self_attention."
@@ -217,8 +216,7 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
     assert found[f"{attention}linear_q_up_proj.weight"] == (24, 6)
     assert found["mtp.layers.0.eh_proj.weight"] == (8, 16)
     assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in found
-    assert found["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
-    assert found["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
+    assert found["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (8, 4)
 
 
 @settings(max_examples=60)

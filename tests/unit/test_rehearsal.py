@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rehearse import machine
-from benchmarks.rehearse.checks import Finding, Recorded, check
+from benchmarks.rehearse.checks import Finding, KindPlan, Recorded, check
 from benchmarks.rehearse.machine import RecordingGroup
 from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from benchmarks.rehearse.recorder import RankTrace, Recorder
@@ -25,7 +25,7 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, node_pattern
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, node_pattern
 from megatron_muon.tools.plan.plan_command import settings_of
 
 H100 = HARDWARE["h100-sxm"]
@@ -107,10 +107,6 @@ def test_nothing_is_found_if_ranks_agree(sound: Recorded, both: Recorded) -> Non
         {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
         {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
         {"muon_hyperball": True, "weight_decay": 0.0},
-        pytest.param({"optimizer": "adaptive_muon"}, marks=pytest.mark.wide),
-        pytest.param({"muon_cautious_weight_decay": True}, marks=pytest.mark.wide),
-        pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
-        pytest.param({"muon_nesterov": False}, marks=pytest.mark.wide),
     ],
 )
 def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
@@ -120,15 +116,11 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
 def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
     """prime-rl #3437: FSDP2 gives ranks five rows, two or none; equal shards did not fit."""
     held = [5] * 14 + [2, 0]
-    group = Group(
-        "dense",
-        layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)]),
-    )
-    of = rehearsal(group, muon_exchange_buffer_mb=0.25)
+    matrices = layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)])
+    of = rehearsal(Group("dense", matrices), muon_exchange_buffer_mb=0.25)
     record = recorded(dataclasses.replace(of, world_size=16), [0, 13, 14, 15])
     assert check(record) == []
     assert record.plans[0].of(0).plan.buffer_bytes == 2**18
-    assert max(trace.steps[1].taken["dense"] for trace in record.traces.values()) <= 2**18
 
 
 def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:

@@ -28,17 +28,6 @@ from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.command_line import check_vocabularies
 
-_BATCH_FIELDS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "attention_mask",
-    "position_ids",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
-)
 _DATA_SETTINGS = (
     "multiple_validation_sets",
     "full_validation",
@@ -69,10 +58,8 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
-        read = next(data_iterator)
-        for name in _BATCH_FIELDS:
-            values = read.get(name)
-            batch[name] = None if values is None else values.cuda(non_blocking=True)
+        for name, values in next(data_iterator).items():
+            batch[name] = values.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -85,9 +72,6 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=bool(args.mtp_num_layers),
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
@@ -119,7 +103,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    inputs = (batch[name] for name in ("tokens", "position_ids", "attention_mask"))
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
     loss_mask = batch["loss_mask"]
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
     assert loss_mask is not None  # set on the last pipeline stage, the only one

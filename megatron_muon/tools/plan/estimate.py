@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -98,11 +97,8 @@ HARDWARE = {
 def measured(figures: Mapping[str, Any]) -> Hardware:
     """The machine that `megatron-muon doctor --gpu` measured; missing rates by the data sheet."""
     name = figures.get("GPU", "cpu")
-    known = HARDWARE["h100-sxm"]
-    for key, machine in HARDWARE.items():
-        if re.search(rf"\b{key.split('-')[0]}\b", name.lower()):
-            known = machine
-            break
+    fitting = [key for key in HARDWARE if key.partition("-")[0] in name.lower()]
+    known = HARDWARE[fitting[0] if fitting else "h100-sxm"]
     nodes = figures.get("nodes", 1)
     link = figures.get("all_to_all_gb_per_s")
     rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
@@ -114,10 +110,8 @@ def measured(figures: Mapping[str, Any]) -> Hardware:
 
 def profile(figures: Mapping[str, Any]) -> str:
     """The content of a file for `--hardware`, from measured figures."""
-    machine = asdict(measured(figures))
-    rates = [key for key in figures if key in machine or key.startswith("all_to_all")]
-    text = yaml.safe_dump(machine, sort_keys=False)
-    return f"# Measured: {', '.join(rates)}; the rest by data sheets\n{text}"
+    text: str = yaml.safe_dump(asdict(measured(figures)), sort_keys=False)
+    return text
 
 
 @dataclass(frozen=True)
@@ -149,6 +143,16 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Milliseconds of a group's step."""
+
+    ns_ms: float  # on the rank with most operations
+    exchange_ms: float  # all collectives, one after the other
+    step_ms: float  # with overlap
+    elementwise_ms: float  # passes over momentum, rows and weights
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """A group's plan and its figures."""
 
@@ -156,10 +160,7 @@ class GroupPlan:
     plan: Plan
     extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
     held: Ints  # elements in each rank's shards
-    ns_ms: float  # on the rank with most operations
-    exchange_ms: float  # all collectives, one after the other
-    step_ms: float  # with overlap
-    elementwise_ms: float  # passes over momentum, rows and weights
+    times: Times
     unmet: Unmet | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
@@ -194,7 +195,9 @@ def plan_group(
     """Make the plan of a rank's group as training would, and estimate it."""
     layout, iteration = group.layout, settings.memory.iteration
     members = group.members(rank)
-    costs = [_flops(iteration, matrix) for matrix in layout.matrices]
+    costs = []
+    for matrix in layout.matrices:
+        costs.append(sum(iteration.flops(*block, steps=matrix.steps) for block in matrix.blocks))
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
@@ -224,23 +227,22 @@ def plan_group(
     held = _held(plan, range(len(matrices)))[0]
     # an element has one owner, however many ranks hold it
     owned = plan.imbalance * sum(matrix.numel for matrix in matrices) / layout.world_size
+    times = Times(
+        ns_ms=max(plan.loads) / rate * 1e3,
+        exchange_ms=sum(map(sum, exchanges)) * 1e3,
+        step_ms=_simulate(plan, products_s, exchanges) * 1e3,
+        elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
+    )
     return GroupPlan(
         name=group.name,
         plan=plan,
         extra=extra_bytes(plan),
         held=held,
-        ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=sum(map(sum, exchanges)) * 1e3,
-        step_ms=_simulate(plan, products_s, exchanges) * 1e3,
-        elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
+        times=times,
         unmet=rules.unmet(),
         digest=plan.digest(),
         received=plan.exchanged_bytes(),
     )
-
-
-def _flops(iteration: Iteration, matrix: Matrix) -> float:
-    return float(sum(iteration.flops(*block, 1, matrix.steps) for block in matrix.blocks))
 
 
 def _elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
@@ -301,25 +303,17 @@ def extra_bytes(plan: Plan) -> Ints:
     order = schedule(len(plan.waves), len(waves) - len(plan.waves))
     in_use = np.zeros((MOMENTS * len(order) + 1, ranks), dtype=np.int64)
     temporary = np.zeros(ranks, dtype=np.int64)
-    for moments, wave in zip(moments_of(order), waves, strict=True):
-        for name, size in wave.buffers.items():
+    for moments, (buffers, made) in zip(moments_of(order), waves, strict=True):
+        for name, size in buffers.items():
             (first, after), (last, until) = LIFETIMES[name]
             in_use[moments[first] + after : moments[last] + until + 1] += size
-        temporary = np.maximum(temporary, wave.temporary)
+        temporary = np.maximum(temporary, made)
     peak: Ints = in_use.max(axis=0) + temporary
     return peak
 
 
-@dataclass(frozen=True)
-class WaveBytes:
-    """Bytes on each rank of a wave's buffers, by name, and of temporaries within the step."""
-
-    buffers: dict[str, Ints]
-    temporary: Ints
-
-
-def _buffers(plan: Plan, indices: Iterable[int]) -> WaveBytes:
-    """Bytes on each rank for the matrices of a wave."""
+def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]:
+    """Bytes on each rank for the matrices of a wave: of buffers, by name, and of temporaries."""
     indices, ranks = tuple(indices), plan.layout.world_size
     memory, moment = plan.memory, plan.memory.moment
     held, largest = _held(plan, indices)
@@ -345,7 +339,7 @@ def _buffers(plan: Plan, indices: Iterable[int]) -> WaveBytes:
     applied = largest
     if moment.together:
         applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"]))
-    return WaveBytes(buffers, np.maximum(made, moment.held * applied))
+    return buffers, np.maximum(made, moment.held * applied)
 
 
 def _held(plan: Plan, indices: Iterable[int]) -> tuple[Ints, Ints]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon import shipped
 from megatron_muon.core.memory import Memory, moment_bytes
-from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.errors import UserError, quiet_imports, reason_of
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
@@ -90,10 +89,9 @@ def _machine(text: str) -> Hardware:
         profile = yaml.safe_load(Path(text).read_text("utf-8"))
         return Hardware(**{field.name: profile[field.name] for field in fields(Hardware)})
     except (OSError, TypeError, KeyError, ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
+        why = reason_of(error)
         raise argparse.ArgumentTypeError(
-            f"{text} does not describe a machine ({type(error).__name__}: {why}); choose from"
-            f" {', '.join(HARDWARE)}, or give a file of doctor --gpu --write-profile"
+            f"{text} does not describe a machine ({why}); choose from {', '.join(HARDWARE)}"
         ) from None
 
 
@@ -138,7 +136,6 @@ def read_config(
     config: Path, world_size: int, hardware: Hardware, flags: Sequence[str] = ()
 ) -> tuple[Any, list[Group], float]:
     """Read an experiment file by `planned_model.read_model`; the CPU then stands in for a GPU."""
-    shipped.require(config)
     gc.disable()  # collections during imports take half a second
     try:
         with quiet_imports():
@@ -171,6 +168,21 @@ def settings_of(config: Any, hardware: Hardware) -> PlanSettings:
     return PlanSettings(config.muon_exchange_buffer_mb, memory, team_size, momentum, adam)
 
 
+_BYTES = {
+    "momentum, on the device": "momentum_bytes",
+    "Adam's moments, on the device": "adam_bytes",
+    "buffers of a step, at most": "extra_bytes",
+    "received by a rank, at most": "exchange_bytes",
+}
+_TIMES = {
+    "Muon's step": "step_ms",
+    "  Newton-Schulz": "ns_ms",
+    "  exchange": "exchange_ms",
+    "  hidden by overlap": "hidden_ms",
+    "elementwise passes": "elementwise_ms",
+}
+"""Labels and figures of the page."""
+
 _SUMS = (
     "matrices",
     "travelling",
@@ -196,8 +208,8 @@ def figures_of(
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
         "hardware": hardware.name,
-        "node_ranks": hardware.node_ranks,
         "settings": {
+            "node_ranks": hardware.node_ranks,
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": "bf16" if settings.memory.element_bytes == 2 else "fp32",
             "team_size": settings.team_size,
@@ -208,7 +220,9 @@ def figures_of(
     }
     for name in _SUMS:
         figures[name] = sum(group[name] for group in groups)
-    for name in ("extra_bytes", "buffer_bytes", "peers"):
+    alone_ms = figures["ns_ms"] + figures["exchange_ms"]
+    figures["hidden_ms"] = max(alone_ms - figures["step_ms"], 0.0)
+    for name in ("extra_bytes", "buffer_bytes"):
         figures[name] = max(group[name] for group in groups)
     loads = [item.plan.loads for item in plans]
     mean = sum(sum(each) / len(each) for each in loads)
@@ -226,53 +240,25 @@ def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
         "parameters": sum(matrix.numel for matrix in layout.matrices),
         "momentum_bytes": round(settings.momentum_bytes * int(item.held.max())),
         "extra_bytes": int(item.extra.max()),
-        "ns_ms": item.ns_ms,
-        "exchange_ms": item.exchange_ms,
-        "step_ms": item.step_ms,
-        "elementwise_ms": item.elementwise_ms,
+        **asdict(item.times),
     }
 
 
 def show(figures: Figures, source: str) -> None:
     """Print the page."""
     print(f"Plan of {source} at {figures['world_size']:,} ranks, {figures['hardware']}")
-    parts = figures["ns_ms"], figures["exchange_ms"]
-    hidden = max(sum(parts) - figures["step_ms"], 0.0)
-    print_rows(
-        [
-            ("momentum, on the device", size(figures["momentum_bytes"])),
-            ("Adam's moments, on the device", size(figures["adam_bytes"])),
-            ("buffers of a step, at most", size(figures["extra_bytes"])),
-            ("Muon's step", f"{figures['step_ms']:,.1f} ms"),
-            ("  Newton-Schulz", f"{parts[0]:,.1f} ms"),
-            ("  exchange", f"{parts[1]:,.1f} ms"),
-            ("  hidden by overlap", f"{hidden:,.1f} ms"),
-            ("elementwise passes", f"{figures['elementwise_ms']:,.1f} ms"),
-            ("matrices", f"{figures['matrices']:,}"),
-            ("  exchanged", f"{figures['travelling']:,}"),
-            ("received by a rank, at most", size(figures["exchange_bytes"])),
-            ("owners' load, max / mean", f"{figures['max_over_mean']:.3f}"),
-        ]
-    )
+    for label, name in _BYTES.items():
+        print(f"{label:<32}{figures[name] / 2**20:>12,.1f} MiB")
+    for label, name in _TIMES.items():
+        print(f"{label:<32}{figures[name]:>12,.1f} ms")
+    print(f"{'load of owners, max / mean':<32}{figures['max_over_mean']:>13.2f}")
     for group in figures["groups"]:
-        teams = group["matrices_of_teams"] or "none"
-        print(f"{group['name']}: {group['owners']:,} ranks own matrices; teams: {teams}")
-    settings = figures["settings"]
-    print(
-        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps;"
-        f" exchange in {settings['exchange_dtype']}; nodes of {figures['node_ranks']} ranks; digest"
-        f" {figures['digest']}"
-    )
+        print(
+            f"{group['name']}: {group['matrices']:,} matrices, {group['travelling']:,} exchanged;"
+            f" {group['owners']:,} of {group['ranks']:,} ranks own them;"
+            f" matrices by size of team: {group['matrices_of_teams']}"
+        )
+    settings = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
+    print(f"{settings}; digest {figures['digest']}")
     for note in figures["notes"]:
         print(f"warning: {note}")
-
-
-def print_rows(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print labels and columns of figures."""
-    for label, *values in rows:
-        print(f"{label:<32}" + "".join(f"{value:>16}" for value in values))
-
-
-def size(count: float) -> str:
-    """Bytes in MiB."""
-    return f"{count / 2**20:,.1f} MiB"

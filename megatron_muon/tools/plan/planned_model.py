@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training import training
 
@@ -33,12 +32,12 @@ from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
-from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
+from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
-from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.patching import Patches
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
@@ -58,7 +57,6 @@ LOCAL = {
 
 
 _PLANNED = {
-    "yaml_cfg": (None,),
     "data_parallel_sharding_strategy": ("optim", "optim_grads", UNITS),
     "outer_dp_sharding_strategy": ("no_shard",),
     "hybrid_layer_pattern": (None,),
@@ -68,10 +66,7 @@ _PLANNED = {
 
 
 class _Environment(dict[str, str]):
-    """An environment in which every variable exists; an unset one expands to itself."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+    """An environment in which an unset variable expands to itself."""
 
     def __missing__(self, name: str) -> str:
         return f"${{{name}}}"
@@ -90,9 +85,7 @@ def read_model(
         UserError: such a run is refused, or its strategy cannot be planned.
     """
     args = _arguments(path, world_size, flags, device)
-    names = {field.name for field in fields(MuonOptimizerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    settings = MuonOptimizerConfig(**given)
+    settings = with_settings(args)
     with prepare.explained():
         return settings, *_groups(args, settings)
 
@@ -103,7 +96,6 @@ def _arguments(
     """Validated arguments for a model of local layers."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
-    check_flags(config, parser._option_string_actions)
     line = [*merge(config, flags), "--use-megatron-fsdp"]
     if arguments.parse(parser, line).optimizer not in MUONS:
         line += ["--optimizer", "muon"]
@@ -162,8 +154,7 @@ def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection
 def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
     """The model of these validated flags, for its parameters alone, in the dtype of training.
 
-    megatron-core's local layers stand in for those of Transformer Engine, and a linear layer for
-    that of latent experts.
+    megatron-core's local layers stand in for those of Transformer Engine.
     """
     config = gpt_config(args)
     config.transformer.use_cpu_initialization = True
@@ -171,17 +162,8 @@ def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> A
     config.attention_backend = AttnBackend.auto
     with Patches() as changes, torch.device("meta"):
         changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
-        changes.replace(moe_layer, "HAVE_TE", True)
-        changes.replace(moe_layer, "TELinear", _linear)
         model = config.get_builder_cls()(config).build_model(groups, True, True)
     return model.bfloat16() if args.bf16 else model
-
-
-def _linear(
-    inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any
-) -> torch.nn.Linear:
-    """The parameters of Transformer Engine's linear layer."""
-    return torch.nn.Linear(inputs, outputs, bias=bias, dtype=config.params_dtype)
 
 
 def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], float]:
