@@ -46,12 +46,15 @@ EXPERTS = {
 }
 
 
+def main(command: str, words: list[str]) -> int:
+    return rehearse.main(words) if command == "rehearse" else cli.main([command, *words])
+
+
 def planned(tmp_path: Path, line: str, *, command: str = "plan", status: int = 0) -> dict[str, Any]:
     """The figures of a command line."""
     target = tmp_path / "figures.json"
     words = [*line.split(), "--json", str(target)]
-    main = rehearse.main(words) if command == "rehearse" else cli.main([command, *words])
-    assert main == status
+    assert main(command, words) == status
     read: dict[str, Any] = json.loads(target.read_text("utf-8"))
     return read
 
@@ -120,7 +123,14 @@ def test_the_state_of_a_dense_model_adds_up_by_hand(
     assert figures["momentum_bytes"] == pytest.approx(4 * 32 * layer / 64, rel=0.01)
     assert figures["adam_bytes"] == round(8 * others / 64)
     shown = capsys.readouterr().out
-    labels = ["momentum", "Adam's moments", "buffers of a step", "Muon's step", "hidden", "teams"]
+    labels = [
+        "momentum",
+        "Adam's moments",
+        "buffers of a step",
+        "Muon's step",
+        "hidden",
+        "size of team",
+    ]
     assert sorted(labels, key=shown.index) == labels
     assert f"digest {figures['digest']}" in shown
     away = "--muon-offload cpu --muon-offload-state all"
@@ -138,13 +148,12 @@ def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
         "muon-team-size": "2",
     }
     run = f"{config(tmp_path, changes)} 2"
-    names = ("buffer_mb", "exchange_dtype", "team_size", "ns", "ns_dtype", "ns_steps")
     found = planned(tmp_path, run)["settings"]
-    assert found == dict(zip(names, (1.0, "fp32", "2", "gram", "fp32", 5), strict=True))
+    assert list(found.values()) == [8, 1.0, "fp32", "2", "gram", "fp32", 5]
     line = "--muon-ns standard --muon-fp32-matmul-prec medium --muon-exchange-buffer-mb 64"
     more = "--muon-exchange-dtype fp32 --unset muon-team-size"
     found = planned(tmp_path, f"{run} {line} {more}")["settings"]
-    assert found == dict(zip(names, (64.0, "fp32", "auto", "standard", "bf16", 5), strict=True))
+    assert list(found.values()) == [8, 64.0, "fp32", "auto", "standard", "bf16", 5]
 
 
 def test_team_sizes_that_a_plan_cannot_have(
@@ -180,10 +189,8 @@ def test_normuon_is_planned_without_teams(
     assert planned(tmp_path, run)["groups"][0]["matrices_of_teams"]
     run += " --adaptive-muon-moment2-method normuon"
     figures = planned(tmp_path, run)
-    assert (figures["groups"][0]["matrices_of_teams"], figures["settings"]["team_size"]) == (
-        {},
-        "1",
-    )
+    assert figures["groups"][0]["matrices_of_teams"] == {}
+    assert figures["settings"]["team_size"] == "1"
     assert "NorMuon needs whole updates" in message(capsys, f"{run} --muon-team-size 2")
 
 
@@ -211,8 +218,6 @@ def test_unset_paths_missing_data_and_sizes_of_batches_do_not_matter(
         ({"tensor-model-parallel-size": "3"}, "world size (8) is not divisible by"),
         ({"outer-dp-sharding-strategy": "optim"}, "cannot be planned"),
         ({"muon-exclude": "router"}, "--muon-exclude router matches none of Muon's 8 matrices"),
-        ({"muon-split-heads": "true", "muon-no-split-qkv": "true"}, "does not work with"),
-        ({"muon-ns": "best"}, "argument --muon-ns: invalid choice: 'best'"),
         ({"hybrid-layer-pattern": '"M-?-"', "num-layers": ""}, "cannot be planned"),
     ],
 )
@@ -225,9 +230,7 @@ def test_configs_that_cannot_be_planned(
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("plan --world-size 2", "one of the arguments --config --hf is required"),
         (f"plan {QUICKSTART} 2 --muon-team-sise 2", "did you mean --muon-team-size?"),
-        (f"plan {QUICKSTART} 2 --muon-exchange-buffer-mb 0", "-buffer-mb 0 is out of range"),
         (f"plan {QUICKSTART} 2 --json no/plan.json", "cannot write"),
         ("plan --hf model --world-size 2 --muon-ns gram", "leave --muon-ns gram out"),
         (f"plan {QUICKSTART} 2 --ep 2", "with --config give --expert-model-parallel-size 2"),
@@ -239,8 +242,7 @@ def test_arguments_that_do_not_go_together(
     capsys: pytest.CaptureFixture[str], line: str, text: str
 ) -> None:
     command, *words = line.split()
-    status = rehearse.main(words) if command == "rehearse" else cli.main([command, *words])
-    assert status == 2
+    assert main(command, words) == 2
     assert text in capsys.readouterr().err
 
 
@@ -269,8 +271,11 @@ def test_a_plan_names_the_owners_that_training_would(
     assert planned.waves == trained.waves
     if products is DENSE:  # negative control
         other = Iteration(precision="high", products=products)
-        wrong = [sum(other.flops(*block) for block in matrix.blocks) for matrix in layout.matrices]
-        assert make_plan(layout, wrong, memory=memory, rules=rules).owners != trained.owners
+        wrong = []
+        for matrix in layout.matrices:
+            wrong.append(sum(other.flops(*block) for block in matrix.blocks))
+        unlike = make_plan(layout, wrong, memory=memory, rules=rules)
+        assert unlike.owners != trained.owners
 
 
 @pytest.mark.parametrize(
@@ -306,13 +311,3 @@ def test_ranks_that_do_not_agree_are_named(
     out = capsys.readouterr().out
     assert re.search(r"bytes, ranks (0, 2|2, 0): step 0", out)
     assert "agree" not in out.splitlines()[-1]
-
-
-def test_the_table_of_plans_has_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    quickstart = CONFIGS / "quickstart.yaml"
-    plans.main(["--configs", str(quickstart), "--ranks", "2"])
-    heading, _, line = capsys.readouterr().out.splitlines()
-    assert heading == f"| {' | '.join(plans.HEADINGS)} |"
-    figures = plans.planned(quickstart, 2)
-    assert line == f"| {' | '.join(plans.cells('quickstart', figures))} |"
-    assert f"{figures['extra_bytes'] / 2**20:,.0f}" in line
