@@ -204,7 +204,7 @@ def figures_of(
     """The figures of rank 0's groups, and of all of them together."""
     groups = [_group_figures(item, settings) for item in plans]
     iteration = settings.memory.iteration
-    figures = {
+    figures: Figures = {
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
         "hardware": hardware.name,
