@@ -28,6 +28,7 @@ from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.command_line import check_vocabularies
 
+_BATCH_FIELDS = {"tokens", "labels", "loss_mask", "attention_mask", "position_ids"}
 _DATA_SETTINGS = (
     "multiple_validation_sets",
     "full_validation",
@@ -58,8 +59,9 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
-        for name, values in next(data_iterator).items():
-            batch[name] = values.cuda(non_blocking=True)
+        read = next(data_iterator)
+        for name in read.keys() & _BATCH_FIELDS:  # a blend's have the number of the data set, too
+            batch[name] = read[name].cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
