@@ -86,19 +86,6 @@ def whole_name(parameter: str, known: Container[str]) -> str:
     return whole if parameter.endswith(_HALVES) and whole in known else parameter
 
 
-def step_counts(folder: Path) -> dict[str, int]:
-    """Adam's count of steps by a parameter's plain name, kept by parameter or by group."""
-    entries = read_entries(folder)
-    known = optimized(entries)
-    counts = {}
-    for section in (_META, _STATE):
-        names = [name for name in entries if re.fullmatch(rf"{section}.*\.{STEP}", name)]
-        for name, count in read(folder, names).items():
-            parameter = name.removeprefix(section).removesuffix(f".{STEP}")
-            counts[plain(whole_name(parameter, known))] = int(count)
-    return counts
-
-
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     """The slots that a checkpoint holds for each parameter."""
     found = defaultdict[str, set[str]](set)
@@ -150,8 +137,6 @@ def compare(
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
         whole = whole_name(parameter, known)
-        if STEP in state and setting(whole, STEP) in entries:
-            held |= {STEP}
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
         # Lion's groups have no eps
         is_damaged_adam = before == "lion" and setting(whole, "eps") in entries and now == "adam"

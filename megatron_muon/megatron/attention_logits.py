@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.buckets import noted_part
-from megatron_muon.megatron.flags.refusals import asked
+from megatron_muon.megatron.flags.refusals import logits_flag
 from megatron_muon.megatron.model.matrices import fused_rows
 from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling, Parts
 
@@ -47,7 +47,7 @@ class AttentionLogits:
 
     def __init__(self, model_chunks: Sequence[Any], tensor_parallel: dist.ProcessGroup) -> None:
         self._config = config = model_chunks[0].config
-        flag = str(asked(config))
+        flag = str(logits_flag(config))
         attentions = [found for chunk in model_chunks for found in _attentions(chunk, flag)]
         if not attentions:
             raise UserError(f"{flag}: the model has no attention; leave {flag} out")
@@ -84,9 +84,9 @@ class AttentionLogits:
         self.forget()
         if any(logits is None for logits in found):
             raise RuntimeError(
-                f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's"
-                " step, as in a CUDA graph, in FP8 and with --attention-backend flash; leave one"
-                " of the two out"
+                f"{logits_flag(self._config)}: a layer's attention kept no logits before the"
+                " optimizer's step, as in a CUDA graph, in FP8 and with --attention-backend flash;"
+                " leave one of the two out"
             )
         largest = self._scaling.largest.fill_(-math.inf)
         self._mine.copy_(torch.cat(found).view_as(self._mine))

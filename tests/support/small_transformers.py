@@ -36,21 +36,11 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 5,
 }
-GPT2: dict[str, Any] = {
-    **{name: value for name, value in SMALL.items() if name.endswith("token_id")},
-    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-    "vocab_size": 32,
-    "n_embd": 72,
-    "n_head": HEADS,
-    "n_layer": 2,
-    "initializer_range": 0.3,
-}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("LlamaConfig", SMALL),
     "biases": ("LlamaConfig", {**SMALL, "attention_bias": True, "num_key_value_heads": HEADS}),
     "a window": ("MistralConfig", {**SMALL, "sliding_window": 4}),
     "fused": ("Phi3Config", SMALL),
-    "fused and transposed": ("GPT2Config", GPT2),
     "latent": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 10}),
     "latent, whole queries": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None}),
 }

@@ -9,7 +9,6 @@ from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
-import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -25,7 +24,6 @@ from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
-_FLOPS = "num_floating_point_operations_so_far"
 
 
 def load_what_is_there(patches: Patches) -> None:
@@ -34,8 +32,7 @@ def load_what_is_there(patches: Patches) -> None:
     0.19 fails in the middle of a damaged checkpoint. Missing entries are either all fatal, with an
     internal name of torch's, or all ignored in silence (--no-strict-fsdp-dtensor-load).
     Random-number states are stored for each data-parallel rank with --data-parallel-random-init, so
-    more ranks than before find none. The count of floating-point operations is stored and never
-    loaded.
+    more ranks than before find none.
     """
     # while _load_base_checkpoint runs: its folder, and the state that it does not load
     loading: dict[str, Any] = {}
@@ -89,8 +86,6 @@ def load_what_is_there(patches: Patches) -> None:
             loading["settings"] = settings
             if not args.use_checkpoint_opt_param_scheduler:
                 loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
-        if _FLOPS in entries:
-            state[_FLOPS] = 0
         if state.get("rng_state"):
             wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
             if not all(of_all_ranks(all(name in entries for name in wanted))):
@@ -106,25 +101,20 @@ def _rates(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in _RATES if name in meta}
 
 
-def explain_load_refusals(patches: Patches) -> None:
-    """Word 0.19's assertions on a checkpoint of another model or schedule as one-line errors."""
+def explain_other_schedules(patches: Patches) -> None:
+    """Name the flags that settle 0.19's assertion on a checkpoint of another schedule."""
 
     @patches.around(training, "load_checkpoint")
     def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return load(*args, **kwargs)
         except AssertionError as refusal:
-            if "OptimizerParamScheduler" in str(refusal):
-                remedy = (
-                    "use --override-opt-param-scheduler for this run's schedule,"
-                    " --use-checkpoint-opt-param-scheduler for that of the checkpoint"
-                )
-            elif "from checkpoint" in str(refusal):
-                remedy = "give this run the flags that wrote it"
-            else:
+            if "OptimizerParamScheduler" not in str(refusal):
                 raise
             raise UserError(
-                f"megatron-core refuses this checkpoint: {refusal}; {remedy}"
+                f"megatron-core refuses this checkpoint: {refusal}; use"
+                " --override-opt-param-scheduler for this run's schedule,"
+                " --use-checkpoint-opt-param-scheduler for that of the checkpoint"
             ) from refusal
 
 
@@ -263,6 +253,7 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
     replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
     if optimizer:
         replaced |= _reordered(optimizer["state"], folder, args) - absent
+        absent |= _uncounted(optimizer, entries) - replaced
     fresh = {name.rpartition(".")[0] for name in replaced | absent}
     missing = [name for name in weights if f"model.{name}" not in entries]
     misfits = {f"{content.plain(name)} is not in it" for name in missing}
@@ -283,8 +274,7 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
         count = f"{len(lost)} entries of optimizer state"
         _warn(f"{count} start at zero, because {by}: {content.some(lost)}")
     if optimizer:
-        optimizer, kept = carry_step_counts_over(optimizer, fresh, entries, folder)
-        kept += _RATES if args.override_opt_param_scheduler else ()
+        kept = _RATES if args.override_opt_param_scheduler else ()
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=kept)
     return state
 
@@ -303,6 +293,20 @@ def _reordered(
     if getattr(stored, "tensor_model_parallel_size", size) == size:
         return set()
     return {f"{name}.{slot}" for name in reordered for slot in state[name]}
+
+
+def _uncounted(optimizer: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
+    """State of FusedAdam, which counts steps by group, where the checkpoint counts otherwise.
+
+    A count that starts at zero beside old moments would make the first updates too large.
+    """
+    settings = optimizer["param_to_group_meta"]
+    found = set()
+    for name, slots in optimizer["state"].items():
+        whole = content.whole_name(name, settings)
+        if STEP in settings[whole] and content.setting(whole, STEP) not in entries:
+            found |= {f"{name}.{slot}" for slot in slots}
+    return found
 
 
 def _require_same_weights(misfits: set[str], dropped: list[str], folder: Path, args: Any) -> None:
@@ -332,57 +336,6 @@ def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str
     taken = of_any_rank([name.removeprefix("model.") in weights for name in stored])
     left = [name for name, is_taken in zip(stored, taken, strict=True) if not is_taken]
     return [content.plain(name.removeprefix("model.")) for name in left]
-
-
-def carry_step_counts_over(
-    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Load Adam's counts of steps that a checkpoint keeps in another form into `optimizer`.
-
-    torch's AdamW counts for each parameter, in its state; the FusedAdam of Transformer Engine and
-    Apex for each group, in its settings, as an integer or (capturable) a tensor. Without the count
-    Adam's bias correction starts again and its first updates are too large.
-
-    Parameters that start `fresh` keep theirs. Returns the part of the state dict that is still to
-    be requested, and the settings not to request.
-    """
-    state, settings = optimizer["state"], optimizer["param_to_group_meta"]
-    held = content.optimizer_slots(entries)
-    wanted = [name for name in state if STEP in state[name] and name not in fresh]
-    in_state = [name for name in wanted if STEP not in held.get(name, ())]
-    in_groups = [
-        name
-        for name in settings
-        if not fresh & {name, f"{name}_w"} and _counts_differently(name, settings[name], entries)
-    ]
-    if not in_state and not in_groups:
-        return optimizer, ()
-    counts = content.step_counts(folder)
-    for name in in_state:
-        state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
-    # parameters of a group share one dict
-    groups = {id(settings[name]): settings[name] for name in in_groups}
-    for group, meta in groups.items():
-        names = [content.plain(name) for name in in_groups if id(settings[name]) == group]
-        found = {counts.get(name, 0) for name in names}
-        count = max(found)
-        is_tensor = isinstance(meta[STEP], torch.Tensor)
-        meta[STEP] = torch.full_like(meta[STEP], count) if is_tensor else count
-        if len(found) > 1:
-            theirs = f"the checkpoint has {min(found)} to {count} steps in one"
-            _warn(f"Adam counts by group here, {theirs}; it takes {count}")
-    requested = dict(state)
-    for name in in_state:
-        requested[name] = {slot: value for slot, value in state[name].items() if slot != STEP}
-    return {**optimizer, "state": requested}, (STEP,) if in_groups else ()
-
-
-def _counts_differently(name: str, meta: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
-    """Tells if a group counts steps, and the checkpoint has no count, or one of another type."""
-    if STEP not in meta:
-        return False
-    entry = entries.get(content.setting(name, STEP))
-    return entry is None or isinstance(meta[STEP], torch.Tensor) != hasattr(entry, "size")
 
 
 def _warn(text: str) -> None:
