@@ -74,12 +74,6 @@ def plain(name: str) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
-def wrappers(parameters: Iterable[str]) -> str:
-    """The prefix of a model's wrappers in names: bf16 has one wrapper more than fp32."""
-    first = next(iter(parameters), "")
-    return first.removesuffix(plain(first))
-
-
 def whole_name(parameter: str, known: Container[str]) -> str:
     """The known parameter that `parameter` is, or is a half of."""
     whole = parameter[:-2]
@@ -206,12 +200,3 @@ def without_fresh(
             metas[parameter] = {name: meta[name] for name in kept if name not in left_out}
     state = {name: slots for name, slots in optimizer["state"].items() if name not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
-
-
-def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
-    """An optimizer's state dict with its parameters under other wrappers."""
-    changed = dict(optimizer)
-    for part in ("state", "param_to_group_meta"):
-        parameters = optimizer[part].items()
-        changed[part] = {after + name.removeprefix(before): value for name, value in parameters}
-    return changed

@@ -95,8 +95,6 @@ class ScalarState:
             self._group_of.update((parameter, number) for parameter in group["params"])
         self.slots = self._make_state(wrapped)
         first = next(iter(self._group_of))
-        counters = self._inner.state[first].items()
-        self._counters = {name: _copied(value) for name, value in counters}
         rows = 1 + len(self.slots)
         slot_elements = int(offload.buffer_mb * 2**20) // (SLOTS * 4 * rows)
         most = max(slot_elements // _ALIGNED, 1) * _ALIGNED
@@ -148,9 +146,6 @@ class ScalarState:
 
     def load(self, state: SlotsOf) -> None:
         """Take a checkpoint's slots, as `state` returns them; missing parameters keep theirs."""
-        for parameter in self._group_of:  # one that starts afresh has lost its counters
-            for name, value in self._counters.items():
-                self._inner.state[parameter].setdefault(name, _copied(value))
         for number, part in enumerate(self._slices):
             if part.parameter not in state:
                 continue

@@ -75,14 +75,9 @@ def load_what_is_there(patches: Patches) -> None:
         if "folder" not in loading:
             return state
         entries = content.read_entries(loading["folder"])
-        theirs = ours = content.wrappers(content.optimized(entries))
-        if "optimizer" in state:  # weights have the same names in every precision
-            ours = content.wrappers(state["optimizer"]["param_to_group_meta"])
-            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _requested_state(state, entries, loading["folder"], args)
         if "optimizer" in state:
-            stored = state["optimizer"]["param_to_group_meta"]
-            settings = {ours + name.removeprefix(theirs): stored[name] for name in stored}
+            settings = state["optimizer"]["param_to_group_meta"]
             loading["settings"] = settings
             if not args.use_checkpoint_opt_param_scheduler:
                 loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
@@ -183,14 +178,8 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     named = folders.latest(Path(load_dir))
     iteration = args.ckpt_step or named
     if iteration is None:
-        _warn_of_unfinished(Path(load_dir))
         return None
     return folders.iteration_folder(Path(load_dir), iteration)
-
-
-def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in sorted(save_dir.glob(f"iter_*{folders.UNFINISHED}")):
-        _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
 def _require_sound(folder: Path, *, verify: bool) -> None:
@@ -208,7 +197,6 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
     def look() -> dict[str, int] | None:
         folders.recover(folder.parent)
         refuse(folders.problems(folder, verify=verify))
-        _warn_of_unfinished(folder.parent)
         return folders.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)

@@ -19,7 +19,6 @@ from typing import Any
 import megatron.core.datasets.utils as dataset_utils
 import megatron.core.optimizer as optimizers
 import megatron.core.pipeline_parallel.schedules as schedules
-import megatron.core.tensor_parallel.layers as layers
 import megatron.training.arguments as arguments
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
@@ -163,20 +162,6 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
             build()
 
 
-def let_experts_have_biases(patches: Patches) -> None:
-    """Let local experts with biases train without tensor and expert parallelism.
-
-    0.19 adds an expert's bias in place (MLP.forward) to the result of a reduction over one rank, a
-    view that autograd refuses to change. One rank has nothing to reduce.
-    """
-
-    @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
-    def reduce_region(
-        reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None
-    ) -> torch.Tensor:
-        return input_ if group is not None and group.size() == 1 else reduce(input_, group)
-
-
 def accept_muon(patches: Patches) -> None:
     """Validate Muon under Megatron-FSDP as Adam, and its local attention without logits.
 
@@ -281,7 +266,6 @@ PATCHES: dict[Callable[[Patches], None], str] = {
     show_progress: EVERY_RUN,
     log_to_both: EVERY_RUN,
     name_parts: PROFILED,
-    let_experts_have_biases: MEGATRON_FSDP,
     saving.split_swiglu: MEGATRON_FSDP,
     saving.save_beside_and_rename: MEGATRON_FSDP,
     saving.explain_failed_saves: MEGATRON_FSDP,
