@@ -91,7 +91,6 @@ def train(
         updated = [trainer.step(poisoned if step == 3 else gradient_of)[0] for step in range(STEPS)]
         assert updated == [True, True, True, False, True]
         results.append(bits_of(trainer))
-        assert trainer.optimizer.offload_failure is None
     return results
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint import folders
-from tests.functional.test_checkpoints import differences, saved
 from tests.support import cli
 from tests.support.case import Case
 from tests.support.killable import Killable, wait_for_iteration
@@ -86,12 +85,6 @@ def full_disk(store: Any) -> Callable[[], None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.size // 2, before[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def full_for_good(store: Any) -> Callable[[], None]:
-    """As a full disk, for checkpoints too."""
-    full_disk(store)
-    return lambda: None
 
 
 def unreadable(store: Any) -> Callable[[], None]:
@@ -166,29 +159,16 @@ def with_fault(
     )
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("what", wide_but(["momentum"], KINDS))
 def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> None:
-    """The step is finished, its checkpoint is whole, and the run that goes on from it is the
-    undisturbed one.
-    """
-    training(*KINDS[what], "--save", "whole").checked()
-    assert lying_there(training) == []
-
+    """Every rank stops before the model gets new weights; the checkpoint before stays."""
     error = with_fault(training, "full_disk", "--save", "ck", what=what)
     # the limit holds for both files of all state
     first = "momentum" if what == "momentum" else "main weights"
     assert (
         f"rank 1 cannot write {first} in a file of {training.folder}/momentum at offset " in error
     )
-    assert "File too large; nothing is lost, the record stays in memory" in error
-    assert error.endswith("Iteration 4 was finished and saved in ck")
-    assert folders.latest(training.folder / "ck") == FAULTY_STEP
-    assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
-
-    run = training(*KINDS[what], *cli.words("--load ck --save resumed")).checked()
-    assert [iteration.number for iteration in run.iterations] == [5, 6]
-    assert differences(saved(training, "resumed"), saved(training, "whole")) == []
+    assert folders.latest(training.folder / "ck") == 2
 
 
 @pytest.mark.parametrize("saving", wide_but([False], [False, True]))
@@ -205,24 +185,6 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
     again = cli.words("--load ck --train-iters 4 --override-opt-param-scheduler")
     run = training(*KINDS[what], *again).checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4]
-
-
-def test_a_checkpoint_that_finds_no_room_either(training: Trainings) -> None:
-    """Both are told in one line, with the checkpoint to go back to."""
-    error = with_fault(training, "full_for_good", "--save", "ck")
-    assert "rank 1 cannot write momentum in " in error
-    assert (
-        "Iteration 4 was finished, and is lost: the checkpoint of iteration 4 could not be written"
-        " to ck" in error
-    )
-    assert "resume with --load ck --ckpt-step 2" in error
-    assert folders.latest(training.folder / "ck") == 2
-
-
-def test_without_a_place_to_save(training: Trainings) -> None:
-    error = with_fault(training, "full_disk", on_rank=0)
-    assert "rank 0 cannot write momentum in " in error
-    assert error.endswith("Iteration 4 was finished; without --save it is lost")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import sys
 import types
 
 import megatron.core.optimizer as optimizers
-import megatron.core.tensor_parallel.layers as tensor_parallel_layers
-import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
 import pytest
 import torch
@@ -43,10 +41,8 @@ OF_EVERY_RUN = [  # progress watches any optimizer; none runs what pickles name
 ]
 UNDER_FSDP = [
     (checkpointing, "handle_swiglu_in_state_dict"),
-    (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
 ]
 OF_MUON = [
-    (training, "checkpoint_and_decide_exit"),
     (ParamAndGradBuffer, "reduce_scatter_gradients"),
 ]
 PATCHED = [*FOLLOWED, *OF_EVERY_RUN, *UNDER_FSDP, *OF_MUON]
@@ -96,22 +92,13 @@ OTHER_SIGNATURE = [
     (use_factory, optimizers, "_get_megatron_emerging_optimizer"),
     (use_factory, training, "clip_qk"),
     (mcore_patches.accept_muon, arguments, "validate_args"),
-    (
-        mcore_patches.let_experts_have_biases,
-        tensor_parallel_layers,
-        "reduce_from_tensor_model_parallel_region",
-    ),
     (saving.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
     (saving.explain_failed_saves, training, "save_checkpoint"),
-    (saving.try_saving_before_training, training, "train"),
     (loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
     (loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
 ]
-OTHER_CODE = [
-    (saving.split_swiglu, handlers, "make_fsdp_dtensor"),
-    (saving.write_tracker_at_once, checkpointing, "save_checkpoint"),
-]
+OTHER_CODE = [(saving.split_swiglu, handlers, "make_fsdp_dtensor")]
 ABSENT = [(mcore_patches.use_shipped_dataset_helper, dataset_utils, "compile_helpers")]
 
 BEFORE = {
@@ -284,28 +271,6 @@ def test_what_a_module_imported_by_name_is_patched_too(patches, monkeypatch):
         script.check(argparse.Namespace(optimizer="muon", use_megatron_fsdp=True))
     patches.undo()
     assert script.check is arguments.validate_args
-
-
-def test_a_bias_is_added_in_place_to_what_one_rank_has(patches, monkeypatch):
-    """autograd refused it, and experts with biases ended in a RuntimeError where nothing is
-    parallel.
-    """
-    one = types.SimpleNamespace(size=lambda: 1)
-    monkeypatch.setattr(mappings, "get_tensor_model_parallel_group_if_none", lambda group: group)
-
-    def with_bias():
-        weight = torch.ones(2, requires_grad=True)
-        output = tensor_parallel_layers.reduce_from_tensor_model_parallel_region(
-            weight * 2, group=one
-        )
-        output += 1
-        output.sum().backward()
-        return weight.grad
-
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        with_bias()
-    mcore_patches.let_experts_have_biases(patches)
-    assert with_bias().tolist() == [2.0, 2.0]
 
 
 class Layer(torch.nn.Module):
