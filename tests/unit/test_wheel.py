@@ -84,15 +84,6 @@ def test_a_source_distribution_has_what_builds_and_tests_it(built):
     assert not [name for name in names if name.startswith(("build/", ".venv/", "runs/", "data/"))]
 
 
-def test_a_wheel_of_the_source_distribution_is_that_of_the_tree(built, tmp_path):
-    wheel, sdist = built
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (tree,) = (tmp_path / "source").iterdir()
-    theirs, ours = contents(build(tree, "wheel", tmp_path)), contents(wheel)
-    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
-
-
 def test_an_installed_wheel_finds_its_files(built, tmp_path):
     """From an empty folder, with nothing of the repository on the path."""
     site, config = tmp_path / "site", "configs/recipes/muonh.yaml"
