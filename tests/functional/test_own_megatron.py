@@ -18,6 +18,7 @@ from tests.support import cli, model
 from tests.support.case import Case, batches
 from tests.support.cases import MOE
 from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 SCRIPT = cli.ROOT / "tests" / "support" / "own_megatron.py"
 PAGE = (cli.ROOT / "docs" / "own-megatron.md").read_text("utf-8")
@@ -44,12 +45,13 @@ def weights(run: cli.Run) -> set[str]:
     return found
 
 
-def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path, corpus):
+def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(ranks, tmp_path, corpus):
     """It is enabled first and cold, then after Megatron's functions were imported by name, and
     twice.
     """
     flags = (*corpus, *MUON, *cli.words("--save checkpoints --save-interval 3"))
-    ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
+    (tmp_path / "ours").mkdir()
+    ours = Trainings(ranks, tmp_path / "ours", (*cli.TINY, *STEPS, *flags))().checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
     resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")
     assert len(ours.losses) == 4

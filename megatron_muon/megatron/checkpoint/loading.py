@@ -24,6 +24,7 @@ from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
+_FLOPS = "num_floating_point_operations_so_far"
 
 
 def load_what_is_there(patches: Patches) -> None:
@@ -32,7 +33,8 @@ def load_what_is_there(patches: Patches) -> None:
     0.19 fails in the middle of a damaged checkpoint. Missing entries are either all fatal, with an
     internal name of torch's, or all ignored in silence (--no-strict-fsdp-dtensor-load).
     Random-number states are stored for each data-parallel rank with --data-parallel-random-init, so
-    more ranks than before find none.
+    more ranks than before find none. The count of floating-point operations is stored and never
+    loaded.
     """
     # while _load_base_checkpoint runs: its folder, and the state that it does not load
     loading: dict[str, Any] = {}
@@ -81,6 +83,8 @@ def load_what_is_there(patches: Patches) -> None:
             loading["settings"] = settings
             if not args.use_checkpoint_opt_param_scheduler:
                 loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
+        if _FLOPS in entries:
+            state[_FLOPS] = 0
         if state.get("rng_state"):
             wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
             if not all(of_all_ranks(all(name in entries for name in wanted))):
