@@ -75,14 +75,6 @@ def test_setup_declares_the_version_the_types_and_a_command_that_exists():
     assert EntryPoint(name, target, "console_scripts").load() is cli.main
 
 
-def test_every_folder_of_the_package_is_installed():
-    on_disk = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for file in (ROOT / "megatron_muon").rglob("*.py")
-    }
-    assert set(setup_metadata()["packages"]) == on_disk
-
-
 @pytest.mark.parametrize("group", ["requires", "plots", "dev"])
 def test_lock_lies_within_the_ranges(group):
     metadata = setup_metadata()
