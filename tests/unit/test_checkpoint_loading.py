@@ -83,31 +83,6 @@ def test_lion_and_adam_start_each_other_afresh(
     assert content.compare({"module.norm": wanted}, entries) == expected
 
 
-def test_only_what_another_optimizer_kept_starts_afresh(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lion, adam = {"exp_avg": torch.ones(2)}, {**ADAM, "step": torch.tensor(7.0)}
-    settings = {name: {"lr": 1.0} for name in ("module.norm", "module.fc1")}
-    model = {name: torch.ones(2) for name in settings}
-    stored = {"state": {"module.norm": lion, "module.fc1": adam}, "param_to_group_meta": settings}
-    entries = written(tmp_path, {"model": model, "optimizer": stored})
-    run = {"state": {name: {**adam} for name in settings}, "param_to_group_meta": settings}
-    args = SimpleNamespace(
-        strict_fsdp_dtensor_load=True,
-        muon_allow_missing_state=False,
-        override_opt_param_scheduler=False,
-        tensor_model_parallel_size=1,
-    )
-    asked = checkpoint_loading._requested_state(
-        {"model": model, "optimizer": run}, entries, tmp_path, args
-    )
-    assert asked["optimizer"]["state"].keys() == {"module.fc1"}
-    assert (
-        "start at zero, because another optimizer or layout wrote this checkpoint: norm"
-        in capsys.readouterr().out
-    )
-
-
 def test_weights_that_the_model_lacks_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,16 +92,6 @@ def test_scripts_are_executable_bash(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.parametrize(
-    "script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/slurm/local_cluster.sh"]
-)
-def test_help_needs_no_set_up(script):
-    done = subprocess.run(
-        [ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"Usage: {script}")
-
-
 def test_the_script_hands_its_flags_and_the_ranks_to_the_command(tmp_path):
     """It takes the place of the script's process, so that signals reach it and its exit status is
     the script's.
