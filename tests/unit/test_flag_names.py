@@ -4,7 +4,6 @@ nearest name or none.
 
 from __future__ import annotations
 
-import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -66,19 +65,6 @@ def test_names_of_another_state_are_not_taken(
     monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
     assert names.kept() == frozenset()
     names._file().write_text("no JSON")
-    assert names.kept() == frozenset()
-
-
-def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that runs under a number."""
-
-    def unknown(uid: int) -> None:
-        raise KeyError(f"uid not found: {uid}")
-
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    names.keep(["--a"])
     assert names.kept() == frozenset()
 
 
