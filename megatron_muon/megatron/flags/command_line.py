@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -214,6 +215,12 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         parse_and_normalize_split,
     )
 
+    # Megatron ignores all other characters.
+    if not re.fullmatch(r"[\d.]+(,[\d.]+){,2}", split.replace(" ", "")):
+        raise UserError(
+            f"--split {split}: write three numbers, such as 98,2,0 for training, validation and"
+            " test"
+        )
     _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     needed = {"training": True, "validation": needs_validation, "test": False}
