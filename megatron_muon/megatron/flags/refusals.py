@@ -249,8 +249,9 @@ def _without_effect(run: CheckedRun) -> Rules:
     for flag in run.given(OF_OWN_EXCHANGE):
         yield (
             run.is_megatrons_own,
-            f"{flag} has no effect with no_shard, where plain Muon is megatron-core's own; use"
-            " optim, optim_grads or optim_grads_params, or --muon-share-replicated",
+            f"{flag} has no effect here: no_shard exchanges nothing, and plain Muon is"
+            " megatron-core's own there; use optim, optim_grads or optim_grads_params, or"
+            " --muon-share-replicated",
         )
 
 
