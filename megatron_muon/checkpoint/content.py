@@ -127,18 +127,15 @@ def compare(
     is useless.
     """
     replaced, absent = set[str](), set[str]()
-    slots, known = optimizer_slots(entries), optimized(entries)
+    slots = optimizer_slots(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
-        whole = whole_name(parameter, known)
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
-        # Lion's groups have no eps
-        is_damaged_adam = before == "lion" and setting(whole, "eps") in entries and now == "adam"
         names = {f"{parameter}.{slot}" for slot in state}
         if state.keys() <= held and (before, now) != ("adam", "lion"):
             if other_shapes(f"{_STATE}{parameter}.", state, entries):  # another second moment
                 replaced |= names
-        elif held and before != now and not is_damaged_adam:
+        elif held and before != now:
             replaced |= names
         else:
             absent |= names

@@ -22,7 +22,7 @@ from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
-from megatron_muon.offload.store import RecordStore, worst_failure
+from megatron_muon.offload.store import RecordStore, first_failure
 from megatron_muon.settings import word_as_flags
 
 
@@ -160,10 +160,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return dict(sorted(skipped.items()))
 
     def _look_for_failures(self) -> None:
-        """Raise an OffloadError on every rank if a read or write failed. Collective with files."""
-        failure = worst_failure(self.stores)
+        """Raise an OffloadError on every rank if one has lost state. Collective if it has files."""
+        failure = first_failure(self.stores)
         if failure is not None:
-            raise OffloadError(failure[1])
+            raise OffloadError(failure)
 
     def state_dict(self) -> Any:
         """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""
