@@ -44,14 +44,6 @@ CHUNK = 128
 """Queries whose logits are in memory at a time."""
 
 
-class Scaled(NamedTuple):
-    """A weight or bias, the index of the factor of each row here, and the dimension of rows."""
-
-    tensor: torch.Tensor
-    factors: torch.Tensor
-    dim: int
-
-
 class HeadScaling:
     """Scales rows of query and key projections by the largest logit of each head.
 
@@ -83,7 +75,7 @@ class HeadScaling:
             self._layers.append((self._groups, groups))
             self._groups += groups
         self._group_of = torch.cat(group_of).to(device)
-        self._scaled: list[Scaled] = []
+        self._scaled: list[tuple[torch.Tensor, torch.Tensor]] = []  # with the factors of rows
         self.largest = torch.full(self._group_of.shape, -math.inf, device=device)
 
     def factors_of(self, layer: int, sections: Sequence[Parts]) -> torch.Tensor:
@@ -99,9 +91,9 @@ class HeadScaling:
             indices.append((kinds * self._groups + groups).flatten())
         return torch.cat(indices)
 
-    def add(self, tensor: torch.Tensor, factors: torch.Tensor, dim: int = 0) -> None:
+    def add(self, tensor: torch.Tensor, factors: torch.Tensor) -> None:
         """Scale this rank's rows of a weight or bias, which have these `factors`."""
-        self._scaled.append(Scaled(tensor, factors.to(self._group_of.device), dim))
+        self._scaled.append((tensor, factors.to(self._group_of.device)))
 
     def factors(self) -> torch.Tensor:
         """`(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows.
@@ -120,10 +112,9 @@ class HeadScaling:
     def scale(self) -> None:
         """Scale the rows, in place."""
         factors = self.factors().flatten()
-        for tensor, indices, dim in self._scaled:
+        for tensor, indices in self._scaled:
             rows = local_rows(tensor)
-            factor = factors[indices]
-            rows.mul_(factor if dim == rows.ndim - 1 else factor[:, None])
+            rows.mul_(factors[indices] if rows.ndim == 1 else factors[indices][:, None])
 
 
 def largest_logits(
@@ -206,24 +197,14 @@ def _record(
     mask: Any,
     given: Any,
 ) -> None:
-    kind = type(module).__name__
-    heads = query.shape[1]
-    if given.get("position_bias") is not None:
-        raise UserError(
-            f"QKClip: {kind} adds a position bias to its logits, which is not supported; leave"
-            " QKClip out"
-        )
-    if heads != len(kept):
-        raise UserError(
-            f"QKClip: {kind} has {heads} of {len(kept)} heads here; tensor parallelism is not"
-            " supported"
-        )
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     causal = causal and mask is None and query.shape[2] > 1  # as SDPA is called
     scaling = given.get("scaling") or query.shape[-1] ** -0.5
     largest = largest_logits(query, key, mask, scaling, causal=causal)
+    if len(largest) != len(kept):
+        raise UserError("QKClip does not support tensor parallelism; leave QKClip out")
     torch.maximum(kept, largest, out=kept)
 
 
@@ -236,8 +217,8 @@ class QKClip:
         largest = clip.step()                                   # on every rank
 
     For softmax attention by SDPA, transformers' default, of the kinds of Llama (grouped or not),
-    GPT-2, Phi3 (fused) and DeepSeek (latent), in one process, under DDP or FSDP2. Nothing is added
-    to checkpoints.
+    Phi3 (fused) and DeepSeek (latent), in one process, under DDP or FSDP2. Nothing is added to
+    checkpoints.
 
     Args:
         model: of transformers, wrapped or not; on its device, sharded.
@@ -290,9 +271,7 @@ class QKClip:
 
     def _add(self, path: str, linear: Any, factors: torch.Tensor) -> None:
         """Add this rank's rows of a projection's weight and bias."""
-        from transformers.pytorch_utils import Conv1D
-
-        if not isinstance(linear, (nn.Linear, Conv1D)):
+        if not isinstance(linear, nn.Linear):
             raise UserError(
                 f"QKClip: {path} is a {type(linear).__name__}, not a linear layer; leave QKClip out"
             )
@@ -305,14 +284,8 @@ class QKClip:
                     f"QKClip would scale {path}.{kind}, which is frozen; train it, or leave"
                     " QKClip out"
                 )
-            dim = int(isinstance(linear, Conv1D) and kind == "weight")  # (inputs, outputs)
-            rows = parameter.shape[dim]
-            if rows != len(factors):
-                raise UserError(
-                    f"QKClip: {path}.{kind} has {rows} rows, where its heads need {len(factors)};"
-                    " leave QKClip out"
-                )
-            self._scaling.add(parameter, factors[_rows_here(parameter, dim)], dim)
+            here = factors[_rows_here(parameter)]
+            self._scaling.add(parameter, here)
             self._parameters.append((linear, kind, parameter))
 
     def step(self) -> torch.Tensor | None:
@@ -370,9 +343,6 @@ class _Attention(NamedTuple):
 _LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 """Norms before the projections that are scaled."""
 
-_FUSED = {"GPT2Attention": "c_attn", "Phi3Attention": "qkv_proj"}
-"""The projection that makes all queries, then all keys, then all values."""
-
 
 def _attentions(model: nn.Module) -> Iterator[_Attention]:
     """The attention modules of a model; a UserError for one that cannot be clipped."""
@@ -395,9 +365,6 @@ def _attentions(model: nn.Module) -> Iterator[_Attention]:
             )
         norms = [child for child, _ in module.named_children() if "norm" in child]
         bounds = [each for each in norms if each not in _LATENT_NORMS]
-        for each in ("attn_logit_softcapping", "clip_qkv"):
-            if getattr(config, each, None) is not None:
-                bounds.append(each)
         if bounds:
             raise UserError(
                 f"QKClip: {name} ({kind}) has {' and '.join(bounds)}: its logits are bounded, and"
@@ -426,21 +393,21 @@ def _projections(module: Any, kind: str) -> dict[str, Sequence[Parts]]:
     size = module.head_dim
     query: Parts = [(QUERY, getattr(module, "num_key_value_groups", 1) * size)]
     key: Parts = [(KEY, size)]
-    if kind in _FUSED:
-        return {_FUSED[kind]: [query, key, [(OTHER, size)]]}
+    if kind == "Phi3Attention":  # all queries, then all keys, then all values
+        return {"qkv_proj": [query, key, [(OTHER, size)]]}
     if hasattr(module, "q_proj") and hasattr(module, "k_proj"):
         return {"q_proj": [query], "k_proj": [key]}
     return {}
 
 
-def _rows_here(parameter: torch.Tensor, dim: int) -> slice:
+def _rows_here(parameter: torch.Tensor) -> slice:
     """The rows of a parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return slice(None)
     sizes, offsets = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return slice(offsets[dim], offsets[dim] + sizes[dim])
+    return slice(offsets[0], offsets[0] + sizes[0])
 
 
 def _groups_of(

@@ -74,29 +74,10 @@ def plain(name: str) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
-def wrappers(parameters: Iterable[str]) -> str:
-    """The prefix of a model's wrappers in names: bf16 has one wrapper more than fp32."""
-    first = next(iter(parameters), "")
-    return first.removesuffix(plain(first))
-
-
 def whole_name(parameter: str, known: Container[str]) -> str:
     """The known parameter that `parameter` is, or is a half of."""
     whole = parameter[:-2]
     return whole if parameter.endswith(_HALVES) and whole in known else parameter
-
-
-def step_counts(folder: Path) -> dict[str, int]:
-    """Adam's count of steps by a parameter's plain name, kept by parameter or by group."""
-    entries = read_entries(folder)
-    known = optimized(entries)
-    counts = {}
-    for section in (_META, _STATE):
-        names = [name for name in entries if re.fullmatch(rf"{section}.*\.{STEP}", name)]
-        for name, count in read(folder, names).items():
-            parameter = name.removeprefix(section).removesuffix(f".{STEP}")
-            counts[plain(whole_name(parameter, known))] = int(count)
-    return counts
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -146,12 +127,9 @@ def compare(
     is useless.
     """
     replaced, absent = set[str](), set[str]()
-    slots, known = optimizer_slots(entries), optimized(entries)
+    slots = optimizer_slots(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
-        whole = whole_name(parameter, known)
-        if STEP in state and setting(whole, STEP) in entries:
-            held |= {STEP}
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
         names = {f"{parameter}.{slot}" for slot in state}
         if state.keys() <= held and (before, now) != ("adam", "lion"):
@@ -219,12 +197,3 @@ def without_fresh(
             metas[parameter] = {name: meta[name] for name in kept if name not in left_out}
     state = {name: slots for name, slots in optimizer["state"].items() if name not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
-
-
-def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
-    """An optimizer's state dict with its parameters under other wrappers."""
-    changed = dict(optimizer)
-    for part in ("state", "param_to_group_meta"):
-        parameters = optimizer[part].items()
-        changed[part] = {after + name.removeprefix(before): value for name, value in parameters}
-    return changed

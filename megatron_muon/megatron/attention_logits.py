@@ -14,7 +14,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.buckets import noted_part
-from megatron_muon.megatron.flags.refusals import asked
+from megatron_muon.megatron.flags.refusals import logits_flag
 from megatron_muon.megatron.model.matrices import fused_rows
 from megatron_muon.qk_clip import KEY, OTHER, QUERY, ROTARY, HeadScaling, Parts
 
@@ -47,7 +47,7 @@ class AttentionLogits:
 
     def __init__(self, model_chunks: Sequence[Any], tensor_parallel: dist.ProcessGroup) -> None:
         self._config = config = model_chunks[0].config
-        flag = str(asked(config))
+        flag = str(logits_flag(config))
         attentions = [found for chunk in model_chunks for found in _attentions(chunk, flag)]
         if not attentions:
             raise UserError(f"{flag}: the model has no attention; leave {flag} out")
@@ -84,9 +84,9 @@ class AttentionLogits:
         self.forget()
         if any(logits is None for logits in found):
             raise RuntimeError(
-                f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's"
-                " step, as in a CUDA graph, in FP8 and with --attention-backend flash; leave one"
-                " of the two out"
+                f"{logits_flag(self._config)}: a layer's attention kept no logits before the"
+                " optimizer's step, as in a CUDA graph, in FP8 and with --attention-backend flash;"
+                " leave one of the two out. Local attention needs --no-masked-softmax-fusion"
             )
         largest = self._scaling.largest.fill_(-math.inf)
         self._mine.copy_(torch.cat(found).view_as(self._mine))
@@ -114,14 +114,6 @@ def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
                 " keeps no logits; use megatron-core's self-attention, local or Transformer"
                 f" Engine's, or leave {flag} out"
             )
-        for number in ("num_attention_heads", "num_query_groups"):
-            here = getattr(module.config, number)
-            of_model = getattr(chunk.config, number)
-            if here != of_model:
-                raise UserError(
-                    f"{flag}: {name} has {number} {here}, where the model has {of_model}; use"
-                    f" layers of one kind, or leave {flag} out"
-                )
         yield chunk, name, module
 
 
@@ -151,19 +143,13 @@ def record_max_logits(attention: DotProductAttention) -> None:
     """Have local attention keep each head's largest logit, as Transformer Engine does; idempotent.
 
     `current_max_attn_logits` has the largest scaled and masked logit of each head of this
-    tensor-parallel rank, over the forward passes since it was None, without evaluation. Raises a
-    UserError where a fused kernel hides the scores.
+    tensor-parallel rank, over the forward passes since it was None, without evaluation. It stays
+    None where a fused kernel hides the scores.
     """
     if hasattr(attention, "current_max_attn_logits"):
         return
     softmax = attention.scale_mask_softmax
     mask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = softmax.mask_func
-    if softmax.scaled_masked_softmax_fusion and softmax.input_in_float16:
-        raise UserError(
-            "the fused softmax of local attention does not show its logits; use"
-            " --no-masked-softmax-fusion, or --transformer-impl transformer_engine, or leave"
-            " --qk-clip and --log-max-attention-logit out"
-        )
     attention.current_max_attn_logits = None
 
     def note(scores: torch.Tensor, where: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,6 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
         device=opened.device,
         writes=writes,
         check_data=not opened.elsewhere and (writes or not is_quickstart),
-        elsewhere=opened.elsewhere,
     )
     return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
 

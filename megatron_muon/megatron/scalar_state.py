@@ -95,8 +95,6 @@ class ScalarState:
             self._group_of.update((parameter, number) for parameter in group["params"])
         self.slots = self._make_state(wrapped)
         first = next(iter(self._group_of))
-        counters = self._inner.state[first].items()
-        self._counters = {name: _copied(value) for name, value in counters}
         rows = 1 + len(self.slots)
         slot_elements = int(offload.buffer_mb * 2**20) // (SLOTS * 4 * rows)
         most = max(slot_elements // _ALIGNED, 1) * _ALIGNED
@@ -116,20 +114,17 @@ class ScalarState:
     @torch.no_grad()
     def step(self) -> None:
         """Step the scalar optimizer slice by slice, and install the model's weights."""
-        counters: dict[torch.Tensor, dict[str, Any]] = {}  # of parameters, after the step
-        counts: dict[int, Any] = {}  # of groups
-        empty = [ShardSlice(p, 0, 0) for p, size in self._sizes.items() if not size]
-        if empty:
-            nothing = torch.empty(1 + len(self.slots), 0, device=empty[0].parameter.device)
-            self._step_slices(empty, [nothing] * len(empty), counters, counts)
         for numbers, records in self.store.borrow(range(len(self._slices))):
-            slices = [self._slices[number] for number in numbers]
-            self._step_slices(slices, records, counters, counts)
+            self._step_slices([self._slices[number] for number in numbers], records)
         self.store.end_step()
-        for parameter, after in counters.items():
-            self._inner.state[parameter].update(after)
-        for number, count in counts.items():
-            self._inner.param_groups[number][STEP] = count
+        # slices have stepped copies of the counters
+        for group in self._inner.param_groups:
+            if STEP in group:
+                group[STEP] += 1
+        for parameter, slots in self._inner.state.items():
+            has_stepped = parameter.grad is not None or not self._sizes[parameter]
+            if STEP in slots and has_stepped:
+                slots[STEP] += 1
 
     def state(self, *, empty: bool = False) -> SlotsOf:
         """Copies of each parameter's slots; `empty` leaves out the values."""
@@ -148,9 +143,6 @@ class ScalarState:
 
     def load(self, state: SlotsOf) -> None:
         """Take a checkpoint's slots, as `state` returns them; missing parameters keep theirs."""
-        for parameter in self._group_of:  # one that starts afresh has lost its counters
-            for name, value in self._counters.items():
-                self._inner.state[parameter].setdefault(name, _copied(value))
         for number, part in enumerate(self._slices):
             if part.parameter not in state:
                 continue
@@ -168,45 +160,41 @@ class ScalarState:
         state = alone.state[smallest]
         return tuple(name for name, value in state.items() if isinstance(value, torch.Tensor))
 
-    def _step_slices(
-        self,
-        slices: Sequence[ShardSlice],
-        records: Sequence[torch.Tensor],
-        counters: dict[torch.Tensor, dict[str, Any]],
-        counts: dict[int, Any],
-    ) -> None:
+    def _step_slices(self, slices: Sequence[ShardSlice], records: Sequence[torch.Tensor]) -> None:
         """Have the optimizer step slices; records are `(1 + slots, elements)`, weights first."""
-        groups, state = self._inner.param_groups, self._inner.state
-        params: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        inner = self._inner
+        groups = inner.param_groups
+        state = inner.state
+        stepped = [{**group, "params": []} for group in groups]
+        for group in stepped:
+            if STEP in group:
+                group[STEP] = _copied(group[STEP])
+        states = []
+        inner.state = defaultdict(dict)
         for part, record in zip(slices, records, strict=True):
             parameter = part.parameter
             alone = _like(parameter, record[0])
             if parameter.grad is not None:
                 gradient = part.of_shard(local_rows(parameter.grad))
                 alone.grad = _like(parameter.grad, gradient)
-            states[alone] = {name: _copied(value) for name, value in state[parameter].items()}
+            slots = inner.state[alone]
+            for name, value in state[parameter].items():
+                slots[name] = _copied(value)
             for slot, row in zip(self.slots, record[1:], strict=True):
-                states[alone][slot] = _like(parameter, row)
-            params[self._group_of[parameter]].append(alone)
-        stepped = {number: {**groups[number], "params": params[number]} for number in params}
-        for group in stepped.values():  # Transformer Engine's FusedAdam counts the steps of groups
-            if STEP in group:
-                group[STEP] = _copied(group[STEP])
-        self._inner.param_groups, self._inner.state = list(stepped.values()), states
+                slots[slot] = _like(parameter, row)
+            states.append(slots)
+            stepped[self._group_of[parameter]]["params"].append(alone)
+        inner.param_groups = [group for group in stepped if group["params"]]
         try:
-            self._inner.step()
+            inner.step()
         finally:
-            self._inner.param_groups, self._inner.state = groups, state
-        for part, record, after in zip(slices, records, states.values(), strict=True):
+            inner.param_groups = groups
+            inner.state = state
+        for slots, record in zip(states, records, strict=True):
             for slot, row in zip(self.slots, record[1:], strict=True):
-                values = local_rows(after.pop(slot))
+                values = local_rows(slots[slot])
                 if values.data_ptr() != row.data_ptr():
                     row.copy_(values)
-            counters[part.parameter] = after
-        for number, group in stepped.items():
-            if STEP in group:
-                counts[number] = group[STEP]
 
 
 def _like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

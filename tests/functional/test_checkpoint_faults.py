@@ -27,16 +27,12 @@ from tests.support.killable import Killable
 from tests.support.model import Trainer
 from tests.support.pool import Pool, RankError
 from tests.support.training import Trainings, train
-from tests.support.wide import wide_but
 
 FLAGS = (
-    *(
-        *cli.MUON,
-        *cli.words(
-            "--data-parallel-sharding-strategy optim_grads_params --muon-fp32-matmul-prec highest"
-        ),
-    ),
-    *cli.words("--global-batch-size 4 --train-iters 6 --save ck --save-interval 2"),
+    *cli.MUON,
+    *cli.words("--data-parallel-sharding-strategy optim_grads_params"),
+    *cli.words("--muon-fp32-matmul-prec highest --global-batch-size 4 --train-iters 6"),
+    *cli.words("--save ck --save-interval 2"),
 )
 LARGE = ("--ffn-hidden-size", "8192")
 """Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is
@@ -91,13 +87,8 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     """The checkpoint before it stays the latest, and the next run goes on from there."""
     here = training.folder
     pids = killable.start(here, *training.flags, *LARGE)
-    lock, refused = here / "ck" / ".training.lock", []
 
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
-        if until(lambda: lock.exists() and lock.stat().st_size):  # signed
-            with pytest.raises(UserError, match="a training saves its checkpoints to "):
-                locked(here / "ck").__enter__()
-            refused.append(True)
         if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
             os.kill(pids[1], signal.SIGKILL)
@@ -105,18 +96,15 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Ki
     with watching(kill):
         statuses = killable.wait()
     assert statuses[1] == -signal.SIGKILL, "the kill came too late"
-    assert refused, "the first rank holds the lock"
     assert latest(here) == 2
     assert folders.problems(here / "ck" / "iter_0000002") == []
     assert folders.iterations(here / "ck") == [2]
-    (left,) = (here / "ck").glob("*.saving")
+    assert len(list((here / "ck").glob("*.saving"))) == 1
 
     run = training(*LARGE, "--load", "ck").checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4, 5, 6]
-    assert f"warning: ck/{left.name} is a save that did not finish" in run.output
     assert latest(here) == 6
     assert list((here / "ck").glob("*.saving")) == []  # iteration 4 was saved in its place
-    assert not lock.exists()
 
 
 def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
@@ -159,7 +147,6 @@ def test_a_full_disk(training: Trainings) -> None:
         ]
         assert "the checkpoint of iteration 4 could not be written to ck (rank " in error
         assert "a file could not be written in full" in error
-        assert "GiB free there" in error
         assert (
             "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2"
             in error
@@ -185,40 +172,6 @@ def test_damaged_files_are_refused(training: Trainings) -> None:
     )
     unverified = training(*cli.words("--load ck --no-verify-checkpoint --save ck2"))
     assert unverified.checked().iterations == []
-    earlier = training(*cli.words("--load ck --ckpt-step 4 --save ck3"))
-    assert earlier.checked().iterations[0].number == 5
-    shard.write_bytes(damaged[:-1])
-    (here / "ck" / folders.TRACKER).write_text("")
-    run = training("--load", "ck")
-    assert run.returncode == 2
-    assert "instead of an iteration; the newest complete checkpoint is iteration 4" in run.output
-
-
-@pytest.mark.wide
-def test_a_disk_that_vanishes(training: Trainings) -> None:
-    here = training.folder
-    (here / "disk").mkdir()
-    (here / "away").symlink_to("disk")
-
-    def unmount(until: Callable[[Callable[[], Any]], Any]) -> None:
-        if until((here / "disk" / folders.TRACKER).exists):
-            (here / "disk").rename(here / "unmounted")
-
-    with watching(unmount):
-        run = cli.torchrun(here, *training.flags, *cli.words("--save away --train-iters 100000"))
-    assert run.returncode == 1
-    (error,) = [
-        line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")
-    ]
-    assert "could not be written" in error
-    assert "away holds no complete checkpoint to resume from" in error
-    saved = folders.iterations(here / "unmounted")
-    assert saved[0] == 2
-    assert (
-        folders.newest_complete(here / "unmounted")
-        == folders.latest(here / "unmounted")
-        == saved[-1]
-    )
 
 
 @pytest.mark.wide
@@ -243,11 +196,11 @@ def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Train
     assert folders.problems(folders.iteration_folder(here / "ck", last)) == []
 
 
-def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
+def step_with_a_death(rank: int, world_size: int) -> float:
     """In a worker: rank 1 dies in the middle of the second step's exchange; how long the others
     take to notice.
     """
-    trainer = Trainer(Case(optimizer={"muon_exchange": exchange}))
+    trainer = Trainer(Case())
     tokens = iter(batches(2))
     trainer.train(next(tokens))
     if rank == 1:
@@ -263,13 +216,12 @@ def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("exchange", wide_but(["owner"], ["owner", "allgather"]))
-def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> None:
+def test_a_rank_that_dies_during_the_exchange(ranks: Pool) -> None:
     """The others stop with an error and do not wait for it: the answers below come within the
     pool's grace.
     """
     with pytest.raises(RankError) as failure:
-        ranks(3, step_with_a_death, exchange=exchange)
+        ranks(3, step_with_a_death)
     said = str(failure.value)
     assert "rank 1 of 3: died" in said
     for survivor in (0, 2):

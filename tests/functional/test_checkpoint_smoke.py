@@ -59,15 +59,3 @@ def test_state_has_the_same_keys_on_every_rank(ranks: Pool, strategy: str) -> No
         assert described == first
         assert their_counters == counters
     assert set(counters.values()) == {6.0}, "AdamW counts every step, also over shards without rows"
-
-
-def test_shared_replicas_keep_the_state_of_plain_ones(ranks: Pool) -> None:
-    """So that the flag can be set or taken back between a checkpoint and the run that
-    continues it.
-    """
-    plain = Case(strategy="no_shard", layers=1)
-    seen = [
-        ranks(2, state_keys, case=case)
-        for case in (plain, plain.but(optimizer={"muon_share_replicated": True}))
-    ]
-    assert seen[0] == seen[1]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import megatron_muon
 from megatron_muon.tools.train.records import read_events
 from tests.support import cli
-from tests.support.case import STRATEGIES, Case
+from tests.support.case import Case
 from tests.support.cases import ADAMUON, GATHERED, MOE, REPLICATED, TP, but, of_all
 from tests.support.model import Trainer
 from tests.support.pool import Pool
@@ -23,7 +23,7 @@ from tests.support.wide import wide_but
 
 CASES = {
     2: {
-        **{strategy: Case(strategy=strategy) for strategy in STRATEGIES},
+        "optim": Case(strategy="optim"),
         "allgather": Case(optimizer=GATHERED),
         "shared": REPLICATED,
         "experts": MOE.but(expert_parallel=2),
@@ -121,16 +121,13 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
     return optimizer.metrics.latest.values
 
 
-@pytest.mark.parametrize("world_size", wide_but([2], [2, 3, 4]))
 @pytest.mark.parametrize("how", ["shards", "replicas", "shared"])
-def test_metrics_of_any_model_count_each_matrix_once(
-    ranks: Pool, world_size: int, how: str
-) -> None:
+def test_metrics_of_any_model_count_each_matrix_once(ranks: Pool, how: str) -> None:
     """A matrix that all ranks hold weighed as often as there are ranks, and one that they shared
     less than once.
     """
     (expected,) = ranks(1, measure_mixture, how="shards")
-    for found in ranks(world_size, measure_mixture, how=how):
+    for found in ranks(2, measure_mixture, how=how):
         for name in ("update_rms", "momentum_norm"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.case import STRATEGIES, Case, gradient_of
-from tests.support.cases import ADAMUON, GATHERED, HYPERBALL, NORMUON, REPLICATED
+from tests.support.cases import GATHERED, NORMUON, REPLICATED
 from tests.support.model import Trainer
 from tests.support.pool import Pool
 from tests.support.reference import Reference, is_matrix
@@ -58,28 +58,17 @@ def test_one_bad_gradient_poisons_nothing(ranks: Pool, bad: float, victim: str) 
 
 SCALED = {
     "muon": Case(layers=1),
-    "gram": Case(layers=1, optimizer={"muon_ns": "gram"}),
     "bf16": Case(layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
-    "teams": Case(layers=1, optimizer={"muon_team_size": "2"}),
-    "adamuon": Case(layers=1, optimizer={**ADAMUON, "adaptive_muon_eps": 1e-2}),
     "normuon": Case(layers=1, optimizer=NORMUON),
-    "hyperball": Case(layers=1, optimizer=HYPERBALL),
     "no_shard": Case(layers=1, strategy="no_shard"),
-    "int8": Case(layers=1, optimizer={"muon_momentum_dtype": "int8"}),
 }
-ROUNDED = {"bf16": 0.02, "int8": 0.02}
-"""How far updates may be from the reference, of their size. Others to 1e-4; where gradients are
-clipped to 5e-3, as two steps are then weighed by their norms, which differ by thousandths.
-"""
-BY_SCALE = [
-    (1.0, 1e-8, 1.0),
-    (1.0, 1e-20, 1.0),
-    (1.0, 1e-30, 1.0),
-    (1e-12, 1e-8, 1.0),
-    (1.0, 1e-8, 1e20),
-]
+BY_SCALE = [(1.0, 1e-20, 1.0), (1e-12, 1e-8, 1.0), (1.0, 1e-8, 1e20)]
 """`clip_grad`, the scale of all gradients, and a factor on that of FC2. The last two are clipped;
 in the last one FC2 shrinks all others.
+"""
+ATOL = [1e-4, 5e-3, 5e-3]
+"""Errors relative to an update. Where gradients are clipped, two steps are weighed by their norms,
+which differ by thousandths.
 """
 
 
@@ -116,14 +105,11 @@ def test_the_scale_of_gradients_changes_no_update(ranks: Pool, label: str) -> No
     for _ in range(2):
         reference.step()
     expected = reference.whole()
-    for step, weights in zip(BY_SCALE, found, strict=True):
+    for atol, weights in zip(ATOL, found, strict=True):
         for name in matrices:
             update = expected[name] - start[name]
             off = (weights[name] - expected[name]).norm() / update.norm()
-            assert off < max(ROUNDED.get(label, 0.0), 1e-4 if step in BY_SCALE[:3] else 5e-3), (
-                name,
-                step,
-            )
+            assert off < (0.02 if label == "bf16" else atol), name
 
 
 def one_bad_momentum(
@@ -155,9 +141,7 @@ WITH_BAD_MOMENTUM = {
     "owner": Case(layers=1),
     "teams": Case(layers=1, optimizer={"muon_team_size": "2"}),
     "gathered": Case(layers=1, strategy="optim", optimizer=GATHERED),
-    "bf16": Case(layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
     "normuon": Case(layers=1, optimizer=NORMUON),
-    "adamuon": Case(layers=1, optimizer=ADAMUON),
 }
 
 

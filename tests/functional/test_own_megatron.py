@@ -18,6 +18,7 @@ from tests.support import cli, model
 from tests.support.case import Case, batches
 from tests.support.cases import MOE
 from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 SCRIPT = cli.ROOT / "tests" / "support" / "own_megatron.py"
 PAGE = (cli.ROOT / "docs" / "own-megatron.md").read_text("utf-8")
@@ -32,22 +33,9 @@ STEPS = ("--global-batch-size", "4", "--train-iters", "4")
 
 def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
     """Run the script on two ranks."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(SCRIPT),
-    ]
-    flags = (*cli.TINY, *STEPS, *ON_CPU, *flags)
-    return cli.run(
-        [*torchrun, *flags],
-        folder,
-        env={"ENABLE": enabled},
-        cold=cold,
-    ).checked()
+    torchrun = cli.words("-m torch.distributed.run --standalone --nproc-per-node 2")
+    line = [sys.executable, *torchrun, str(SCRIPT), *cli.TINY, *STEPS, *ON_CPU, *flags]
+    return cli.run(line, folder, env={"ENABLE": enabled}, cold=cold).checked()
 
 
 def weights(run: cli.Run) -> set[str]:
@@ -57,21 +45,13 @@ def weights(run: cli.Run) -> set[str]:
     return found
 
 
-def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path, corpus):
+def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(ranks, tmp_path, corpus):
     """It is enabled first and cold, then after Megatron's functions were imported by name, and
     twice.
     """
-    flags = (
-        *corpus,
-        *MUON,
-        "--muon-exchange-buffer-mb",
-        "1",
-        "--save",
-        "checkpoints",
-        "--save-interval",
-        "3",
-    )
-    ours = cli.torchrun(tmp_path / "ours", *cli.TINY, *STEPS, *flags).checked()
+    flags = (*corpus, *MUON, *cli.words("--save checkpoints --save-interval 3"))
+    (tmp_path / "ours").mkdir()
+    ours = Trainings(ranks, tmp_path / "ours", (*cli.TINY, *STEPS, *flags))().checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
     resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")
     assert len(ours.losses) == 4
@@ -87,12 +67,12 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(tmp_path,
         )
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(FSDP, marks=pytest.mark.wide)])
-def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpus, flags):
-    before, after = (own(tmp_path, enabled, *corpus, *flags) for enabled in ("", "last"))
+@pytest.mark.wide
+def test_adam_is_the_same_to_the_last_bit_whether_enabled_or_not(tmp_path, corpus):
+    before, after = (own(tmp_path, enabled, *corpus, *FSDP) for enabled in ("", "last"))
     assert before.losses == after.losses
     assert weights(before) == weights(after)
-    assert weights(before) != weights(own(tmp_path, "", *corpus, *flags, "--seed", "8"))
+    assert weights(before) != weights(own(tmp_path, "", *corpus, *FSDP, "--seed", "8"))
     assert "megatron-muon" not in after.output
 
 
@@ -143,56 +123,42 @@ def test_a_loop_of_ones_own_trains_as_with_this_packages_factory(ranks: Pool) ->
     assert ranks(2, own_loop) == [[], []]
 
 
-def misused(rank: int, world_size: int, *, how: str) -> str:
-    """In a worker: the error that a call that does nothing ends in."""
+def misused(rank: int, world_size: int) -> list[str]:
+    """In a worker: errors of calls that would do nothing."""
     import torch
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
     from megatron.training import global_vars
 
     import megatron_muon
 
-    again: dict[str, Any] = {}
-    if how == "parsed":
-        global_vars._GLOBAL_ARGS = object()
-    elif how == "made":
-        shard = torch.nn.Parameter(torch.ones(2, 2))
-        shard.megatron_fsdp_dist_index = None  # type: ignore[attr-defined]  # as Megatron-FSDP marks it
-        kept = TensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2)), shard])
-        assert kept
-    elif how == "again":
-        megatron_muon.enable(muon_lr=0.1)
-        megatron_muon.enable()
-        again = {"muon_lr": 0.2}
-    else:
-        again = {how: 1}
-    with pytest.raises(UserError) as error:
-        megatron_muon.enable(**again)
-    return str(error.value)
+    def refused(**settings: Any) -> str:
+        with pytest.raises(UserError) as error:
+            megatron_muon.enable(**settings)
+        return str(error.value)
+
+    found = [refused(muon_exchnage=1), refused(muon_nesterov=1)]
+    global_vars._GLOBAL_ARGS = object()
+    found.append(refused())
+    global_vars._GLOBAL_ARGS = None
+    shard = torch.nn.Parameter(torch.ones(2, 2))
+    shard.megatron_fsdp_dist_index = None  # type: ignore[attr-defined]  # as Megatron-FSDP marks it
+    made = [TensorParallelMuon([torch.nn.Parameter(torch.ones(2, 2)), shard])]
+    found.append(refused())
+    made.clear()
+    megatron_muon.enable(muon_lr=0.1)
+    megatron_muon.enable()
+    return [*found, refused(muon_lr=0.2)]
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        (
-            "parsed",
-            (
-                "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags"
-                " and makes"
-            ),
-        ),
-        (
-            "made",
-            (
-                "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags"
-                " and makes"
-            ),
-        ),
-        ("again", "was called before, with {'muon_lr': 0.1}; call it once"),
-        ("muon_exchnage", "has no setting muon_exchnage; did you mean muon_exchange?"),
-        ("muon_nesterov", "has no setting muon_nesterov; Megatron's own belong in its config"),
-    ],
-)
-def test_a_call_that_would_do_nothing_is_one_line(ranks: Pool, how: str, says: str) -> None:
-    (error,) = ranks(1, misused, how=how)
-    assert error.startswith(f"megatron_muon.enable {says}")
-    assert "\n" not in error
+def test_a_call_that_would_do_nothing_is_one_line(ranks: Pool) -> None:
+    (errors,) = ranks(1, misused)
+    late = "comes too late; call megatron_muon.enable() earlier, before Megatron parses flags"
+    starts = [
+        "has no setting muon_exchnage; did you mean muon_exchange?",
+        "has no setting muon_nesterov; Megatron's own belong in its config",
+        late,
+        late,
+        "was called before, with {'muon_lr': 0.1}; call it once",
+    ]
+    for error, start in zip(errors, starts, strict=True):
+        assert error.startswith(f"megatron_muon.enable {start}")

@@ -11,7 +11,7 @@ import torch
 
 from megatron_muon.tools.train.records import read_events
 from tests.support import cli
-from tests.support.case import STRATEGIES, Case, batches
+from tests.support.case import Case, batches
 from tests.support.cases import CLIP
 from tests.support.model import Trainer
 from tests.support.parity import Curve, curves, step_with_logits
@@ -27,13 +27,8 @@ WHOLE_AGAIN = {
     "recompute_num_layers": 1,
 }
 SAME_BATCH = {
-    **{
-        strategy: ONE_LAYER.but(strategy=strategy, overlap=strategy == "optim")
-        for strategy in STRATEGIES
-    },
-    "attention again": ONE_LAYER.but(
-        layers=2, attention=CLIP | {"recompute_granularity": "selective"}
-    ),
+    "no_shard": ONE_LAYER.but(strategy="no_shard"),
+    "optim": ONE_LAYER.but(strategy="optim", overlap=True),
     "layers again": ONE_LAYER.but(layers=2, attention=CLIP | WHOLE_AGAIN),
     "bf16": ONE_LAYER.but(bf16=True),
 }
@@ -52,7 +47,7 @@ def test_the_same_logits_come_to_the_threshold(ranks: Pool) -> None:
         # a logit of one has an error of 2 ** -8, and so has each of the weights
         if label == "bf16":
             assert second.logit == pytest.approx(THRESHOLD, rel=0.02)
-        elif label in STRATEGIES:
+        elif label in ("no_shard", "optim"):
             assert [second.logit, third.logit] == pytest.approx([THRESHOLD] * 2, rel=1e-5), label
         else:  # the second layer sees what the first one's attention has become
             assert THRESHOLD * (1 - 1e-5) <= second.logit <= 1.1 * THRESHOLD, label
@@ -117,20 +112,10 @@ def test_a_run_logs_the_largest_logit(ranks: Pool, tmp_path: Path) -> None:
     """By the command line, with local attention, where 0.19 asks for Transformer Engine;
     TensorBoard has every step.
     """
-    training = Trainings(
-        ranks,
-        tmp_path,
-        (*cli.TINY, *cli.make_corpus(tmp_path), *cli.MUON, "--train-iters", "4"),
-        batch=4,
-    )
-    log = (
-        "--log-max-attention-logit",
-        "--tensorboard-log-interval",
-        "1",
-        "--tensorboard-dir",
-        "events",
-    )
-    training(*log, "--qk-clip", "--qk-clip-threshold", "0.05").checked()
+    flags = (*cli.TINY, *cli.make_corpus(tmp_path), *cli.MUON, "--train-iters", "4")
+    log = "--log-max-attention-logit --tensorboard-log-interval 1 --tensorboard-dir events"
+    clip = "--qk-clip --qk-clip-threshold 0.05"
+    Trainings(ranks, tmp_path, flags, batch=4)(*cli.words(f"{log} {clip}")).checked()
     points = read_events(tmp_path / "events").points("max_attention_logit")
     assert [point.step for point in points] == [1, 2, 3, 4]
     assert all(0.05 < point.value < 1.0 for point in points)

@@ -19,16 +19,9 @@ from tests.support.training import Trainings
 
 STEPS, WARMUP = 8, 4
 ADAM_RATES, MUON_RATES = (0.004, 0.0004), (0.02, 0.005)
-SCHEDULE = (
-    "--lr",
-    "0.004",
-    "--min-lr",
-    "0.0004",
-    "--muon-lr",
-    "0.02",
-    "--muon-min-lr",
-    "0.005",
-    *("--lr-decay-style", "cosine", "--lr-warmup-iters", str(WARMUP)),
+SCHEDULE = cli.words(
+    "--lr 0.004 --min-lr 0.0004 --muon-lr 0.02 --muon-min-lr 0.005 --lr-decay-style cosine"
+    f" --lr-warmup-iters {WARMUP}"
 )
 OFFLOADS = {
     "on the device": (),

@@ -24,18 +24,11 @@ LATENT = SMALL | sizes(
     " n_group 2 topk_group 1 first_k_dense_replace 1 kv_lora_rank 12 qk_rope_head_dim 4"
     " qk_nope_head_dim 6 v_head_dim 5"
 )
-GPT2 = {
-    **TOKENS,
-    **sizes(f"n_embd 72 n_head {HEADS} n_layer 2"),
-    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-    "initializer_range": 0.3,
-}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "grouped": ("LlamaConfig", SMALL),
     "biases": ("LlamaConfig", {**SMALL, "attention_bias": True, "num_key_value_heads": HEADS}),
     "a window": ("MistralConfig", {**SMALL, "sliding_window": 4}),
     "fused": ("Phi3Config", SMALL),
-    "fused and transposed": ("GPT2Config", GPT2),
     "latent": ("DeepseekV3Config", {**LATENT, "q_lora_rank": 10}),
     "latent, whole queries": ("DeepseekV3Config", {**LATENT, "q_lora_rank": None}),
 }

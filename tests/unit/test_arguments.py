@@ -67,10 +67,7 @@ def test_defaults_are_what_can_be_typed(parser):
     "chosen",
     [
         "--ckpt-format torch_dist",
-        "--ckpt-format=torch_dist",
         "--num-workers=4",
-        "--transformer-impl transformer_engine",
-        "--no-persist-layer-norm",
         "--use-distributed-optimizer",
     ],
 )
@@ -78,14 +75,6 @@ def test_what_the_user_chose_is_not_filled_in(parser, chosen):
     flag = chosen.replace("=", " ").split()[0]
     assert flag in defaults(parser, FSDP)
     assert flag not in defaults(parser, f"{FSDP} {chosen}")
-
-
-def test_the_other_half_of_a_pair_counts_as_chosen(parser):
-    """A flag and its --no- twin set one value: whoever types one has settled both."""
-    actions = parser._option_string_actions
-    for flag in arguments.NO_FUSION:
-        for other in (name for name, twin in actions.items() if twin.dest == actions[flag].dest):
-            assert flag not in defaults(parser, other)
 
 
 def test_tensor_parallel_matrices_are_orthogonalised_whole_unless_a_run_says_otherwise(parser):
@@ -125,14 +114,12 @@ def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf1
     [
         ("--hidden-sise=64", "unknown flag --hidden-sise; did you mean --hidden-size?"),
         ("--qqqqzzzz", "unknown flag --qqqqzzzz; see pretrain_gpt.py --help"),
-        ("--num-layers 2 muon", "unexpected argument 'muon': flags begin with --"),
         (
             "--num-layers 2 -train-iters 5",
             "unexpected argument '-train-iters': flags begin with --",
         ),
         ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
         ("--muon-exchange pigeon", "argument --muon-exchange: invalid choice: 'pigeon'"),
-        ("--num-layers 2 --help", "unknown flag --help; see pretrain_gpt.py --help"),
         ("--num-lay 2", "unknown flag --num-lay; did you mean --num-layers?"),  # no abbreviations
     ],
 )
@@ -143,39 +130,12 @@ def test_a_mistake_is_a_user_error_with_the_nearest_flag(parser, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_muons_flags_keep_upstreams_defaults(parser):
-    args = parse(parser, [])
-    assert (args.muon_momentum, args.muon_num_ns_steps, args.muon_scale_mode) == (
-        0.9,
-        5,
-        "spectral",
-    )
-    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (
-        None,
-        None,
-        "owner",
-        "auto",
-    )
-    assert parse(parser, ["--num-layers", "2", "--num-layers", "3"]).num_layers == 3
-
-
 def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     config = OptimizerConfig()
     for name in ADAPTIVE_SETTINGS:
         assert getattr(config, name) == getattr(parse(parser, []), name)
-
-
-def test_megatrons_own_adaptive_muon_still_fails():
-    """The reason why runs without Megatron-FSDP are refused; when this passes, they need not be."""
-    import torch
-    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
-
-    parameter = torch.nn.Parameter(torch.ones(4, 2))
-    parameter.grad = torch.ones(4, 2)
-    with pytest.raises(AttributeError, match="scale_mode"):
-        TensorParallelAdaptiveMuon([parameter]).step()
 
 
 def test_help_can_be_shown_and_lists_our_flags_last(parser):

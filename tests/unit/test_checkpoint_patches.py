@@ -10,30 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.training import checkpointing, training
+from megatron.training import training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
-
-
-def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
-    checkpoint_patches.write_tracker_at_once(patches)
-    client = checkpointing.maybe_msc
-    tracker = tmp_path / folders.TRACKER
-    with client.open(str(tracker), "w") as stream:
-        stream.write("12")
-        assert not tracker.exists()
-    assert tracker.read_text() == "12"
-    with client.open(str(tracker), "r") as stream:
-        assert stream.read() == "12"
-    with client.open(str(tmp_path / "notes"), "w") as stream:
-        stream.write("in place")
-        stream.flush()
-        assert (tmp_path / "notes").read_text() == "in place"
-    assert client.os.path.isfile(str(tracker))
 
 
 def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
@@ -52,40 +35,10 @@ def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004"]
     with pytest.raises(
         SaveError,
-        match=r"iteration 6 could not be written .*GiB free.*resume with .* --ckpt-step 4",
+        match=r"iteration 6 could not be written .*resume with .* --ckpt-step 4",
     ):
         training.save_checkpoint(6, lambda: None)  # cannot be pickled
     assert folders.iterations(tmp_path) == [2, 4]
-
-
-def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypatch):
-    """Lion's state with SwiGLU could not be saved, and the first save, hours later, found out."""
-    trained = []
-    monkeypatch.setattr(
-        training,
-        "train",
-        lambda forward_step_func, model, optimizer, opt_param_scheduler: trained.append(model),
-    )
-    checkpoint_patches.try_saving_before_training(patches)
-    state = {"weights": torch.ones(3), "args": "text"}
-    monkeypatch.setattr(checkpoint_patches, "_state_to_save", lambda *_: state)
-    monkeypatch.setattr("megatron.training.get_args", lambda: options)
-    options = types.SimpleNamespace(save="runs", ckpt_format="fsdp_dtensor")
-    training.train(None, ["model"], "optimizer", "scheduler")
-    assert trained == [["model"]]
-    state["args"] = lambda: None  # cannot be pickled
-    with pytest.raises(
-        SaveError,
-        match=(
-            r"could not save a checkpoint: .* before the first step, failed \(rank 0:"
-            r" .*(pickle|local object)"
-        ),
-    ):
-        training.train(None, ["model"], "optimizer", "scheduler")
-    assert trained == [["model"]]
-    options.save = None
-    training.train(None, ["model"], "optimizer", "scheduler")
-    assert trained == [["model"]] * 2
 
 
 def arguments(**given: object) -> types.SimpleNamespace:
@@ -99,12 +52,9 @@ def arguments(**given: object) -> types.SimpleNamespace:
     )
 
 
-def test_the_folder_that_will_be_loaded(tmp_path, capsys):
+def test_the_folder_that_will_be_loaded(tmp_path):
     folder = checkpoint_loading._folder_to_load
     assert folder(str(tmp_path), arguments()) is None
-    (tmp_path / "iter_0000004.saving").mkdir()  # of a first save that was cut off
-    assert folder(str(tmp_path), arguments()) is None
-    assert "iter_0000004.saving is a save that did not finish" in "".join(capsys.readouterr())
     (tmp_path / folders.TRACKER).write_text("8")
     assert folder(str(tmp_path), arguments()) == tmp_path / "iter_0000008"
     assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"

@@ -75,14 +75,6 @@ def test_setup_declares_the_version_the_types_and_a_command_that_exists():
     assert EntryPoint(name, target, "console_scripts").load() is cli.main
 
 
-def test_every_folder_of_the_package_is_installed():
-    on_disk = {
-        ".".join(file.parent.relative_to(ROOT).parts)
-        for file in (ROOT / "megatron_muon").rglob("*.py")
-    }
-    assert set(setup_metadata()["packages"]) == on_disk
-
-
 @pytest.mark.parametrize("group", ["requires", "plots", "dev"])
 def test_lock_lies_within_the_ranges(group):
     metadata = setup_metadata()
@@ -98,16 +90,6 @@ def test_scripts_are_executable_bash(script):
     assert script.stat().st_mode & stat.S_IXUSR, f"chmod +x {script}"
     assert script.read_text("utf-8").startswith("#!/usr/bin/env bash\n")
     subprocess.run(["bash", "-n", script], check=True)
-
-
-@pytest.mark.parametrize(
-    "script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/slurm/local_cluster.sh"]
-)
-def test_help_needs_no_set_up(script):
-    done = subprocess.run(
-        [ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(f"Usage: {script}")
 
 
 def test_the_script_hands_its_flags_and_the_ranks_to_the_command(tmp_path):
@@ -168,7 +150,7 @@ def fake_python(path, answer):
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("version", [None, "3.11", "3.14", "3.12 without python3.12-venv"])
+@pytest.mark.parametrize("version", [None, "3.11", "3.12 without python3.12-venv"])
 def test_no_python_is_one_line_and_exit_1_and_unusable_ones_are_named(bare_machine, version):
     tree, tools, environment = bare_machine
     if version is not None:
@@ -186,36 +168,17 @@ def test_no_python_is_one_line_and_exit_1_and_unusable_ones_are_named(bare_machi
     assert not (tree / ".venv").exists()
 
 
-def test_python_of_the_lock_wins_over_a_newer_python3_and_one_that_is_named_over_both(
-    bare_machine, tmp_path
-):
+def test_python_of_the_lock_wins_over_a_newer_one_and_a_named_one_over_both(bare_machine, tmp_path):
     tree, tools, environment = bare_machine
     fake_python(tools / "python3", "3.13")
     fake_python(tools / "python3.12", "3.12")
-    assert (
-        f"making .venv with Python 3.12 ({tools / 'python3.12'})"
-        in run_setup(tree, environment).stderr
-    )
-    python = tmp_path / "my pythons" / "python3"
-    python.parent.mkdir()
-    fake_python(python, "3.13")
-    done = run_setup(tree, {**environment, "PYTHON": str(python)})
-    assert f"making .venv with Python 3.13 ({python})" in done.stderr
+    made = run_setup(tree, environment).stderr
+    assert f"making .venv with Python 3.12 ({tools / 'python3.12'})" in made
+    done = run_setup(tree, {**environment, "PYTHON": str(tools / "python3")})
+    assert f"making .venv with Python 3.13 ({tools / 'python3'})" in done.stderr
     assert f"asked: -m venv {tree / '.venv'}" in done.stderr
     assert done.returncode == 1  # the stand-in makes no environment, and set-up says so
     assert "failed: see above" in done.stderr
-    done = run_setup(tree, {**environment, "PYTHON": str(tmp_path / "no" / "python")})
-    assert "does not run: give a Python 3.12 or 3.13" in done.stderr
-
-
-def test_venv_of_another_python_is_remade_with_a_line(bare_machine):
-    tree, tools, environment = bare_machine
-    (tree / ".venv" / "bin").mkdir(parents=True)
-    (tree / ".venv" / "bin" / "python").symlink_to(tools / "old")
-    fake_python(tools / "old", "3.11")
-    fake_python(tools / "python3", "3.12")
-    done = run_setup(tree, environment)
-    assert ".venv is Python 3.11, the project needs 3.12 or 3.13: remaking it" in done.stderr
 
 
 def check_env(site_packages, *arguments):
@@ -235,13 +198,10 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
     installed.
     """
     lock = tmp_path / "lock.txt"
-    lock.write_text(
-        "# comment\ngood==1\nGone.File==1\nshort==1\nno-record==1\nother_version==2\nabsent==1\n"
-    )
+    lock.write_text("# comment\ngood==1\nGone.File==1\nno-record==1\nother_version==2\nabsent==1\n")
     for name, version, recorded, content in [
         ("good", "1", 4, b"good"),
         ("gone_file", "1", 4, None),
-        ("short", "1", 400, b"cut"),
         ("no_record", "1", None, b"file"),
         ("other_version", "1", 4, b"file"),
     ]:
@@ -253,7 +213,7 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
             (metadata / "RECORD").write_text(f"{kept}{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
         if content is not None:
             (tmp_path / f"{name}.py").write_bytes(content)
-    broken = ["absent", "gone-file", "no-record", "other-version", "short"]
+    broken = ["absent", "gone-file", "no-record", "other-version"]
     assert check_env(tmp_path, lock) == broken
     assert check_env(tmp_path, "--repair", lock) == broken
     assert {path.name for path in tmp_path.glob("*.dist-info")} == {
@@ -332,38 +292,12 @@ def versions(tmp_path, monkeypatch):
     return module
 
 
-def tried(torch: str, python: str, *failed: str, passed: int = 1200) -> dict:
-    tests = {"passed": passed, "failed": list(failed), "skipped": 0, "seconds": 1}
-    return {
-        "torch": torch,
-        "python": python,
-        "commit": "0123456789",
-        "unit": tests,
-        "functional": tests,
-    }
-
-
-def test_a_row_takes_the_place_of_that_of_the_same_pair_and_rows_are_in_order(versions):
-    for of in (
-        tried("2.15.0", "3.12.1"),
-        tried("2.9.1", "3.13.0"),
-        tried("2.9.0", "3.12.1", "a::b"),
-    ):
-        versions.write(of)
-    versions.write(tried("2.9.0+cu130", "3.12.8", passed=3))
-    lines = versions.PAGE.read_text().splitlines()
-    assert lines[4:] == [
-        "| 2.9.0+cu130 | 3.12.8 | 3 passed | 3 passed | 0123456789 |",
-        "| 2.9.1 | 3.13.0 | 1,200 passed | 1,200 passed | 0123456789 |",
-        "| 2.15.0 | 3.12.1 | 1,200 passed | 1,200 passed | 0123456789 |",
-        "",
-        "More.",
-    ]
-
-
 def test_a_failed_test_is_named_and_the_page_has_the_table(versions):
-    versions.write(tried("2.15.0", "3.12.1", "tests.unit.test_x::test_y"))
-    assert "1,200 passed, 1 failed (`tests.unit.test_x::test_y`)" in versions.PAGE.read_text()
+    failed = {"passed": 1200, "failed": ["tests.unit.test_x::test_y"], "skipped": 0, "seconds": 1}
+    pair = {"torch": "2.15.0", "python": "3.12.1", "commit": "0123456789"}
+    versions.write({**pair, "unit": failed, "functional": {**failed, "failed": []}})
+    named = "1,200 passed, 1 failed (`tests.unit.test_x::test_y`) | 1,200 passed | 0123456789 |"
+    assert f"| 2.15.0 | 3.12.1 | {named}" in versions.PAGE.read_text()
     assert versions.HEADER in (ROOT / "docs/questions.md").read_text("utf-8")
     assert all((ROOT / name).is_file() for name in versions.FUNCTIONAL)
 

@@ -147,17 +147,6 @@ def without_state(inner: torch.optim.Optimizer) -> Any:
     return SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None)
 
 
-def test_fused_adam_sees_no_gradient_of_an_empty_shard() -> None:
-    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a
-    group.
-    """
-    empty = torch.nn.Parameter(torch.ones(0, 3))
-    fused = FusedAdam([empty], lr=0.1)
-    initialize_scalar_state(without_state(fused))
-    fused.step()
-    assert empty.grad is None
-
-
 @pytest.mark.parametrize(
     ("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))]
 )

@@ -1,6 +1,4 @@
-"""What a wheel and a source distribution hold. Both are built here, without a network and in
-seconds.
-"""
+"""The contents of the wheel, which is built here, without a network and in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,15 +17,13 @@ SCRIPTS = {f"scripts/slurm/{name}.sbatch" for name in ("pretrain", "sweep")}
 NOT_COPIED = {".venv", ".git", "build", "dist", "runs", "data"}
 
 
-def build(tree: Path, kind: str, to: Path) -> Path:
-    """Builds the `wheel` or `sdist` of a tree by what pyproject.toml names, as pip does, and
-    returns the file.
-    """
-    code = f"import os, sys, setuptools.build_meta as of; of.build_{kind}(sys.argv[1])"
+def build(tree: Path, to: Path) -> Path:
+    """Builds the wheel of a tree by the backend in pyproject.toml, as pip does."""
+    code = "import sys, setuptools.build_meta as backend; backend.build_wheel(sys.argv[1])"
     subprocess.run(
         [sys.executable, "-c", code, to], cwd=tree, check=True, capture_output=True, text=True
     )
-    (file,) = to.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    (file,) = to.glob("*.whl")
     return file
 
 
@@ -46,9 +41,7 @@ def below(*folders: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel and the sdist of a copy of this tree, in which an earlier build has left a module
-    that is gone.
-    """
+    """The wheel of a copy of this tree, in which an earlier build has left a stale module."""
     tree, to = (tmp_path_factory.mktemp(name) for name in ("tree", "built"))
     shutil.copytree(
         ROOT,
@@ -59,44 +52,21 @@ def built(tmp_path_factory):
     stale = tree / "build/lib/megatron_muon/gone.py"
     stale.parent.mkdir(parents=True)
     stale.write_text("")
-    return build(tree, "wheel", to), build(tree, "sdist", to)
+    return build(tree, to)
 
 
 def test_a_wheel_has_the_package_the_configs_and_slurms_scripts_and_nothing_else(built):
-    wheel, _ = built
-    of_package = {name for name in contents(wheel) if ".dist-info/" not in name}
+    of_package = {name for name in contents(built) if ".dist-info/" not in name}
     shipped = {f"megatron_muon/shipped/{name}" for name in below("configs") | SCRIPTS}
     assert of_package == below("megatron_muon") | shipped
     assert "megatron_muon/py.typed" in of_package
     assert len(shipped) > 10
 
 
-def test_a_source_distribution_has_what_builds_and_tests_it(built):
-    _, sdist = built
-    with tarfile.open(sdist) as archive:
-        names = {
-            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
-        }
-    folders = "megatron_muon configs scripts tests benchmarks examples docs requirements .ci"
-    endings = (".py", ".toml", ".md", ".in", "LICENSE", ".python-version")
-    at_root = {name for name in os.listdir(ROOT) if name.endswith(endings)}
-    assert (below(*folders.split()) | at_root) - names == set()
-    assert not [name for name in names if name.startswith(("build/", ".venv/", "runs/", "data/"))]
-
-
-def test_a_wheel_of_the_source_distribution_is_that_of_the_tree(built, tmp_path):
-    wheel, sdist = built
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "source", filter="data")
-    (tree,) = (tmp_path / "source").iterdir()
-    theirs, ours = contents(build(tree, "wheel", tmp_path)), contents(wheel)
-    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
-
-
 def test_an_installed_wheel_finds_its_files(built, tmp_path):
     """From an empty folder, with nothing of the repository on the path."""
     site, config = tmp_path / "site", "configs/recipes/muonh.yaml"
-    with zipfile.ZipFile(built[0]) as archive:
+    with zipfile.ZipFile(built) as archive:
         archive.extractall(site)
     code = f"from megatron_muon import shipped; print(shipped.find(shipped.Path({config!r})))"
     line, environ = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": str(site)}

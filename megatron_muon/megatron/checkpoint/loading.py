@@ -9,7 +9,6 @@ from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
-import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -78,14 +77,9 @@ def load_what_is_there(patches: Patches) -> None:
         if "folder" not in loading:
             return state
         entries = content.read_entries(loading["folder"])
-        theirs = ours = content.wrappers(content.optimized(entries))
-        if "optimizer" in state:  # weights have the same names in every precision
-            ours = content.wrappers(state["optimizer"]["param_to_group_meta"])
-            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _requested_state(state, entries, loading["folder"], args)
         if "optimizer" in state:
-            stored = state["optimizer"]["param_to_group_meta"]
-            settings = {ours + name.removeprefix(theirs): stored[name] for name in stored}
+            settings = state["optimizer"]["param_to_group_meta"]
             loading["settings"] = settings
             if not args.use_checkpoint_opt_param_scheduler:
                 loading["rates"] = {name: _rates(meta) for name, meta in settings.items()}
@@ -106,25 +100,20 @@ def _rates(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in _RATES if name in meta}
 
 
-def explain_load_refusals(patches: Patches) -> None:
-    """Word 0.19's assertions on a checkpoint of another model or schedule as one-line errors."""
+def explain_other_schedules(patches: Patches) -> None:
+    """Name the flags that settle 0.19's assertion on a checkpoint of another schedule."""
 
     @patches.around(training, "load_checkpoint")
     def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return load(*args, **kwargs)
         except AssertionError as refusal:
-            if "OptimizerParamScheduler" in str(refusal):
-                remedy = (
-                    "use --override-opt-param-scheduler for this run's schedule,"
-                    " --use-checkpoint-opt-param-scheduler for that of the checkpoint"
-                )
-            elif "from checkpoint" in str(refusal):
-                remedy = "give this run the flags that wrote it"
-            else:
+            if "OptimizerParamScheduler" not in str(refusal):
                 raise
             raise UserError(
-                f"megatron-core refuses this checkpoint: {refusal}; {remedy}"
+                f"megatron-core refuses this checkpoint: {refusal}; use"
+                " --override-opt-param-scheduler for this run's schedule,"
+                " --use-checkpoint-opt-param-scheduler for that of the checkpoint"
             ) from refusal
 
 
@@ -193,14 +182,8 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     named = folders.latest(Path(load_dir))
     iteration = args.ckpt_step or named
     if iteration is None:
-        _warn_of_unfinished(Path(load_dir))
         return None
     return folders.iteration_folder(Path(load_dir), iteration)
-
-
-def _warn_of_unfinished(save_dir: Path) -> None:
-    for left in sorted(save_dir.glob(f"iter_*{folders.UNFINISHED}")):
-        _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
 def _require_sound(folder: Path, *, verify: bool) -> None:
@@ -217,7 +200,6 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
 
     def look() -> dict[str, int] | None:
         refuse(folders.problems(folder, verify=verify))
-        _warn_of_unfinished(folder.parent)
         return folders.read_checksums(folder) if verify else {}
 
     sums = of_first_rank(look)
@@ -262,6 +244,7 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
     replaced, absent = content.compare(optimizer["state"] if optimizer else {}, entries)
     if optimizer:
         replaced |= _reordered(optimizer["state"], folder, args) - absent
+        absent |= _uncounted(optimizer, entries) - replaced
     fresh = {name.rpartition(".")[0] for name in replaced | absent}
     missing = [name for name in weights if f"model.{name}" not in entries]
     misfits = {f"{content.plain(name)} is not in it" for name in missing}
@@ -282,8 +265,7 @@ def _requested_state(state: Any, entries: Mapping[str, Any], folder: Path, args:
         count = f"{len(lost)} entries of optimizer state"
         _warn(f"{count} start at zero, because {by}: {content.some(lost)}")
     if optimizer:
-        optimizer, kept = carry_step_counts_over(optimizer, fresh, entries, folder)
-        kept += _RATES if args.override_opt_param_scheduler else ()
+        kept = _RATES if args.override_opt_param_scheduler else ()
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=kept)
     return state
 
@@ -302,6 +284,20 @@ def _reordered(
     if getattr(stored, "tensor_model_parallel_size", size) == size:
         return set()
     return {f"{name}.{slot}" for name in reordered for slot in state[name]}
+
+
+def _uncounted(optimizer: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
+    """State of FusedAdam, which counts steps by group, where the checkpoint counts otherwise.
+
+    A count that starts at zero beside old moments would make the first updates too large.
+    """
+    settings = optimizer["param_to_group_meta"]
+    found = set()
+    for name, slots in optimizer["state"].items():
+        whole = content.whole_name(name, settings)
+        if STEP in settings[whole] and content.setting(whole, STEP) not in entries:
+            found |= {f"{name}.{slot}" for slot in slots}
+    return found
 
 
 def _require_same_weights(misfits: set[str], dropped: list[str], folder: Path, args: Any) -> None:
@@ -331,57 +327,6 @@ def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str
     taken = of_any_rank([name.removeprefix("model.") in weights for name in stored])
     left = [name for name, is_taken in zip(stored, taken, strict=True) if not is_taken]
     return [content.plain(name.removeprefix("model.")) for name in left]
-
-
-def carry_step_counts_over(
-    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Load Adam's counts of steps that a checkpoint keeps in another form into `optimizer`.
-
-    torch's AdamW counts for each parameter, in its state; the FusedAdam of Transformer Engine and
-    Apex for each group, in its settings, as an integer or (capturable) a tensor. Without the count
-    Adam's bias correction starts again and its first updates are too large.
-
-    Parameters that start `fresh` keep theirs. Returns the part of the state dict that is still to
-    be requested, and the settings not to request.
-    """
-    state, settings = optimizer["state"], optimizer["param_to_group_meta"]
-    held = content.optimizer_slots(entries)
-    wanted = [name for name in state if STEP in state[name] and name not in fresh]
-    in_state = [name for name in wanted if STEP not in held.get(name, ())]
-    in_groups = [
-        name
-        for name in settings
-        if not fresh & {name, f"{name}_w"} and _counts_differently(name, settings[name], entries)
-    ]
-    if not in_state and not in_groups:
-        return optimizer, ()
-    counts = content.step_counts(folder)
-    for name in in_state:
-        state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
-    # parameters of a group share one dict
-    groups = {id(settings[name]): settings[name] for name in in_groups}
-    for group, meta in groups.items():
-        names = [content.plain(name) for name in in_groups if id(settings[name]) == group]
-        found = {counts.get(name, 0) for name in names}
-        count = max(found)
-        is_tensor = isinstance(meta[STEP], torch.Tensor)
-        meta[STEP] = torch.full_like(meta[STEP], count) if is_tensor else count
-        if len(found) > 1:
-            theirs = f"the checkpoint has {min(found)} to {count} steps in one"
-            _warn(f"Adam counts by group here, {theirs}; it takes {count}")
-    requested = dict(state)
-    for name in in_state:
-        requested[name] = {slot: value for slot, value in state[name].items() if slot != STEP}
-    return {**optimizer, "state": requested}, (STEP,) if in_groups else ()
-
-
-def _counts_differently(name: str, meta: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
-    """Tells if a group counts steps, and the checkpoint has no count, or one of another type."""
-    if STEP not in meta:
-        return False
-    entry = entries.get(content.setting(name, STEP))
-    return entry is None or isinstance(meta[STEP], torch.Tensor) != hasattr(entry, "size")
 
 
 def _warn(text: str) -> None:

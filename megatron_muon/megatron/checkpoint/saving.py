@@ -6,12 +6,7 @@ Patches for loading alone are in `loading`.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-import os
-import shutil
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,25 +17,21 @@ import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.checkpoint.content import plain
 from megatron_muon.checkpoint.dcp import SummedFiles
-from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
+from megatron_muon.core.ranks import of_all_ranks, of_first_rank
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.scalar_state import initialize_scalar_state
-from megatron_muon.patching import Patches, versions
+from megatron_muon.patching import Patches
 
 
 def save_beside_and_rename(patches: Patches) -> None:
@@ -70,32 +61,6 @@ def save_beside_and_rename(patches: Patches) -> None:
         return result
 
 
-def write_tracker_at_once(patches: Patches) -> None:
-    """Write `latest_checkpointed_iteration.txt` so that it is always whole.
-
-    0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty
-    file, at which the next one stops.
-    """
-    text = "maybe_msc.open(tracker_filename, 'w')"
-    if text not in inspect.getsource(inspect.unwrap(checkpointing.save_checkpoint)):
-        raise RuntimeError(
-            f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}"
-        )
-    client = checkpointing.maybe_msc
-
-    class WithWholeTracker:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(client, name)
-
-        def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            is_plain = client.open is open  # not in an object store
-            if mode == "w" and is_plain and os.path.basename(path) == folders.TRACKER:
-                return folders.written_at_once(Path(path))
-            return client.open(path, mode, *args, **kwargs)
-
-    patches.replace(checkpointing, "maybe_msc", WithWholeTracker())
-
-
 def explain_failed_saves(patches: Patches) -> None:
     """Report why a save failed, and the checkpoint to resume from."""
 
@@ -108,11 +73,10 @@ def explain_failed_saves(patches: Patches) -> None:
         except (OSError, CheckpointException) as error:
             from megatron.training import get_args
 
-            save_dir, reason = Path(get_args().save), reason_of(error)
-            with contextlib.suppress(OSError):
-                reason += f", {shutil.disk_usage(save_dir).free / 2**30:.1f} GiB free there"
+            save_dir = Path(get_args().save)
             failed = f"the checkpoint of iteration {iteration} could not be written to {save_dir}"
-            raise SaveError(f"{failed} ({reason}); {folders.resume_hint(save_dir)}") from error
+            hint = folders.resume_hint(save_dir)
+            raise SaveError(f"{failed} ({reason_of(error)}); {hint}") from error
 
 
 def have_main_weights_at_hand(patches: Patches) -> None:
@@ -183,81 +147,6 @@ def keep_adam_state_alike(patches: Patches) -> None:
         parameters = itertools.chain(*(group["params"] for group in groups))
         if not all(parameter in self.optimizer.state for parameter in parameters):
             initialize(self)
-
-
-class _Discarding(FileSystemWriter):
-    """Accepts a checkpoint like torch's file writer, pickling objects, and discards it."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        for item in plan.items:
-            planner.resolve_data(item)  # looks up a tensor, pickles an object
-        done: Future[list[Any]] = Future()
-        done.set_result([])
-        return done
-
-    def finish(self, metadata: Any, results: Any) -> None: ...
-
-
-def try_saving_before_training(patches: Patches) -> None:
-    """Prepare and plan a checkpoint as a save does, before the first step of a run with --save.
-
-    megatron-core fails at the first save, and all steps before it are lost.
-    """
-
-    @patches.around(
-        training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"]
-    )
-    def train_after_trial(
-        train: Callable[..., Any],
-        forward: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        from megatron.training import get_args
-
-        settings, started = get_args(), time.monotonic()
-        if settings.save and settings.ckpt_format == "fsdp_dtensor":
-            try:
-                state = _state_to_save(settings, model, optimizer, scheduler)
-                save(state, storage_writer=_Discarding("."))
-            except (Exception, CheckpointException) as error:
-                traceback.print_exc()
-                raise SaveError(
-                    "this run could not save a checkpoint: a save without files, tried before the"
-                    f" first step, failed ({reason_of(error)}; the traceback is above); nothing was"
-                    " trained. Without --save it would train"
-                ) from error
-            took_s = time.monotonic() - started
-            say(f"megatron-muon: tried a save without writing it, in {took_s:.2f} s")
-        return train(forward, model, optimizer, scheduler, *args, **kwargs)
-
-
-def _state_to_save(
-    args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any
-) -> dict[str, Any]:
-    """The state dict that megatron-core's save_checkpoint saves, made by the same functions."""
-    model = unwrap_model(model)
-    settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
-    if isinstance(optimizer, MuonChainedOptimizer):
-        settings["is_loading"] = True  # leaves offloaded momentum where it is
-    groups = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-    )
-    rng_state = checkpointing.get_rng_state(args.ckpt_format, *groups)
-    state = checkpointing.generate_state_dict(
-        args, model, optimizer, scheduler, rng_state, iteration=0, optim_sd_kwargs=settings
-    )
-    prepared: dict[str, Any] = checkpointing.preprocess_fsdp_dtensor_state_dict(
-        args, state, model[0]
-    )
-    return prepared
 
 
 def split_swiglu(patches: Patches) -> None:

@@ -147,15 +147,14 @@ def check_settings(
     device: str,
     writes: bool = True,
     check_data: bool = True,
-    elsewhere: bool = False,
 ) -> None:
     """Refuse mistakes before torch.distributed starts; several mistakes have a line each.
 
-    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
+    A run that `writes` needs its --load.
     What megatron-core refuses by itself is not repeated: see `prepare.validate`.
     """
     check_numbers(args)
-    check(CheckedRun(args, on_cpu=device == "cpu", elsewhere=elsewhere), is_training=True)
+    check(CheckedRun(args, on_cpu=device == "cpu"), is_training=True)
     if check_data:
         require_data(args)
     if args.load and writes:

@@ -59,7 +59,6 @@ class ExperimentConfig:
     ignored: tuple[str, ...]  # unknown keys, such as those of upstream's test harness
     files: tuple[Path, ...]  # all files read, bases first
     origins: Mapping[str, Path]  # the file of each flag
-    overridden: frozenset[str]  # flags of the file that the user gives or unsets
 
 
 class _Setting(NamedTuple):
@@ -76,11 +75,7 @@ class _Setting(NamedTuple):
         if self.value is None:
             return None
         if isinstance(self.value, list):
-            words: list[str] = []
-            for item in self.value:
-                text = self._expand(item, environ)
-                words += text.split() if isinstance(item, _Unquoted) else [text]
-            return tuple(words)
+            return tuple(self._expand(item, environ) for item in self.value)
         text = self.text(environ)
         if text.lower() == "true":
             return ()
@@ -101,11 +96,8 @@ class _Setting(NamedTuple):
                 f" not set; type export {error.args[0]}=..., or give {self.name} on the command"
                 " line"
             ) from None
-        except ValueError:
-            raise UserError(
-                f"{self.file}: {self.name}: {text} has an invalid placeholder; write ${{NAME}}, or"
-                " $$ for a dollar sign"
-            ) from None
+        except ValueError as error:
+            raise UserError(f"{self.file}: {self.name}: {text}: {error}") from None
 
 
 def load_config(
@@ -117,12 +109,7 @@ def load_config(
     in `environ`, by default `os.environ`. Flags that the user has `overridden` are left out.
     """
     path, environ = Path(path), os.environ if environ is None else environ
-    layers = list(_layers(shipped.find(path), ()))
-    if not any(ARGS_KEY in sections for _, sections in layers):
-        raise UserError(
-            f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as"
-            " '--num-layers: 12'"
-        )
+    layers = list(_layers(shipped.find(path)))
     variables: dict[str, _Setting] = {}
     settings: dict[str, _Setting] = {}
     for file, sections in layers:
@@ -145,7 +132,6 @@ def load_config(
         ignored=tuple(key for key in keys if key not in (ENV_KEY, ARGS_KEY, BASE_KEY)),
         files=tuple(dict.fromkeys(file for file, _ in layers)),
         origins={flag: settings[flag].file for flag, _ in flags},
-        overridden=frozenset(flag for flag in settings if flag in overridden),
     )
 
 
@@ -224,25 +210,12 @@ def as_argv(flags: Iterable[Flag]) -> Iterator[str]:
             yield from values
 
 
-class _Unquoted(str):
-    """A list item without quotes: its words are separate values."""
-
-
 class _Loader(yaml.BaseLoader):
     """Keeps scalars as they are written, except null; refuses a key that is given twice."""
 
     def construct_scalar(self, node: Any) -> Any:
         value: str = super().construct_scalar(node)
         return None if node.style is None and value.lower() in ("", "~", "null") else value
-
-    def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
-        items: list[Any] = []
-        for item in node.value:
-            if isinstance(item, yaml.ScalarNode) and item.style is None:
-                items.append(_Unquoted(item.value))
-            else:
-                items.append(self.construct_object(item))
-        return items
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -252,26 +225,20 @@ class _Loader(yaml.BaseLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _layers(
-    path: Path,
-    above: tuple[Path, ...],
-) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The sections of a file's bases, then its own. `above` are the files that led here."""
-    if os.path.realpath(path) in map(os.path.realpath, above):
-        ring = " -> ".join(map(str, (*above, path)))
-        raise UserError(f"{above[-1]}: {BASE_KEY} is circular: {ring}; take one of them out")
-    sections = _read(path, f", the {BASE_KEY} of {above[-1]}" if above else "")
+def _layers(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The sections of a file's bases, then its own."""
+    sections = _read(path)
     bases = sections.get(BASE_KEY) or []
     for base in bases if isinstance(bases, list) else [bases]:
-        yield from _layers(path.parent / str(base), (*above, path))
+        yield from _layers(path.parent / str(base))
     yield path, sections
 
 
-def _read(path: Path, of: str) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
         sections: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=_Loader)
     except OSError as error:
-        raise UserError(f"cannot read configuration {str(path)!r}{of}: {error.strerror}") from None
+        raise UserError(f"cannot read configuration {str(path)!r}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     for key in (ENV_KEY, ARGS_KEY):
@@ -282,9 +249,4 @@ def _read(path: Path, of: str) -> dict[str, Any]:
             )
         if key in sections:
             sections[key] = sections[key] or {}
-    for flag in sections.get(ARGS_KEY, {}):
-        if not str(flag).startswith("--"):
-            raise UserError(
-                f"{path}: {ARGS_KEY} key {flag!r} is not a flag; write it with two dashes"
-            )
     return sections

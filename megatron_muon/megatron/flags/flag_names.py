@@ -21,7 +21,8 @@ def kept() -> frozenset[str]:
     """The cached flags; empty without a cache for these versions."""
     # RuntimeError: a user without a home; ModuleNotFoundError: no megatron-core.
     with contextlib.suppress(OSError, ValueError, RuntimeError, ModuleNotFoundError):
-        return frozenset(json.loads(_file().read_text("utf-8")))
+        text = _file().read_text("utf-8")
+        return frozenset(json.loads(text))
     return frozenset()
 
 
@@ -30,9 +31,10 @@ def keep(flags: Iterable[str]) -> None:
     from megatron_muon.checkpoint import folders
 
     with contextlib.suppress(OSError, RuntimeError):
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        with folders.written_at_once(_file()) as stream:
-            stream.write(json.dumps(sorted(flags)))
+        file = _file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with folders.written_at_once(file) as stream:
+            json.dump(sorted(flags), stream)
 
 
 def _file() -> Path:
@@ -40,9 +42,10 @@ def _file() -> Path:
 
     from megatron_muon import settings
 
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    version = metadata.version("megatron-core")
     own_flags = os.stat(settings.__file__).st_mtime_ns
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-muon"
-    return folder / f"flags-{metadata.version('megatron-core')}-{own_flags}.json"
+    return Path(folder, "megatron-muon", f"flags-{version}-{own_flags}.json")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
@@ -53,11 +56,11 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The most similar of `known`, ignoring dashes, underscores and case; None if none is near."""
-    names = {plain(name): name for name in reversed(list(known))}
-    near = difflib.get_close_matches(plain(wrong), names, n=1, cutoff=_CUTOFF)
+    names = {_plain(name): name for name in known}
+    near = difflib.get_close_matches(_plain(wrong), names, n=1, cutoff=_CUTOFF)
     return names[near[0]] if near else None
 
 
-def plain(name: str) -> str:
+def _plain(name: str) -> str:
     """A name in one spelling: lower case, inner dashes."""
     return name.lstrip("-").replace("_", "-").lower()

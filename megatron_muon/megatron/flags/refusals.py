@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_muon.core.numbers import check_number
-from megatron_muon.errors import UserError, install
+from megatron_muon.errors import UserError
 from megatron_muon.settings import (
     MuonSettings,
     choices_of,
@@ -49,14 +49,6 @@ OF_OWN_EXCHANGE = (
 DECAYS = ("weight_decay", "start_weight_decay", "end_weight_decay")
 """A script's config has only the first."""
 
-NO_LOGITS = (
-    "--cuda-graph-impl",
-    "--attention-backend flash",
-    "fp8_dot_product_attention=True",
-    "--experimental-attention-variant",
-)
-"""Attention without logits: a replayed layer runs no Python, and other kernels return none."""
-
 NEEDS_MUON = "needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
 
 CONFLICTS = {
@@ -76,10 +68,9 @@ CONFLICTS = {
         "--qk-clip",
         "--optimizer adaptive_muon",
     ),
-    "--muon-cautious-weight-decay": ("--weight-decay 0", "decoupled_weight_decay=False"),
-    # The last two normalize after what would be scaled.
-    "--qk-clip": (*NO_LOGITS, "--qk-layernorm", "--qk-l2-norm"),
-    "--log-max-attention-logit": NO_LOGITS,
+    "--muon-cautious-weight-decay": ("decoupled_weight_decay=False",),
+    # These normalize after what would be scaled.
+    "--qk-clip": ("--qk-layernorm", "--qk-l2-norm"),
     "--muon-split-heads": ("--muon-no-split-qkv",),
     # These need main weights between steps, or are untested with it.
     "--muon-offload-state all": (
@@ -92,9 +83,6 @@ CONFLICTS = {
         "--fp8-format",
         "--fp4-format",
         "--async-save",
-        "--log-params-norm",
-        "--save-params-interval",
-        "--check-weight-hash-across-dp-replicas-interval",
     ),
 }
 """Settings that do not work together, or have no effect together; see `_conditions`."""
@@ -106,16 +94,13 @@ class CheckedRun:
     """A run's settings: parsed flags, or the fields of a script's configs, as attributes.
 
     `has_model`: a script has built the model, so the settings include its sizes, and Muon is to
-    train it. `elsewhere`: the run will start on another machine.
+    train it.
     """
 
-    def __init__(
-        self, values: Any, *, on_cpu: bool, has_model: bool = False, elsewhere: bool = False
-    ) -> None:
+    def __init__(self, values: Any, *, on_cpu: bool, has_model: bool = False) -> None:
         self.values = values
         self.on_cpu = on_cpu
         self.has_model = has_model
-        self.elsewhere = elsewhere
         self.with_muon = values.optimizer in MUONS or has_model
         self.is_adaptive = values.optimizer == "adaptive_muon"
         # Every rank holds whole matrices; plain Muon with repeated work is megatron-core's own.
@@ -189,21 +174,10 @@ def _of_megatron(run: CheckedRun) -> Rules:
         "--hybrid-layer-pattern {0.pattern} makes a hybrid model, which a run does not train; leave"
         " it out",
     )
-    needs_te = run.transformer_impl == "transformer_engine" and not run.elsewhere
-    yield (
-        needs_te and (run.on_cpu or not has_transformer_engine()),
-        "--transformer-impl transformer_engine needs a GPU and Transformer Engine;"
-        f" {install('te')}, or use --transformer-impl local",
-    )
     # The saving process would share the tensors that training changes.
     yield (
         run.async_save and run.on_cpu,
         "--async-save does not work on the CPU; leave it out",
-    )
-    # Megatron would save in the foreground, with a warning.
-    yield (
-        run.async_save and not (run.on_cpu or run.use_persistent_ckpt_worker),
-        "--async-save needs --use-persistent-ckpt-worker; add it",
     )
 
 
@@ -219,16 +193,6 @@ def _of_optimizer(run: CheckedRun) -> Rules:
         run.fp16 and run.with_muon,
         "--fp16 is not supported with --optimizer {0.optimizer}; use --bf16, or fp32",
     )
-    layer_wise = run.optimizer == "dist_muon" or run.get("use_layer_wise_distributed_optimizer")
-    yield (
-        under_fsdp and layer_wise,
-        "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's"
-        " shards; use muon",
-    )
-    yield (
-        run.is_adaptive and not under_fsdp,
-        "--optimizer adaptive_muon needs --use-megatron-fsdp; add it, or use --optimizer muon",
-    )
     for flag in run.given(ADAPTIVE):
         needs = f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
         yield not run.is_adaptive, needs
@@ -237,14 +201,6 @@ def _of_optimizer(run: CheckedRun) -> Rules:
 def _without_muon(run: CheckedRun) -> Rules:
     for flag in run.given(name for name in FIELDS if name not in ADAPTIVE):
         yield True, f"{flag} {NEEDS_MUON}"
-    yield (
-        not run.use_megatron_fsdp and run.get("muon_allow_missing_state"),
-        "--muon-allow-missing-state needs --use-megatron-fsdp; add it or leave the flag out",
-    )
-    # With Adam megatron-core's clip ends in an AttributeError.
-    logits = logits_flag(run)
-    needs = f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
-    yield run.use_megatron_fsdp and logits, needs
 
 
 def _conflicts(run: CheckedRun) -> Rules:
@@ -272,20 +228,14 @@ def _conditions(run: CheckedRun) -> dict[str, Any]:
     main_params = str(run.megatron_fsdp_main_params_dtype).removeprefix("torch.")
     scope = run.get("cuda_graph_scope_deprecated")
     graphs = f"{run.cuda_graph_impl} {run.cuda_graph_modules} {scope}"
-    backend = getattr(run.attention_backend, "name", run.attention_backend)
     # Latent attention normalizes before the projections that make the heads.
     normalizes_heads = not run.multi_latent_attention
     return {
         "Muon under Megatron-FSDP": True,
         "--megatron-fsdp-main-params-dtype": main_params not in ("fp32", "float32"),
         "--cuda-graph-impl full_iteration": re.search(r"\bfull_iteration\b", graphs),
-        "--cuda-graph-impl": run.cuda_graph_impl != "none",
         "--num-distributed-optimizer-instances": run.num_distributed_optimizer_instances > 1,
-        "--weight-decay 0": not (run.muon_hyperball or any(run.get(name) for name in DECAYS)),
         "decoupled_weight_decay=False": run.get("decoupled_weight_decay") is False,
-        "--log-max-attention-logit": logits_flag(run) == "--log-max-attention-logit",
-        "--attention-backend flash": backend == "flash",
-        "fp8_dot_product_attention=True": run.get("fp8_dot_product_attention"),
         "--qk-layernorm": run.qk_layernorm and normalizes_heads,
         "--qk-l2-norm": run.qk_l2_norm and normalizes_heads,
         "--muon-no-split-qkv": not run.muon_split_qkv,
@@ -295,28 +245,14 @@ def _conditions(run: CheckedRun) -> dict[str, Any]:
 
 
 def _without_effect(run: CheckedRun) -> Rules:
-    """Settings that the strategy or the exchange ignores."""
-    ignored: list[str] = []
-    why = ""
-    if run.repeated:
-        why = "no_shard exchanges nothing, and plain Muon is megatron-core's own there"
-        ignored = run.given(("muon_exchange", "muon_exchange_dtype", "muon_team_size"))
-        instead = "use optim, optim_grads or optim_grads_params, or --muon-share-replicated"
-        for flag in run.given(OF_OWN_EXCHANGE):
-            yield run.is_megatrons_own, f"{flag} has no effect here: {why}; {instead}"
-    elif run.replicated:
-        why = "--muon-share-replicated gives every matrix one owner, which broadcasts its update"
-        ignored = run.given(("muon_exchange", "muon_team_size"))
-    elif run.muon_share_replicated:
-        why = "it is for no_shard, and other strategies share the work already"
-        ignored = ["--muon-share-replicated"]
-    elif run.muon_exchange == "allgather":
-        why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
-        ignored = run.given(("muon_exchange_buffer_mb", "muon_team_size"))
-        if run.muon_exchange_dtype == "bf16":
-            ignored.append("--muon-exchange-dtype")
-    for flag in ignored:
-        yield True, f"{flag} has no effect here: {why}; leave it out"
+    """Settings of this package's step, where megatron-core's own Muon trains."""
+    for flag in run.given(OF_OWN_EXCHANGE):
+        yield (
+            run.is_megatrons_own,
+            f"{flag} has no effect here: no_shard exchanges nothing, and plain Muon is"
+            " megatron-core's own there; use optim, optim_grads or optim_grads_params, or"
+            " --muon-share-replicated",
+        )
 
 
 def _blocks(run: CheckedRun) -> Rules:
@@ -324,12 +260,6 @@ def _blocks(run: CheckedRun) -> Rules:
     yield (
         needs_whole_updates(run) and run.muon_team_size not in ("auto", "1"),
         "--muon-team-size {0.muon_team_size}: NorMuon needs whole updates; use --muon-team-size 1",
-    )
-    is_gated = run.gated_linear_unit if run.has_model else run.swiglu
-    yield (
-        run.muon_split_gated_mlp and not is_gated,
-        "--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag"
-        " out",
     )
     dense = run.tensor_model_parallel_size
     is_cut = run.replicated and run.muon_tp_mode != "blockwise"
@@ -363,14 +293,8 @@ def _offload(run: CheckedRun) -> Rules:
         "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk",
     )
     for flag in run.given(OF_OFFLOAD):
-        places = ("nvme",) if flag == "--muon-offload-dir" else ("cpu", "nvme")
-        needs = f"{flag} needs --muon-offload {' or '.join(places)}, and it is {run.muon_offload}"
-        yield run.muon_offload not in places, f"{needs}; change that, or leave {flag} out"
-    yield (
-        run.muon_ns_device == "accelerator" and run.on_cpu,
-        "--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it"
-        " out",
-    )
+        needs = f"{flag} needs --muon-offload cpu or nvme; change that, or leave {flag} out"
+        yield run.muon_offload == "none", needs
     yield (
         run.muon_ns_device == "cpu" and run.is_adaptive and not run.on_cpu,
         "--muon-ns-device cpu is not supported with --optimizer adaptive_muon; use accelerator, or"
@@ -388,9 +312,6 @@ def logits_flag(model: Any) -> str | None:
     if model.qk_clip:
         return "--qk-clip"
     return "--log-max-attention-logit" if model.log_max_attention_logit else None
-
-
-asked = logits_flag  # the former name
 
 
 def needs_whole_updates(settings: Any) -> bool:

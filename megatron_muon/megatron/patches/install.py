@@ -19,12 +19,10 @@ from typing import Any
 import megatron.core.datasets.utils as dataset_utils
 import megatron.core.optimizer as optimizers
 import megatron.core.pipeline_parallel.schedules as schedules
-import megatron.core.tensor_parallel.layers as layers
 import megatron.training.arguments as arguments
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import torch
-from megatron.training import get_args
 
 from megatron_muon import cpu
 from megatron_muon.core.numbers import check_numbers
@@ -164,20 +162,6 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
             build()
 
 
-def let_experts_have_biases(patches: Patches) -> None:
-    """Let local experts with biases train without tensor and expert parallelism.
-
-    0.19 adds an expert's bias in place (MLP.forward) to the result of a reduction over one rank, a
-    view that autograd refuses to change. One rank has nothing to reduce.
-    """
-
-    @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
-    def reduce_region(
-        reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None
-    ) -> torch.Tensor:
-        return input_ if group is not None and group.size() == 1 else reduce(input_, group)
-
-
 def accept_muon(patches: Patches) -> None:
     """Validate Muon under Megatron-FSDP as Adam, and its local attention without logits.
 
@@ -253,22 +237,6 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         return made[0].qk_clip.largest if made else clip(model, log_max_only)
 
 
-def count_global_steps(patches: Patches) -> None:
-    """Let --profile-step-start count from the run's first step in a resumed run, too.
-
-    0.19 calls both flags global steps and stops the profiler at that of --profile-step-end, but
-    torch's schedule counts from the resumed step, so it would record other steps, none, or crash.
-    Steps before the resumed one are not recorded: their trace, if any, is kept.
-    """
-
-    @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
-    def schedule(make: Callable[..., Any], *, wait: int, **more: int) -> Any:
-        args = get_args()
-        if args.profile_step_start <= args.iteration > 0:
-            return lambda _: torch.profiler.ProfilerAction.NONE
-        return make(wait=wait - args.iteration, **more)
-
-
 def name_parts(patches: Patches) -> None:
     """Name iterations, forward and backward passes and the gradients' reduction in a trace.
 
@@ -297,18 +265,14 @@ PATCHES: dict[Callable[[Patches], None], str] = {
     patch_megatron_fsdp: MUON,
     show_progress: EVERY_RUN,
     log_to_both: EVERY_RUN,
-    count_global_steps: PROFILED,
     name_parts: PROFILED,
-    let_experts_have_biases: MEGATRON_FSDP,
     saving.split_swiglu: MEGATRON_FSDP,
     saving.save_beside_and_rename: MEGATRON_FSDP,
-    saving.write_tracker_at_once: MEGATRON_FSDP,
     saving.explain_failed_saves: MEGATRON_FSDP,
     saving.have_main_weights_at_hand: MEGATRON_FSDP,
     loading.load_what_is_there: MEGATRON_FSDP,
-    loading.explain_load_refusals: MEGATRON_FSDP,
+    loading.explain_other_schedules: MEGATRON_FSDP,
     loading.keep_loaded_main_weights: MEGATRON_FSDP,
-    saving.try_saving_before_training: MEGATRON_FSDP,
     saving.remember_signals: MEGATRON_FSDP,
     saving.keep_adam_state_alike: ADAM,
     loading.run_no_pickles: EVERY_RUN,
