@@ -5,7 +5,6 @@ The table of parity, exchanges, metrics and offload run with them too, with `-m 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,43 +28,35 @@ from tests.support.wide import wide_but
 CASES = {"owner": Case(layers=1, optimizer=TINY), "shared": REPLICATED}
 MISUSES = {
     "written to": (
-        r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait"
-    ),
-    "another order": (
-        r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one"
-        r" order"
+        "rank 0 waits for allreduce: a buffer that it fills was written to before the wait"
     ),
     "refused": (
-        r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed"
+        "delayed collectives do not know ProcessGroup.send: add it to tests.support.delayed"
     ),
 }
 
 
 def misuse(rank: int, how: str) -> None:
-    sums = [torch.ones(2) for _ in range(2)]
+    values = torch.ones(2)
     if how == "refused":
-        dist.isend(sums[0], 1 - rank)
-    works = [dist.all_reduce(values, async_op=True) for values in sums]
-    if how == "written to":
-        sums[0][1] = 0.0
-    for work in reversed(works) if how == "another order" and rank == 1 else works:
-        work.wait()
+        dist.isend(values, 1 - rank)
+    work = dist.all_reduce(values, async_op=True)
+    values[1] = 0.0
+    work.wait()
 
 
 def misuses(rank: int, world_size: int) -> dict[str, str]:
     """In a worker: the error of each misuse."""
     errors = {}
     for how in MISUSES:
-        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives(0):
+        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives():
             misuse(rank, how)
         errors[how] = str(raised.value)
     return errors
 
 
 def test_misuse_is_an_error(ranks: Pool) -> None:
-    errors = ranks(2, misuses)[0]
-    for how, message in MISUSES.items():
-        assert re.match(message, errors[how]), how
+    assert ranks(2, misuses)[0] == MISUSES
 
 
 @contextmanager
@@ -132,13 +123,12 @@ BUGS = [
         r"one of its buffers was freed before the wait|never waited for|weight after 1 steps",
     ),
     ("shared", "reads early", r"rank \d has other values|weight after 1 steps"),
-    ("shared", "never waits", r"rank \d never waited for"),
 ]
 
 
 @pytest.mark.parametrize(
     ("exchange", "bug", "error"),
-    wide_but([*BUGS[:2], BUGS[4]], BUGS),
+    wide_but([*BUGS[:2], BUGS[-1]], BUGS),
 )
 def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, error: str) -> None:
     """Negative control: it passes with plain gloo, and not with delays."""

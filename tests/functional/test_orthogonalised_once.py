@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from tests.support.case import STRATEGIES, Case, batches
-from tests.support.cases import BLOCKS, GATHERED, LAYOUTS, REPLICATED, VARIANTS, spread
+from tests.support.cases import BLOCKS, GATHERED, LAYOUTS, REPLICATED, VARIANTS, but, spread
 from tests.support.model import Trainer, sabotaged
 from tests.support.pool import Pool
 from tests.support.reference import is_matrix, row_blocks
@@ -112,25 +112,15 @@ def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
 ROWS: dict[int, dict[str, tuple[Case, int]]] = {
     2: {
         **{strategy: (Case(strategy=strategy), 3) for strategy in STRATEGIES},
-        **{
-            f"{label} on {n}": (case, 0)
-            for n in (0, 1)
-            for label, case in spread(BLOCKS | VARIANTS, n).items()
-        },
+        **{label: (case, 0) for label, case in spread(BLOCKS | VARIANTS, 0).items()},
     },
     3: {
         "shared": (REPLICATED, 1),
-        "fused qkv": (BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False}), 2),
-        "fused qkv, gathered": (
-            BLOCKS["swiglu, tied"].but(optimizer={"muon_split_qkv": False, **GATHERED}),
-            2,
-        ),
+        "fused qkv, gathered": (but(BLOCKS["fused qkv"], **GATHERED), 2),
         "experts": (BLOCKS["experts"], 2),
         "stacked experts": (BLOCKS["stacked experts"], 0),
-        "latent attention": (BLOCKS["latent attention"], 0),
-        "normuon": (VARIANTS["normuon"], 2),
     },
-    4: {name: (LAYOUTS[name][1], 1) for name in ("hsdp", "hsdp tp2", "tp2 dp2")},
+    4: {"hsdp tp2": (LAYOUTS["hsdp tp2"][1], 1)},
 }
 
 
