@@ -32,8 +32,6 @@ from tests.functional.test_checkpoints import (
 from tests.functional.test_offload import BUFFER_MB
 from tests.support import cli
 from tests.support.case import Case
-from tests.support.cases import CLIP
-from tests.support.parity import curves
 from tests.support.pool import Pool
 from tests.support.training import Trainings
 from tests.support.wide import wide_but
@@ -108,14 +106,6 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(
                 size, resumed, kind=kind, options=given, folder=str(tmp_path), steps=steps
             )[0]
     assert_close(found, expected, atol=2e-6)
-
-
-def test_clipped_weights_are_the_same_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:
-    """With momentum in host memory, which QK-clip allows."""
-    cases = {"": Case(layers=1, attention=CLIP, optimizer={"muon_offload": "cpu"})}
-    expected = ranks(2, curves, cases=cases, steps=2)
-    with ranks.two_memories():
-        assert ranks(2, curves, cases=cases, steps=2) == expected
 
 
 BUGS = {

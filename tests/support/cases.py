@@ -82,20 +82,22 @@ VARIANTS = {
     "normuon": but(EMPTY, **NORMUON),
 }
 
-_ADAPTIVE = {
+_SETTINGS = {
     "adaptive_muon_beta2": 0.8,
     "adaptive_muon_eps": 1e-3,
     "muon_nesterov": False,
     "muon_scale_mode": "unit_rms_norm",
 }
-ADAPTIVE = {
+MORE_VARIANTS = {
     "normuon, wide and tall": but(Case(layers=1, ffn=7, query_groups=1), **NORMUON),
     "normuon, blocks": but(Case(layers=1, swiglu=True), **GATED, **HEADS, **NORMUON),
-    "normuon, stacked experts": but(Case(layers=1, stacked=3, trainable=(".experts.",)), **NORMUON),
-    "normuon, settings": but(PLAIN, **_ADAPTIVE, **NORMUON),
-    "adamuon, settings": but(PLAIN, **_ADAPTIVE, **ADAMUON),
+    "normuon, stacked experts": but(Case(layers=1, stacked=3), **NORMUON),
+    "normuon, settings": but(PLAIN, **_SETTINGS, **NORMUON),
+    "adamuon, settings": but(PLAIN, **_SETTINGS, **ADAMUON),
     "adamuon, stacked experts": but(Case(layers=1, stacked=3), **ADAMUON),
     "cautious normuon": but(EMPTY, **CAUTIOUS, **NORMUON),
+    "hyperball, blocks": but(Case(layers=1, swiglu=True), **GATED, **HEADS, **HYPERBALL),
+    "hyperball, stacked experts": but(Case(layers=1, stacked=3), **HYPERBALL),
 }
 
 # Models
@@ -256,18 +258,22 @@ def _strategies() -> dict[str, Case]:
     }
 
 
-def _waves() -> Group:
-    """Waves as small as they can be; either iteration for all blocks, alike whatever carries
-    them.
+def _travel() -> Group:
+    """How rows travel, in waves as small as they can be or to every rank, and where momentum lives
+    changes no bit of an iteration or a variant.
     """
-    iterations = {"auto": {}, "standard": {"muon_ns": "standard"}, "gram": {"muon_ns": "gram"}}
-    cases = {f"owner, {label}": but(EMPTY, **settings) for label, settings in iterations.items()}
-    cases |= {
-        f"gathered, {label}": but(EMPTY, **each, **GATHERED) for label, each in iterations.items()
+    ways = {"owner": {}, "waves": TINY, "allgather": GATHERED}
+    cases = {"host": but(VARIANTS["hyperball"], muon_offload="cpu")}
+    same = [("hyperball, owner", "host")]
+    travelers = {
+        "standard": but(EMPTY, muon_ns="standard"),
+        "gram": but(EMPTY, muon_ns="gram"),
+        **{label: VARIANTS[label] for label in ("cautious", "hyperball", "normuon")},
     }
-    cases["tiny"] = but(EMPTY, **TINY)
-    same = [(f"owner, {label}", f"gathered, {label}") for label in iterations]
-    return Group(3, cases, (*same, ("tiny", "gathered, auto")), again=("delayed",))
+    for label, case in travelers.items():
+        cases |= {f"{label}, {way}": but(case, **settings) for way, settings in ways.items()}
+        same.append(tuple(f"{label}, {way}" for way in ways))
+    return Group(3, cases, tuple(same), again=("delayed",))
 
 
 def _teams(ranks: int, size: str, *labels: str) -> Group:
@@ -278,22 +284,6 @@ def _teams(ranks: int, size: str, *labels: str) -> Group:
         cases["tp2"] = BLOCKS_OVER_LAYOUTS["tp2 dp2"]
     again = ("delayed",) if ranks == 3 else ()
     return Group(ranks, of_all(cases, muon_team_size=size), (("plain", "again"),), again=again)
-
-
-def _variants_travel() -> Group:
-    """How rows travel and where momentum lives changes no bit of a variant."""
-    ways = {"owner": {}, "waves": TINY, "allgather": GATHERED, "host": {"muon_offload": "cpu"}}
-    cases = {}
-    same = []
-    for label in ("cautious", "hyperball", "normuon"):
-        here = {
-            f"{label}, {way}": but(VARIANTS[label], **settings)
-            for way, settings in ways.items()
-            if way != "host" or label == "hyperball"
-        }
-        cases |= here
-        same.append(tuple(here))
-    return Group(3, cases, tuple(same), again=("delayed",))
 
 
 REPLICATED = Case(layers=1, strategy="no_shard", optimizer=SHARED)
@@ -316,12 +306,12 @@ TABLE: dict[str, Group] = {
     **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (2, 3)},
     **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 2) for n in (2, 3, 4)},
     **{
-        f"variants on {n}": Group(n, spread(VARIANTS | ADAPTIVE, n + 3), often=n == 3)
+        f"variants on {n}": Group(n, spread(VARIANTS | MORE_VARIANTS, n + 3), often=n == 3)
         for n in (2, 3)
     },
     "clip on 2": Group(2, spread(CLIPPED, 2), again=("two_memories",)),
     "clip on 3": Group(3, spread(CLIPPED, 3)),
-    "waves and iterations": _waves(),
+    "how rows travel": _travel(),
     **{
         f"shared on {n}": Group(n, _SHARED, (("plenty", "tiny"),), n == 3, ("delayed",))
         for n in (2, 3)
@@ -330,17 +320,9 @@ TABLE: dict[str, Group] = {
     "blocks over two ranks": Group(
         2, {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if case.hybrid}, often=True
     ),
-    "blocks, hyperball": Group(
-        3,
-        of_all(
-            {label: BLOCKS[label] for label in ("gated mlp", "heads", "stacked experts")},
-            **HYPERBALL,
-        ),
-    ),
     "teams of 2 on 3": _teams(3, "2", "heads"),
     "teams of 2 on 4": _teams(4, "2", "gated mlp", "heads", "latent attention", "hybrid"),
     "teams of 4 on 4": _teams(4, "4", "experts", "stacked experts", "stacked experts, whole"),
-    "variants travel on 3": _variants_travel(),
     **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3)},
     # Adam has the weights; Megatron-FSDP does not note where a part begins
     "clip, replicated parts": Group(

@@ -116,7 +116,8 @@ def environment(*, cold: bool = False) -> dict[str, str]:
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     warmth = {} if cold else warm.PROCESS.environment()
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **warmth}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(warm.PROCESS.folder)}
+    return {**os.environ, **own, **warmth}
 
 
 def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:

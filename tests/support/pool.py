@@ -47,7 +47,7 @@ class Pool:
     def __init__(self) -> None:
         self._around: tuple[str, str] | None = None
         self._workers: list[_Worker] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=warm.PROCESS.folder))
         self._tasks = 0
 
     def __call__(
@@ -87,9 +87,9 @@ class Pool:
     def start(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[_Worker]:
         """Start a task; the first answer of each worker is ("started", process id)."""
         for index in range(len(self._workers), world_size):
-            self._workers.append(_Worker(index, Path(self._folder.name)))
+            self._workers.append(_Worker(index, self._folder))
         self._tasks += 1
-        store = Path(self._folder.name) / f"store-{self._tasks}"
+        store = self._folder / f"store-{self._tasks}"
         name = (function.__module__, function.__qualname__)
         task = pickle.dumps((*name, world_size, str(store), self._around, kwargs))
         workers = self._workers[:world_size]
@@ -112,11 +112,6 @@ class Pool:
     def two_memories(self) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
         return self._within("tests.support.two_memories", "two_memories")
-
-    def close(self) -> None:
-        """End the workers and leave nothing behind."""
-        self.kill()
-        self._folder.cleanup()
 
     def kill(self) -> None:
         """End the workers at once."""
@@ -143,7 +138,12 @@ class _Worker:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, **warm.PROCESS.environment()},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "TMPDIR": str(folder),
+                    **warm.PROCESS.environment(),
+                },
             )
             self.connection = listener.accept()
         self.pid = self.connection.recv()
