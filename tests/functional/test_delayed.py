@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.functional import test_offload as offload
 from tests.support.case import Case
 from tests.support.cases import REPLICATED, TINY
 from tests.support.delayed import DelayedError, delayed_collectives
@@ -120,13 +118,3 @@ def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, er
     check(ranks(2, run_buggy, bug=bug, case=case)[0][""], case)
     with ranks.delayed(), pytest.raises(AssertionError, match=error):
         check(ranks(2, run_buggy, bug=bug, case=case)[0][""], case)
-
-
-def test_delays_change_no_update_from_momentum_on_disk(ranks: Pool, tmp_path: Path) -> None:
-    _, _, *disk = offload.offloads(tmp_path / "momentum")
-    plain = ranks(2, offload.train, case=CASES["owner"], settings=[{}])
-    with ranks.delayed():
-        for expected, found in zip(
-            plain, ranks(2, offload.train, case=CASES["owner"], settings=disk), strict=True
-        ):
-            assert [offload.differing(expected[0], bits) for bits in found] == [[], []]

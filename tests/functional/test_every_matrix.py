@@ -33,12 +33,10 @@ SIZES = [(layout, size) for layout, sizes in LAYOUTS.items() for size in sizes]
 
 
 def runs_of(number: int) -> list[Run]:
-    """Three of the pairs of a model and settings, which take turns over the layouts: there are 7
-    models and 6 settings, so 14 layouts have every pair.
-    """
+    """Three of the pairs of a model and settings, which take turns over the layouts."""
     models, settings = list(WITH_SCANNED), list(SETTINGS)
     return [
-        run_of(models[pair % len(models)], settings[pair % len(settings)])
+        run_of(models[pair % 6], settings[(pair + pair // 6) % 6])
         for pair in range(3 * number, 3 * number + 3)
     ]
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from tests.support.case import STRATEGIES, Case, batches
-from tests.support.cases import BLOCKS, GATHERED, LAYOUTS, REPLICATED, VARIANTS, but, spread
+from tests.support.cases import BLOCKS, GATHERED, LAYOUTS, REPLICATED, but, spread
 from tests.support.model import Trainer, sabotaged
 from tests.support.pool import Pool
 from tests.support.reference import is_matrix, row_blocks
@@ -112,7 +112,7 @@ def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
 ROWS: dict[int, dict[str, tuple[Case, int]]] = {
     2: {
         **{strategy: (Case(strategy=strategy), 3) for strategy in STRATEGIES},
-        **{label: (case, 0) for label, case in spread(BLOCKS | VARIANTS, 0).items()},
+        **{label: (case, 0) for label, case in spread(BLOCKS, 0).items()},
     },
     3: {
         "shared": (REPLICATED, 1),

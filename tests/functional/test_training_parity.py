@@ -103,7 +103,8 @@ OFTEN = {
     "EP 2 x TP 2": Training("experts", 4, {"": OF_EXPERTS["EP 2 x TP 2, sequence parallel"]}, 3),
 }
 CLIPPED_LAYOUTS = {
-    layout: case.but(attention=QK_CLIPPED.attention) for layout, case in OF_DENSE.items()
+    layout: OF_DENSE[layout].but(attention=QK_CLIPPED.attention)
+    for layout in ("TP 2 x DP 2", "HSDP 2 x DP 2")
 }
 TRAININGS = OFTEN | {
     "strategies on 2": Training("small", 2, under_all_strategies(SMALL), 1, STEPS),

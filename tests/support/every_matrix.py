@@ -41,7 +41,7 @@ class Model:
     # rows of the blocks, repeated
     split: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)
     # parts of names for AdamW
-    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "classifier", "bias")
+    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "bias")
 
     def build(self) -> nn.Module:
         """The model, from seed 0."""
@@ -51,20 +51,12 @@ class Model:
         config = transformers.AutoConfig.for_model(**self.config)
         # grouped products want sizes in multiples of 16 bytes
         config._experts_implementation = "eager"
-        is_vision = "image_size" in self.config
-        kind: Any = (
-            transformers.AutoModelForImageClassification
-            if is_vision
-            else transformers.AutoModelForCausalLM
-        )
+        kind: Any = transformers.AutoModelForCausalLM
         return kind.from_config(config, attn_implementation="eager").train()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The input of a step."""
         generator = torch.Generator().manual_seed(step)
-        if "image_size" in self.config:
-            images = torch.randn(16, 3, 8, 8, generator=generator)
-            return {"pixel_values": images, "labels": torch.randint(2, (16,), generator=generator)}
         words = torch.randint(self.config["vocab_size"], (8, 17), generator=generator)
         return {"input_ids": words, "labels": words}
 
@@ -159,30 +151,21 @@ MODELS: dict[str, Model] = {
         transposed=("c_attn", "c_proj", "c_fc"),
         split={"c_attn": (22, 22, 22)},
     ),
-    "vit": Model(
-        {
-            "model_type": "vit",
-            "hidden_size": 22,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-        },
-        flatten={"projection": True},
-    ),
 }
-
-
 SCANNED = "scanned"
 _SHAPES = {
     "layers.experts.up_proj": (2, 3, 10, 21),
     "layers.experts.down_proj": (2, 3, 21, 10),
+    "patch.projection.weight": (22, 3, 4, 4),
     "embed.weight": (50, 21),
 }
-"""Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have them."""
+"""Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have them,
+and a convolution.
+"""
 
-WITH_SCANNED = MODELS | {SCANNED: Model({}, split={"up_proj": (4, 6)})}
+WITH_SCANNED = MODELS | {
+    SCANNED: Model({}, split={"up_proj": (4, 6)}, flatten={"projection": True})
+}
 
 
 class Whole:
