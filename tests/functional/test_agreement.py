@@ -21,7 +21,6 @@ from tests.support import frameworks, model
 from tests.support.case import Case
 from tests.support.cases import CLIP, HSDP, LAYOUTS, TP, but
 from tests.support.pool import Pool
-from tests.support.wide import wide_but
 
 ALIKE = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
@@ -243,43 +242,32 @@ def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
     assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
 
 
-def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool) -> set[int]:
-    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which
-    share their state in Megatron-FSDP's library and not in its experimental one.
+def holders_on_two_axes(rank: int, world_size: int) -> set[int]:
+    """In a worker: how many ranks hold each shard of a model on a mesh of two instances that share
+    their state.
 
     Muon itself checks that each rank holds what the layout says.
     """
     mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
     layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
-    net: Any = nn.Sequential(nn.Sequential(*layers))
-    if experimental:
-        library = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental")
-        placement = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental.placement")
-        flat, whole = placement.Flat(), placement.Replicate()
-        gradients = [placement.Partial(dist.ReduceOp.AVG), flat]
-        placements = placement.Placements(["outer", "dp"], [whole, flat], gradients, [whole, flat])
-        library.fully_shard(net, mesh["outer", "dp"], placements)
-    else:
-        net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
-            net,
-            device_mesh=mesh,
-            dp_shard_dim="dp",
-            dp_outer_dim="outer",
-            tp_dim="tp",
-            hybrid_fsdp_group=dist.group.WORLD,
-            fsdp_unit_modules=[nn.Sequential],
-            outer_dp_sharding_strategy="optim",
-        )
-        net._replace_param_with_distributed_if_needed()
+    net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
+        nn.Sequential(nn.Sequential(*layers)),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        dp_outer_dim="outer",
+        tp_dim="tp",
+        hybrid_fsdp_group=dist.group.WORLD,
+        fsdp_unit_modules=[nn.Sequential],
+        outer_dp_sharding_strategy="optim",
+    )
+    net._replace_param_with_distributed_if_needed()
     layout = megatron_muon.Muon(net.named_parameters()).parts[0].exchange.layout
     assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
     return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
 
 
-@pytest.mark.parametrize("experimental", wide_but([False], [False, True]))
-def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool) -> None:
-    held_by = {2} if experimental else {1}
-    assert ranks(4, holders_on_two_axes, experimental=experimental) == [held_by] * 4
+def test_instances_of_the_library_share_their_state(ranks: Pool) -> None:
+    assert ranks(4, holders_on_two_axes) == [{1}] * 4
 
 
 def on_its_half(rank: int, world_size: int) -> list[int]:
