@@ -54,6 +54,12 @@ _FIELD = re.compile(r"(?<=[ |])([a-z][a-z ()-]*): *([-+.\w]+)(?= *\|)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: (\S+)")
 
 
+def sizes(text: str) -> dict[str, int]:
+    """Names and numbers, one after the other."""
+    parts = text.split()
+    return dict(zip(parts[::2], map(int, parts[1::2]), strict=True))
+
+
 @dataclass(frozen=True)
 class Iteration:
     """One line of Megatron's training log."""

@@ -5,9 +5,8 @@ The model is built on the meta device; nothing is downloaded. Settings are the d
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from megatron_muon import shipped
 from megatron_muon.core.layout import Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory
 from megatron_muon.errors import UserError, install
-from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings, plan_group
-from megatron_muon.tools.plan.training_step import elementwise_ms
+from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
 
 if TYPE_CHECKING:
     from megatron_muon.fsdp.views import View
@@ -80,18 +78,6 @@ def _fully_sharded(
 
     settings = PlanSettings(None, Memory(2, hardware.iterate(iteration_of())))
     return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
-
-
-def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -> float:
-    """Milliseconds of a step on matrices of these shapes, elementwise passes included."""
-    from megatron_muon.fsdp.views import View
-
-    shards_of = {shape: _shards_of(View(shape), ranks, 1)[0] for shape in dict.fromkeys(shapes)}
-    matrices = [Matrix(str(number), shape, shards_of[shape]) for number, shape in enumerate(shapes)]
-    settings, (group,) = _fully_sharded(ranks, matrices, hardware)
-    held = sum(map(math.prod, shapes)) / ranks
-    elementwise = elementwise_ms(held, held, settings, hardware)
-    return plan_group(group, settings, hardware).step_ms + elementwise
 
 
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
