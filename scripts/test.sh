@@ -9,7 +9,7 @@ help() {
 Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
 
 PARTs (default: all of them, in this order):
-  lint         ruff check, ruff format --check, mypy, and the API reference into build/api
+  lint         ruff check, ruff format --check, mypy
   unit         tests/unit: no ranks
   functional   tests/functional: real ranks over gloo, the real command line; minutes
 
@@ -77,8 +77,6 @@ for part in "${parts[@]}"; do
             mypy=$!
             check "ruff check" .venv/bin/ruff check .
             check "ruff format" .venv/bin/ruff format --check .
-            check "api reference" .venv/bin/pdoc -d google --no-show-source --no-search -o build/api \
-                megatron_muon.{core,fsdp,megatron,offload,checkpoint}
             ;;
         unit) check "unit tests" .venv/bin/python -m pytest tests/unit "${at_once[@]}" "$@" ;;
         functional)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 FIRST = (
-    # wait for clocks, or take a minute each
-    *("test_slurm", "test_sweep", "test_train", "test_command_line"),
-    *("test_documented_commands", "test_exact_updates", "test_offload"),  # the longest with `-m ''`
-    *("test_rehearsal", "test_plan", "test_plan_command"),
+    # wait for clocks, start cold, or take a minute each with `-m ''`
+    *("test_slurm", "test_own_megatron", "test_doctor_gpu", "test_train", "test_command_line"),
+    *("test_sweep", "test_examples", "test_documented_commands", "test_exact_updates"),
+    *("test_offload", "test_every_matrix", "test_checkpoint_layouts"),
+    *("test_rehearsal", "test_gpu_checks", "test_plan", "test_plan_command"),
 )
 
 

@@ -29,7 +29,7 @@ def ranks() -> Iterator[Pool]:
     """Runs a function on real gloo ranks: `ranks(world_size, function, **kwargs)`, see `Pool`."""
     pool = Pool()
     yield pool
-    pool.close()
+    pool.kill()
 
 
 def _again(*ways: str) -> Any:

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import megatron_muon
 from tests.support import frameworks, model
 from tests.support.case import Case
-from tests.support.cases import CLIP, HSDP, LAYOUTS, TP
+from tests.support.cases import CLIP, HSDP, LAYOUTS, TP, but
 from tests.support.pool import Pool
-from tests.support.wide import wide_but
 
 ALIKE = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
@@ -30,14 +29,10 @@ ALIKE = (
 SETTINGS = "give every rank the same settings"
 OTHERS: dict[str, tuple[Any, Any]] = {
     "lr": (0.001, 0.03),
-    "ns_steps": (5, 6),
     "exchange": ("owner", "allgather"),
-    "hyperball": (False, True),
     "moment2_method": (None, "normuon"),
-    "metrics_interval": (0, 3),
     "offload": ("none", "cpu"),
     "split": (None, {"layers.*.0.weight": (19, 19)}),
-    "ns_steps_for": (None, {"layers.0": 4}),
     "exclude": ((), ["narrow"]),
 }
 """Defaults of settings, and other values."""
@@ -111,16 +106,10 @@ def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: 
     settings: dict[str, tuple[Any, Any]] = {
         "lr": (0.02, 0.01),
         "muon_num_ns_steps": (5, 4),
-        "muon_exclude": ([], ["router"]),
         "muon_offload": ("none", "cpu"),
-        "muon_metrics_interval": (0, 2),
     }
     cases = [
-        (
-            Case(optimizer={name: a}),
-            Case(optimizer={name: b}),
-        )
-        for name, (a, b) in settings.items()
+        tuple(Case(optimizer={name: value}) for value in both) for name, both in settings.items()
     ]
     first, *others = ranks(3, refused, cases=cases)
     assert all(other == first for other in others)
@@ -153,9 +142,15 @@ REFUSED = [
             " is frozen"
         ),
     ),
+    (Case(layers=1, trainable=()), "no trainable parameter"),
+    # In megatron-core's `FusedMLASelfAttention` each rank has rows of both latents, which blocks
+    # would mix.
     *(
-        (Case(strategy=s, layers=1, trainable=()), "no trainable parameter")
-        for s in ("no_shard", "optim_grads_params")
+        (
+            but(TP.but(latent=True, query_latent=True, fused_down=True), muon_tp_mode=mode),
+            "--mla-down-proj-fusion with tensor parallelism",
+        )
+        for mode in ("duplicated", "blockwise")
     ),
 ]
 
@@ -241,72 +236,38 @@ def built_without_objects(rank: int, world_size: int, *, name: str) -> bool:
     return all(member.optimizer.state for member in trainer.optimizer.chained_optimizers)
 
 
-@pytest.mark.parametrize("name", wide_but(["hsdp tp2", "expert tp2"], LAYOUTS))
+@pytest.mark.parametrize("name", ["hsdp tp2", "expert tp2"])
 def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
     """The rectangles of 25,000 matrices from each of 4,096 ranks would be 10 GB on every rank."""
     assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
 
 
-def holders_on_two_axes(
-    rank: int, world_size: int, *, experimental: bool, shared: bool
-) -> set[int]:
-    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may
-    share their state.
+def holders_on_two_axes(rank: int, world_size: int) -> set[int]:
+    """In a worker: how many ranks hold each shard of a model on a mesh of two instances that share
+    their state.
 
     Muon itself checks that each rank holds what the layout says.
     """
     mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
     layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
-    net: Any = nn.Sequential(nn.Sequential(*layers))
-    if experimental:
-        library = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental")
-        placement = importlib.import_module(f"{frameworks.MEGATRON_FSDP}.experimental.placement")
-        flat, whole, partial = (
-            placement.Flat(),
-            placement.Replicate(),
-            placement.Partial(dist.ReduceOp.AVG),
-        )
-        placements = (
-            [[flat, flat]] * 3
-            if shared
-            else [
-                [whole, flat],
-                [partial, flat],
-                [whole, flat],
-            ]
-        )
-        library.fully_shard(
-            net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements)
-        )
-    else:
-        net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
-            net,
-            device_mesh=mesh,
-            dp_shard_dim="dp",
-            dp_outer_dim="outer",
-            tp_dim="tp",
-            hybrid_fsdp_group=dist.group.WORLD,
-            fsdp_unit_modules=[nn.Sequential],
-            outer_dp_sharding_strategy="optim" if shared else "no_shard",
-        )
-        net._replace_param_with_distributed_if_needed()
+    net = importlib.import_module(frameworks.MEGATRON_FSDP).fully_shard_model(
+        nn.Sequential(nn.Sequential(*layers)),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        dp_outer_dim="outer",
+        tp_dim="tp",
+        hybrid_fsdp_group=dist.group.WORLD,
+        fsdp_unit_modules=[nn.Sequential],
+        outer_dp_sharding_strategy="optim",
+    )
+    net._replace_param_with_distributed_if_needed()
     layout = megatron_muon.Muon(net.named_parameters()).parts[0].exchange.layout
     assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
     return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
 
 
-@pytest.mark.parametrize(
-    ("experimental", "shared"),
-    wide_but(
-        [(False, True)],
-        [(False, False), (False, True), (True, False), (True, True)],
-    ),
-)
-def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, shared: bool) -> None:
-    assert (
-        ranks(4, holders_on_two_axes, experimental=experimental, shared=shared)
-        == [{1 if shared else 2}] * 4
-    )
+def test_instances_of_the_library_share_their_state(ranks: Pool) -> None:
+    assert ranks(4, holders_on_two_axes) == [{1}] * 4
 
 
 def on_its_half(rank: int, world_size: int) -> list[int]:
@@ -326,9 +287,4 @@ def on_its_half(rank: int, world_size: int) -> list[int]:
 
 
 def test_a_mesh_of_some_ranks_gets_a_group(ranks: Pool) -> None:
-    assert ranks(4, on_its_half) == [
-        [0, 1],
-        [0, 1],
-        [2, 3],
-        [2, 3],
-    ]
+    assert ranks(4, on_its_half) == [[0, 1]] * 2 + [[2, 3]] * 2

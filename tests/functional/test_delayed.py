@@ -5,12 +5,10 @@ The table of parity, exchanges, metrics and offload run with them too, with `-m 
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,37 +16,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.functional import test_offload as offload
 from tests.support.case import Case
 from tests.support.cases import REPLICATED, TINY
 from tests.support.delayed import DelayedError, delayed_collectives
 from tests.support.parity import check, run
 from tests.support.pool import Pool
-from tests.support.wide import wide_but
 
 CASES = {"owner": Case(layers=1, optimizer=TINY), "shared": REPLICATED}
 MISUSES = {
     "written to": (
-        r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait"
+        "rank 0 waits for allreduce: a buffer that it fills was written to before the wait"
     ),
-    "another order": (
-        r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one"
-        r" order"
-    ),
+    "freed": "rank 0 waits for allreduce: one of its buffers was freed before the wait",
+    "not waited for": "rank 0 never waited for allreduce",
     "refused": (
-        r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed"
+        "delayed collectives do not know ProcessGroup.send: add it to tests.support.delayed"
     ),
 }
 
 
 def misuse(rank: int, how: str) -> None:
-    sums = [torch.ones(2) for _ in range(2)]
+    values = torch.ones(2)
     if how == "refused":
-        dist.isend(sums[0], 1 - rank)
-    works = [dist.all_reduce(values, async_op=True) for values in sums]
+        dist.isend(values, 1 - rank)
+    work = dist.all_reduce(values, async_op=True)
     if how == "written to":
-        sums[0][1] = 0.0
-    for work in reversed(works) if how == "another order" and rank == 1 else works:
+        values[1] = 0.0
+    if how == "freed":
+        del values
+    if how != "not waited for":
         work.wait()
 
 
@@ -56,16 +52,14 @@ def misuses(rank: int, world_size: int) -> dict[str, str]:
     """In a worker: the error of each misuse."""
     errors = {}
     for how in MISUSES:
-        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives(0):
+        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives():
             misuse(rank, how)
         errors[how] = str(raised.value)
     return errors
 
 
 def test_misuse_is_an_error(ranks: Pool) -> None:
-    errors = ranks(2, misuses)[0]
-    for how, message in MISUSES.items():
-        assert re.match(message, errors[how]), how
+    assert ranks(2, misuses)[0] == MISUSES
 
 
 @contextmanager
@@ -81,35 +75,24 @@ def buggy(bug: str) -> Iterator[None]:
             time.sleep(1e-4)
         return work
 
-    def send_back_and(
-        wait: Callable[[Any, Any, Any], None], exchange: Any, wave: Any, probe: Any
-    ) -> Any:
+    def send_back_and_read(exchange: Any, wave: Any, probe: Any) -> Any:
         work = send_back(exchange, wave, probe)
         for one in getattr(work, "works", [work]):
             through(one)
         returned = wave.tensors["returned"]
-        return mock.Mock(wait=partial(wait, work, returned, returned.clone()))
+        return mock.Mock(wait=partial(too_late, work, returned, returned.clone()))
 
     def too_late(work: Any, returned: torch.Tensor, early: torch.Tensor) -> None:
         work.wait()
         returned.copy_(early)
 
-    def never(work: Any, returned: torch.Tensor, early: torch.Tensor) -> None:
-        pass
-
-    def send(
-        copy: Callable[[Any], Any], receive: Any, sent: torch.Tensor, *counts: Any, **how: Any
-    ) -> Any:
-        return through(all_to_all(receive, copy(sent), *counts, **how))
-
-    def to_one_buffer(sent: torch.Tensor) -> torch.Tensor:
-        return buffer[: sent.numel()].copy_(sent)
+    def send(receive: Any, sent: torch.Tensor, *counts: Any, **how: Any) -> Any:
+        reused = buffer[: sent.numel()].copy_(sent)
+        return through(all_to_all(receive, reused, *counts, **how))
 
     place, name, instead = {
-        "reads early": (Exchange, "_send_back", lambda *step: send_back_and(too_late, *step)),
-        "never waits": (Exchange, "_send_back", lambda *step: send_back_and(never, *step)),
-        "reuses what it sends": (dist, "all_to_all_single", partial(send, to_one_buffer)),
-        "frees what it sends": (dist, "all_to_all_single", partial(send, torch.Tensor.clone)),
+        "reads early": (Exchange, "_send_back", send_back_and_read),
+        "reuses what it sends": (dist, "all_to_all_single", send),
     }[bug]
     with mock.patch.object(place, name, instead):
         yield
@@ -121,24 +104,13 @@ def run_buggy(rank: int, world_size: int, *, bug: str, case: Case) -> Any:
         return run(rank, world_size, cases={"": case})
 
 
-FREED = r"rank \d waits for all_?to_?all.*: one of its buffers was freed before the wait"
-BUGS = [
-    ("owner", "reads early", "weight after 1 steps"),
-    ("owner", "reuses what it sends", "weight after 1 steps"),
-    ("owner", "frees what it sends", FREED),
-    (
-        "owner",
-        "never waits",
-        r"one of its buffers was freed before the wait|never waited for|weight after 1 steps",
-    ),
-    ("shared", "reads early", r"rank \d has other values|weight after 1 steps"),
-    ("shared", "never waits", r"rank \d never waited for"),
-]
-
-
 @pytest.mark.parametrize(
     ("exchange", "bug", "error"),
-    wide_but([*BUGS[:2], BUGS[4]], BUGS),
+    [
+        ("owner", "reads early", "weight after 1 steps"),
+        ("owner", "reuses what it sends", "weight after 1 steps"),
+        ("shared", "reads early", r"rank \d has other values|weight after 1 steps"),
+    ],
 )
 def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, error: str) -> None:
     """Negative control: it passes with plain gloo, and not with delays."""
@@ -146,13 +118,3 @@ def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, er
     check(ranks(2, run_buggy, bug=bug, case=case)[0][""], case)
     with ranks.delayed(), pytest.raises(AssertionError, match=error):
         check(ranks(2, run_buggy, bug=bug, case=case)[0][""], case)
-
-
-def test_delays_change_no_update_from_momentum_on_disk(ranks: Pool, tmp_path: Path) -> None:
-    _, _, *disk = offload.offloads(tmp_path / "momentum")
-    plain = ranks(2, offload.train, case=CASES["owner"], settings=[{}])
-    with ranks.delayed():
-        for expected, found in zip(
-            plain, ranks(2, offload.train, case=CASES["owner"], settings=disk), strict=True
-        ):
-            assert [offload.differing(expected[0], bits) for bits in found] == [[], []]

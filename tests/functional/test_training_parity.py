@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.case import STRATEGIES, Case
 from tests.support.cases import FROZEN, MOE, OUTER, SHARDED, TP, but, spread
-from tests.support.model import ddp_statistics
+from tests.support.model import gradient_statistics
 from tests.support.parity import Curve, curves
 from tests.support.pool import Pool
 from tests.support.wide import wide_but
@@ -59,17 +59,25 @@ class Training(NamedTuple):
 
 
 def under_all_strategies(case: Case) -> dict[str, Case]:
-    """By strategy; several instances also with overlap and with state that the instances share."""
-    if case.instances == 1:
-        return {strategy: case.but(strategy=strategy) for strategy in STRATEGIES}
-    cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED} | {
-        OUTER: case.but(outer="optim")
-    }
-    overlapping = {
-        f"{name}, overlap": cases[name].but(overlap=True)
-        for name in ("optim", "optim_grads", OUTER)
-    }
-    return cases | overlapping
+    return {strategy: case.but(strategy=strategy) for strategy in STRATEGIES}
+
+
+def in_turns(cases: dict[str, Case]) -> dict[str, Case]:
+    """Each layout under two strategies; of several instances also with overlap and with state that
+    the instances share.
+    """
+    found = {}
+    for number, (layout, case) in enumerate(cases.items()):
+        several = STRATEGIES if case.instances == 1 else SHARDED
+        for place in (number, number + 2):
+            strategy = several[place % len(several)]
+            found[f"{layout}, {strategy}"] = case.but(strategy=strategy)
+        if case.instances > 1:
+            shared = case.but(outer="optim")
+            found[f"{layout}, {OUTER}"] = shared
+            for name, each in (("optim", case.but(strategy="optim")), (OUTER, shared)):
+                found[f"{layout}, {name}, overlap"] = each.but(overlap=True)
+    return found
 
 
 OFTEN = {
@@ -89,59 +97,27 @@ OFTEN = {
     "a reduction finished by the optimizer": Training(
         "small", 2, under_all_strategies(SMALL.but(own_loop=True)), 1
     ),
-    "some layouts": Training(
-        "dense",
-        4,
-        {
-            name: under_all_strategies(OF_DENSE["HSDP 2 x TP 2"])[name]
-            for name in ("optim_grads", f"{OUTER}, overlap")
-        },
-        3,
+    "HSDP 2 x TP 2": Training(
+        "dense", 4, {OUTER: OF_DENSE["HSDP 2 x TP 2"].but(outer="optim", overlap=True)}, 3
     ),
-    "some layouts of experts": Training(
-        "experts", 4, {"": OF_EXPERTS["EP 2 x TP 2, sequence parallel"]}, 3
-    ),
+    "EP 2 x TP 2": Training("experts", 4, {"": OF_EXPERTS["EP 2 x TP 2, sequence parallel"]}, 3),
+}
+CLIPPED_LAYOUTS = {
+    layout: OF_DENSE[layout].but(attention=QK_CLIPPED.attention)
+    for layout in ("TP 2 x DP 2", "HSDP 2 x DP 2")
 }
 TRAININGS = OFTEN | {
-    **{
-        f"strategies on {n}": Training("small", n, under_all_strategies(SMALL), 1, STEPS)
-        for n in (1, 2, 4)
-    },
-    **{
-        layout: Training("dense", 4, under_all_strategies(case), 3)
-        for layout, case in OF_DENSE.items()
-    },
-    **{
-        layout: Training("experts", 4, under_all_strategies(case), 3)
-        for layout, case in OF_EXPERTS.items()
-    },
-    "QK-clip": Training("QK-clip", 4, under_all_strategies(QK_CLIPPED), 3),
-    "QK-clip, layouts": Training(
-        "QK-clip",
-        4,
-        {
-            f"{layout}, {strategy}": case.but(attention=QK_CLIPPED.attention, strategy=strategy)
-            for (layout, case), strategies in zip(
-                list(OF_DENSE.items())[1:],
-                (
-                    STRATEGIES[::2],
-                    STRATEGIES[1::2],
-                    ("optim", "optim_grads"),
-                    ("optim_grads", "optim_grads_params"),
-                ),
-                strict=True,
-            )
-            for strategy in strategies
-        },
-        3,
-    ),
+    "strategies on 2": Training("small", 2, under_all_strategies(SMALL), 1, STEPS),
+    "dense": Training("dense", 4, in_turns(OF_DENSE), 3),
+    "experts": Training("experts", 4, in_turns(OF_EXPERTS), 3),
+    "QK-clip": Training("QK-clip", 4, in_turns(CLIPPED_LAYOUTS), 3),
 }
 
 
 @pytest.fixture(scope="module")
 def alone(ranks: Pool) -> dict[str, Curve]:
     """Each model's curve on one rank that holds everything; gradient norms and counts of zeros are
-    also DDP's.
+    also those of the model alone.
     """
     cases = {name: case.but(strategy="no_shard") for name, case in MODELS.items()}
     found: dict[str, Curve] = ranks(1, curves, cases=cases, steps=STEPS)[0]
@@ -149,15 +125,14 @@ def alone(ranks: Pool) -> dict[str, Curve]:
     # logit by 6e-4.
     clipped = {"QK-clip": cases["QK-clip"]}
     found |= ranks(1, curves, cases=clipped, steps=STEPS, micro_batches=3)[0]
-    for name, curve in found.items():
+    for curve in found.values():
         assert curve[-1].loss < curve[0].loss - 0.2, (
             "the model must learn, or agreement says nothing"
         )
         assert max(step.norm for step in curve) > 0.3, "clipping must be at work"
-        if name != "QK-clip":
-            norm, zeros = ranks(1, ddp_statistics, case=MODELS[name])[0]
-            assert norm == pytest.approx(curve[0].norm, rel=1e-6)
-            assert zeros == curve[0].zeros
+    norm, zeros = ranks(1, gradient_statistics, case=SMALL)[0]
+    assert norm == pytest.approx(found["small"][0].norm, rel=1e-6)
+    assert zeros == found["small"][0].zeros
     assert abs(found["QK-clip"][4].loss - found["dense"][4].loss) > 1e-3, "QK-clip must be at work"
     return found
 

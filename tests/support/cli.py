@@ -29,42 +29,22 @@ SECONDS = 200.0
 it imports.
 """
 
+
+def words(text: str) -> tuple[str, ...]:
+    """The flags of a command line without spaces in them."""
+    return tuple(text.split())
+
+
 HYPERBALL = ("--muon-hyperball", "--weight-decay", "0")
 CAUTIOUS = ("--muon-cautious-weight-decay", "--weight-decay", "0.1")
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 
-TINY = (
-    *(
-        "--num-layers",
-        "3",
-        "--hidden-size",
-        "39",
-        "--ffn-hidden-size",
-        "102",
-        "--num-attention-heads",
-        "3",
-    ),
-    *(
-        "--seq-length",
-        "32",
-        "--max-position-embeddings",
-        "32",
-        "--make-vocab-size-divisible-by",
-        "1",
-    ),
-    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--split", "90,10,0"),
-    *(
-        "--micro-batch-size",
-        "2",
-        "--lr",
-        "0.01",
-        "--lr-decay-style",
-        "constant",
-        "--log-interval",
-        "1",
-    ),
-    *("--eval-iters", "0", "--seed", "7"),
-)
+TINY = words("""
+    --num-layers 3 --hidden-size 39 --ffn-hidden-size 102 --num-attention-heads 3 --seq-length 32
+    --max-position-embeddings 32 --make-vocab-size-divisible-by 1 --attention-dropout 0.0
+    --hidden-dropout 0.0 --split 90,10,0 --micro-batch-size 2 --lr 0.01 --lr-decay-style constant
+    --log-interval 1 --eval-iters 0 --seed 7
+""")
 """A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some
 ranks.
 """
@@ -72,11 +52,6 @@ ranks.
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
 _FIELD = re.compile(r"(?<=[ |])([a-z][a-z ()-]*): *([-+.\w]+)(?= *\|)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: (\S+)")
-
-
-def words(text: str) -> tuple[str, ...]:
-    """The flags of a command line without spaces in them."""
-    return tuple(text.split())
 
 
 def sizes(text: str) -> dict[str, int]:
@@ -147,7 +122,8 @@ def environment(*, cold: bool = False) -> dict[str, str]:
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     warmth = {} if cold else warm.PROCESS.environment()
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **warmth}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(warm.PROCESS.folder)}
+    return {**os.environ, **own, **warmth}
 
 
 def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,31 +217,11 @@ def make_corpus(directory: Path) -> tuple[str, ...]:
     """Write a tiny indexed data set, the bytes of 60 easily learnt documents; the flags to train on
     it.
     """
-    words = (
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "while",
-        "ranks",
-        "share",
-        "matrices",
-    )
+    vocabulary = words("the quick brown fox jumps over a lazy dog while ranks share matrices")
     chance = random.Random(0)
-    documents = (" ".join(chance.choices(words, k=120)) for _ in range(60))
+    documents = (" ".join(chance.choices(vocabulary, k=120)) for _ in range(60))
     source = directory / "documents.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
     prepare([source], directory / "tiny")
-    return (
-        "--data-path",
-        str(directory / "tiny"),
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "257",
-    )
+    tokenizer = words("--tokenizer-type NullTokenizer --vocab-size 257")
+    return ("--data-path", str(directory / "tiny"), *tokenizer)

@@ -5,27 +5,22 @@ before the wait. Within `delayed_collectives` an asynchronous collective is carr
 waited for, and no earlier:
 
     issue   its output is filled with NaN, an operand written in place is put aside; nothing is sent
-    wait    ranks compare their collectives; then inputs are read, and outputs are written
+    wait    inputs are read, and outputs are written
     after   what was only sent is filled with NaN
 
-A rank sleeps at random, seeded, before both. The work keeps no buffer alive. So whoever reads a
-buffer too early reads NaN, and whoever changes what is sent too early sends the change; a buffer
-that is freed before the wait, or written to although it is being filled, and a collective that
-nobody waits for, are errors. Ranks that wait in different orders, which NCCL allows, would wait for
-each other here: they get an error that names two of them.
+The work keeps no buffer alive. So whoever reads a buffer too early reads NaN, and whoever changes
+what is sent too early sends the change; a buffer that is freed before the wait, or written to
+although it is being filled, and a collective that nobody waits for, are errors. Ranks that wait in
+different orders, which NCCL allows, exchange the wrong values here.
 
 The methods of ProcessGroup are replaced, so that no function of torch.distributed and no group is
 left out; one that is not in the table below is refused. Collectives that are not asynchronous are
-delayed and compared, no more.
+carried out as they are.
 """
 
 from __future__ import annotations
 
-import datetime
-import random
-import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -55,72 +50,54 @@ _METHODS = {
 of torch alone.
 """
 
-_LONGEST_S = 0.01
-_PATIENCE_S = 30.0
-_TEXT_BYTES = 160
-
 
 class DelayedError(AssertionError):
     """A collective under way was not treated as NCCL asks."""
 
 
 @contextmanager
-def delayed_collectives(seed: int, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+def delayed_collectives() -> Iterator[None]:
     """Delay the collectives of this process, one of the ranks.
-
-    Args:
-        seed: of the delays; each rank has its own.
-        patience_s: how long a rank waits for the others of a group before it says where they are.
 
     Raises:
         DelayedError: a collective was never waited for.
     """
-    delays = _Delays(seed, patience_s)
+    under_way: list[_Delayed] = []
     with ExitStack() as stack:
         for name in list(vars(dist.ProcessGroup)):
             method = getattr(dist.ProcessGroup, name)
             if name in _METHODS or "-> c10d::Work" in (getattr(method, "__doc__", None) or ""):
                 stack.enter_context(
-                    mock.patch.object(dist.ProcessGroup, name, _replacement(name, method, delays))
+                    mock.patch.object(dist.ProcessGroup, name, _delayed(name, method, under_way))
                 )
         # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they
         # are.
         by_pairs = partial(dist.all_to_all_single, async_op=True)
         stack.enter_context(mock.patch.object(collectives, "exchange_pairs", by_pairs))
         yield
-    if delays.under_way:
+    if under_way:
         raise DelayedError(
-            f"rank {delays.rank} never waited for {', '.join(map(str, delays.under_way))}"
+            f"rank {dist.get_rank()} never waited for {', '.join(map(str, under_way))}"
         )
 
 
-class _Delays:
-    """What the collectives of this process share."""
+def _delayed(
+    name: str, method: Callable[..., Any], under_way: list[_Delayed]
+) -> Callable[..., Any]:
+    """What takes the place of a method."""
 
-    def __init__(self, seed: int, patience_s: float) -> None:
-        self.rank = dist.get_rank()
-        self.patience = datetime.timedelta(seconds=patience_s)
-        self.chance = random.Random(f"{seed} {self.rank}")
-        self.issued = Counter[str]()
-        self.under_way: list[_Delayed] = []
-        self.all_gather = dist.ProcessGroup.allgather
+    def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if name not in _METHODS:
+            raise NotImplementedError(
+                f"delayed collectives do not know ProcessGroup.{name}: add it to {__name__}"
+            )
+        options = [given for given in (*args, *kwargs.values()) if hasattr(given, "asyncOp")]
+        is_asynchronous = all(given.asyncOp for given in options)
+        if _METHODS[name] == _NO_TENSORS or not is_asynchronous:
+            return method(group, *args, **kwargs)
+        return _Delayed(name, partial(method, group, **kwargs), args, under_way)
 
-    def sleep(self) -> None:
-        """Mostly short, now and then long."""
-        time.sleep(_LONGEST_S * self.chance.random() ** 8)
-
-
-def _replacement(name: str, method: Callable[..., Any], delays: _Delays) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(
-            f"delayed collectives do not know ProcessGroup.{name}: add it to {__name__}"
-        )
-
-    def issue(group: Any, *args: Any, **kwargs: Any) -> _Delayed:
-        delays.sleep()
-        return _Delayed(name, method, delays, group, args, kwargs)
-
-    return issue if name in _METHODS else refuse
+    return issue
 
 
 class _Delayed:
@@ -129,56 +106,36 @@ class _Delayed:
     """
 
     def __init__(
-        self,
-        name: str,
-        method: Callable[..., Any],
-        delays: _Delays,
-        group: Any,
-        args: Any,
-        kwargs: Any,
+        self, name: str, method: Callable[..., Any], args: Any, under_way: list[_Delayed]
     ) -> None:
-        delays.issued[group.group_name] += 1
-        self._text = (
-            f"{name} {delays.issued[group.group_name]} of ranks"
-            f" {dist.get_process_group_ranks(group)}"
-        )
-        self._method, self._delays, self._group = method, delays, group
-        self._args, self._kwargs = args, kwargs
-        options = [given for given in (*args, *kwargs.values()) if hasattr(given, "asyncOp")]
-        self._asynchronous = _METHODS[name] != _NO_TENSORS and all(
-            given.asyncOp for given in options
-        )
+        self._name, self._method, self._under_way = name, method, under_way
         self._in_place = _METHODS[name] == _IN_PLACE
         self._aside: list[torch.Tensor] = []
-        if self._asynchronous:
-            self._hand_over()
-        delays.under_way.append(self)
+        self._args = self._hand_over(*args)
+        under_way.append(self)
 
     def __str__(self) -> str:
-        return self._text
+        return self._name
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+    def wait(self, timeout: Any = None) -> bool:
         """Carry the collective out. Collective."""
-        if self not in self._delays.under_way:  # it has been waited for
+        if self not in self._under_way:  # it has been waited for
             return True
         args = tree_map_only(_Buffer, self._tensor, self._args)
         written = tree_leaves(args[:1])
-        if self._asynchronous and not all(_poisoned(tensor) for tensor in written):
+        if not all(_poisoned(tensor) for tensor in written):
             self._fail("a buffer that it fills was written to before the wait")
         for tensor, values in zip(written, self._aside, strict=False):
             tensor.copy_(values)
-        self._delays.sleep()
-        self._meet()
-        self._method(self._group, *args, **self._kwargs).wait()
-        if self._asynchronous and not self._in_place:
+        self._method(*args).wait()
+        if not self._in_place:
             for tensor in tree_leaves(args[1]):
                 _poison(tensor)
-        self._delays.under_way.remove(self)
+        self._under_way.remove(self)
         return True
 
-    def _hand_over(self) -> None:
-        """Keep no buffer, and fill with NaN what will be written."""
-        written, *others = self._args
+    def _hand_over(self, written: Any, *others: Any) -> tuple[Any, ...]:
+        """The arguments without their buffers; what will be written is filled with NaN."""
         tensors = tree_leaves(written)
         if self._in_place:
             self._aside = [tensor.clone() for tensor in tensors]
@@ -191,35 +148,19 @@ class _Delayed:
                 overlaps = any(start < end and first < stop for start, stop in spans)
                 return tensor.clone() if overlaps else _Buffer(tensor)
 
-            others[0] = tree_map_only(torch.Tensor, held, others[0])
+            others = (tree_map_only(torch.Tensor, held, others[0]), *others[1:])
         for tensor in tensors:
             _poison(tensor)
-        self._args = (tree_map_only(torch.Tensor, _Buffer, written), *others)
+        return tree_map_only(torch.Tensor, _Buffer, written), *others
 
     def _tensor(self, buffer: _Buffer) -> torch.Tensor:
         tensor = buffer.tensor()
-        return (
-            self._fail("one of its buffers was freed before the wait") if tensor is None else tensor
-        )
+        if tensor is None:
+            self._fail("one of its buffers was freed before the wait")
+        return tensor
 
     def _fail(self, what: str) -> Any:
-        raise DelayedError(f"rank {self._delays.rank} waits for {self}: {what}")
-
-    def _meet(self) -> None:
-        """Wait until every rank of the group carries out this collective."""
-        mine = torch.frombuffer(
-            bytearray(self._text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8
-        )
-        everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
-        options = dist.distributed_c10d.AllgatherOptions()
-        options.timeout = self._delays.patience
-        try:
-            self._delays.all_gather(self._group, [everyone], [mine], options).wait()
-        except RuntimeError:
-            self._fail("not all of them wait for it")
-        for rank, text in zip(dist.get_process_group_ranks(self._group), everyone, strict=True):
-            if (theirs := bytes(text.tolist()).decode().strip()) != self._text:
-                self._fail(f"rank {rank} waits for {theirs}; all ranks must wait in one order")
+        raise DelayedError(f"rank {dist.get_rank()} waits for {self}: {what}")
 
 
 class _Buffer:

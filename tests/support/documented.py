@@ -71,18 +71,6 @@ NOT_HERE = {
 exist.
 """
 
-_TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 -m")
-LEFT_OUT = {
-    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
-    r"pip install": "installs packages",
-    r".*sbatch": "needs a SLURM cluster",
-    r"megatron-muon compare": "needs runs with validations; see test_compare.py",
-    r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
-    r"megatron-muon doctor --gpu|.*my-h100\.yaml": "needs a GPU; see test_gpu_checks.py",
-    r".* examples/trainers/": "needs the extra `trainers`; see test_examples.py",
-}
-"""Commands that are not typed, by a pattern of their beginning, with the reason."""
-
 
 @dataclass(frozen=True)
 class Command:

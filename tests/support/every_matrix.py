@@ -1,8 +1,8 @@
-"""Small models of transformers, and a reference that trains them on whole matrices.
+"""Small models of transformers, and a reference that updates them on whole matrices.
 
-A model is trained once by the reference; its start and the gradients of its steps are kept. The
-optimizer under test gets parts of them (`placements`), and each rank compares what it holds with
-its part of what the reference has.
+Weights and gradients of a `Run` are the same for the reference and the optimizer under test, which
+gets parts of them (`placements`); each rank compares what it holds with its part of what the
+reference has.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 
 import megatron_muon
 
-STEPS = 10
+STEPS = 6
 LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 SETTINGS: dict[str, dict[str, Any]] = {
     "muon": {},
@@ -28,9 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adamuon": {"moment2_method": "adamuon", "moment2_eps": 1e-2},
     "hyperball": {"hyperball": True, "weight_decay": 0.0, "adamw_weight_decay": DECAY},
     "all-gather": {"exchange": "allgather"},
-    "host": {"offload": "cpu"},
     "disk": {"offload": "nvme"},
-    "int8": {"momentum_dtype": "int8"},
 }
 
 
@@ -44,7 +41,7 @@ class Model:
     # rows of the blocks, repeated
     split: Mapping[str, tuple[int, ...] | str] = field(default_factory=dict)
     # parts of names for AdamW
-    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "classifier", "bias")
+    excluded: Sequence[str] = ("embed", "lm_head", "wte", "wpe", "bias")
 
     def build(self) -> nn.Module:
         """The model, from seed 0."""
@@ -54,20 +51,12 @@ class Model:
         config = transformers.AutoConfig.for_model(**self.config)
         # grouped products want sizes in multiples of 16 bytes
         config._experts_implementation = "eager"
-        is_vision = "image_size" in self.config
-        kind: Any = (
-            transformers.AutoModelForImageClassification
-            if is_vision
-            else transformers.AutoModelForCausalLM
-        )
+        kind: Any = transformers.AutoModelForCausalLM
         return kind.from_config(config, attn_implementation="eager").train()
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The input of a step."""
         generator = torch.Generator().manual_seed(step)
-        if "image_size" in self.config:
-            images = torch.randn(16, 3, 8, 8, generator=generator)
-            return {"pixel_values": images, "labels": torch.randint(2, (16,), generator=generator)}
         words = torch.randint(self.config["vocab_size"], (8, 17), generator=generator)
         return {"input_ids": words, "labels": words}
 
@@ -107,57 +96,6 @@ class Model:
         return megatron_muon.Muon(parameters, **{**common, **mine, **settings})
 
 
-class ScannedLayer(nn.Module):
-    """Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have
-    them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ParameterDict(
-            {
-                "up_proj": nn.Parameter(torch.randn(2, 3, 10, 21) / 5),
-                "down_proj": nn.Parameter(torch.randn(2, 3, 21, 10) / 5),
-            }
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for ups, downs in zip(
-            self.experts["up_proj"].unbind(), self.experts["down_proj"].unbind(), strict=True
-        ):
-            x = x + sum(
-                torch.tanh(x @ up.mT) @ down.mT
-                for up, down in zip(ups.unbind(), downs.unbind(), strict=True)
-            )
-        return x
-
-
-class ScannedModel(nn.Module):
-    """The least around such layers that can be trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 21)
-        self.model = nn.ModuleDict({"layers": nn.ModuleList([ScannedLayer()])})
-        self.lm_head = nn.Linear(21, 50, bias=False)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = self.embed(input_ids)
-        for layer in self.model["layers"]:  # type: ignore[union-attr]
-            x = layer(x)
-        loss = nn.functional.cross_entropy(
-            self.lm_head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
-        )
-        return SimpleNamespace(loss=loss)
-
-
-@dataclass(frozen=True)
-class Scanned(Model):
-    def build(self) -> nn.Module:
-        torch.manual_seed(0)
-        return ScannedModel()
-
-
 _TEXT: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 21,
@@ -184,7 +122,6 @@ _LATENT = {
     "topk_group": 1,
 }
 MODELS: dict[str, Model] = {
-    "llama": Model({"model_type": "llama", **_TEXT}),
     "qwen3-moe": Model(
         {"model_type": "qwen3_moe", **_TEXT, **_EXPERTS, "num_experts": 5},
         split={"gate_up_proj": (10, 10)},
@@ -202,7 +139,6 @@ MODELS: dict[str, Model] = {
         transposed=("gate_up_proj", "experts.down_proj"),
         split={"gate_up_proj": "interleaved"},
     ),
-    "scanned": Scanned({"vocab_size": 50}, split={"up_proj": (4, 6)}),
     "gpt2": Model(
         {
             "model_type": "gpt2",
@@ -215,18 +151,20 @@ MODELS: dict[str, Model] = {
         transposed=("c_attn", "c_proj", "c_fc"),
         split={"c_attn": (22, 22, 22)},
     ),
-    "vit": Model(
-        {
-            "model_type": "vit",
-            "hidden_size": 22,
-            "intermediate_size": 40,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 8,
-            "patch_size": 4,
-        },
-        flatten={"projection": True},
-    ),
+}
+SCANNED = "scanned"
+_SHAPES = {
+    "layers.experts.up_proj": (2, 3, 10, 21),
+    "layers.experts.down_proj": (2, 3, 21, 10),
+    "patch.projection.weight": (22, 3, 4, 4),
+    "embed.weight": (50, 21),
+}
+"""Layers whose experts are stacked in one parameter `(L, E, m, n)`, as scanned models have them,
+and a convolution.
+"""
+
+WITH_SCANNED = MODELS | {
+    SCANNED: Model({}, split={"up_proj": (4, 6)}, flatten={"projection": True})
 }
 
 
@@ -243,19 +181,18 @@ class Whole:
 
         self.model, self.weights = model, {name: weight.clone() for name, weight in weights.items()}
         self._parts: dict[str, list[nn.Parameter]] = {}
+        taken: list[nn.Parameter] = []
         rest: list[dict[str, Any]] = []
         for name, weight in self.weights.items():
             # which share the weight's memory
             parts = [nn.Parameter(part) for part in model.matrices(name, weight)]
             for part in parts:
                 part.row_blocks = model.blocks(name, len(part))  # type: ignore[attr-defined]
+            taken += parts
             if not parts:
                 parts = [nn.Parameter(weight)]
                 rest.append({"params": parts, "weight_decay": DECAY if weight.ndim > 1 else 0.0})
             self._parts[name] = parts
-        taken = [
-            part for parts in self._parts.values() for part in parts if hasattr(part, "row_blocks")
-        ]
         given: dict[str, Any] = {
             "lr": LR,
             "momentum": 0.95,
@@ -266,20 +203,12 @@ class Whole:
             "scale_mode": "shape_scaling",
         }
         kind: Any = SplitHyperball if settings.get("hyperball") else SplitMuon
-        if settings.get("moment2_method"):
+        if method := settings.get("moment2_method"):
+            kind = SplitAdaptiveMuon
             eps = settings.get("moment2_eps", 1e-8)
-            kind, more = (
-                SplitAdaptiveMuon,
-                {
-                    "moment2_method": settings["moment2_method"],
-                    "beta2": 0.95,
-                    "eps": eps,
-                },
-            )
-            given |= more
-        self._optimizers = [kind(taken, **given)]
+            given |= {"moment2_method": method, "beta2": 0.95, "eps": eps}
         adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), eps=1e-8)
-        self._optimizers.append(adamw)
+        self._optimizers = [kind(taken, **given), adamw]
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """One update from whole gradients; of a matrix whose gradient is missing or not finite,
@@ -287,11 +216,9 @@ class Whole:
         """
         for name, parts in self._parts.items():
             whole = gradients.get(name)
-            several = (
-                [None] * len(parts)
-                if whole is None
-                else self.model.matrices(name, whole) or [whole]
-            )
+            several: list[Any] = [None] * len(parts)
+            if whole is not None:
+                several = self.model.matrices(name, whole) or [whole]
             for part, gradient in zip(parts, several, strict=True):
                 part.grad = gradient if gradient is not None and gradient.isfinite().all() else None
         for optimizer in self._optimizers:
@@ -300,50 +227,44 @@ class Whole:
 
 @dataclass(frozen=True)
 class Run:
-    """Weights at the start of a training by the reference, the gradients of each step, and the
-    weights at the end.
+    """A model's weights at the start, the gradients of each step, and the reference's weights at
+    the end.
     """
 
+    model: str
+    settings: str
     start: dict[str, torch.Tensor]
     gradients: list[dict[str, torch.Tensor]]
     end: dict[str, torch.Tensor]
 
+    def muon(
+        self, parameters: Mapping[str, torch.Tensor], folder: str = "", **other: Any
+    ) -> megatron_muon.Muon:
+        """The optimizer under test; momentum on disk goes into the folder."""
+        settings = {**SETTINGS[self.settings], **other}
+        if "offload" in settings:
+            settings["offload_dir"] = folder
+        return WITH_SCANNED[self.model].muon(parameters.items(), **settings)
+
 
 @functools.cache
-def trained(name: str) -> Run:
-    """A model's training, by its own gradients."""
+def run_of(name: str, settings: str) -> Run:
+    """A run of a model."""
     torch.set_num_threads(1)
-    module = MODELS[name].build()
-    start = {key: p.detach().clone() for key, p in module.named_parameters()}
-    whole, gradients = Whole(MODELS[name], start, {}), []
-    for step in range(STEPS):
-        with torch.no_grad():
-            for key, p in module.named_parameters():
-                p.copy_(whole.weights[key])
-        module.zero_grad()
-        module(**MODELS[name].batch(step)).loss.backward()
-        gradients.append(
-            {key: p.grad.clone() for key, p in module.named_parameters() if p.grad is not None}
-        )
-        whole.step(gradients[-1])
-    return Run(start, gradients, whole.weights)
+    generator = torch.Generator().manual_seed(0)
 
+    def randoms(scale: float, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+        return {
+            key: scale * torch.randn(tuple(shape), generator=generator)
+            for key, shape in shapes.items()
+        }
 
-@functools.cache
-def expected(name: str, settings: str) -> dict[str, torch.Tensor]:
-    """Weights after the gradients of `trained`: by the reference, or by one process where momentum
-    is rounded.
-    """
-    run, given = trained(name), SETTINGS[settings]
-    if given.get("momentum_dtype"):
-        weights = {key: nn.Parameter(weight.clone()) for key, weight in run.start.items()}
-        optimizer = MODELS[name].muon(weights.items(), **given)
-        for gradients in run.gradients:
-            for key, p in weights.items():
-                p.grad = gradients[key].clone()
-            optimizer.step()
-        return {key: p.detach() for key, p in weights.items()}
-    whole = Whole(MODELS[name], run.start, given)
-    for gradients in run.gradients:
-        whole.step(gradients)
-    return whole.weights
+    shapes = _SHAPES
+    if name != SCANNED:
+        shapes = {key: p.shape for key, p in MODELS[name].build().named_parameters()}
+    start = randoms(0.2, shapes)
+    gradients = [randoms(0.01, shapes) for _ in range(STEPS)]
+    whole = Whole(WITH_SCANNED[name], start, SETTINGS[settings])
+    for each in gradients:
+        whole.step(each)
+    return Run(name, settings, start, gradients, whole.weights)

@@ -43,7 +43,7 @@ class Killable:
 
     def close(self) -> None:
         """End the workers."""
-        self._pool.close()
+        self._pool.kill()
 
 
 def wait_for_iteration(folder: Path, pids: list[int], number: int) -> None:

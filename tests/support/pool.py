@@ -32,7 +32,7 @@ from tests.support import warm
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "functional"
 COLLECTIVE_S = 60
-ANSWER_S = 400  # delayed sums of teams, of two times four ranks on two cores, take up to 300
+ANSWER_S = 300
 GRACE_S = 5  # for the other ranks, once one has failed
 TAIL_LINES = 30
 
@@ -45,9 +45,9 @@ class Pool:
     """Workers, started when a task needs them."""
 
     def __init__(self) -> None:
-        self._around: tuple[Any, ...] | None = None
+        self._around: tuple[str, str] | None = None
         self._workers: list[_Worker] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=warm.PROCESS.folder))
         self._tasks = 0
 
     def __call__(
@@ -87,9 +87,9 @@ class Pool:
     def start(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[_Worker]:
         """Start a task; the first answer of each worker is ("started", process id)."""
         for index in range(len(self._workers), world_size):
-            self._workers.append(_Worker(index, Path(self._folder.name)))
+            self._workers.append(_Worker(index, self._folder))
         self._tasks += 1
-        store = Path(self._folder.name) / f"store-{self._tasks}"
+        store = self._folder / f"store-{self._tasks}"
         name = (function.__module__, function.__qualname__)
         task = pickle.dumps((*name, world_size, str(store), self._around, kwargs))
         workers = self._workers[:world_size]
@@ -98,25 +98,20 @@ class Pool:
         return workers
 
     @contextlib.contextmanager
-    def _within(self, module: str, name: str, *args: Any) -> Iterator[Pool]:
-        self._around = module, name, args
+    def _within(self, module: str, name: str) -> Iterator[Pool]:
+        self._around = module, name
         try:
             yield self
         finally:
             self._around = None
 
-    def delayed(self, seed: int = 1) -> contextlib.AbstractContextManager[Pool]:
+    def delayed(self) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run with delayed collectives (delayed.py) meanwhile."""
-        return self._within("tests.support.delayed", "delayed_collectives", seed)
+        return self._within("tests.support.delayed", "delayed_collectives")
 
     def two_memories(self) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
         return self._within("tests.support.two_memories", "two_memories")
-
-    def close(self) -> None:
-        """End the workers and leave nothing behind."""
-        self.kill()
-        self._folder.cleanup()
 
     def kill(self) -> None:
         """End the workers at once."""
@@ -143,7 +138,12 @@ class _Worker:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, **warm.PROCESS.environment()},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "TMPDIR": str(folder),
+                    **warm.PROCESS.environment(),
+                },
             )
             self.connection = listener.accept()
         self.pid = self.connection.recv()
@@ -253,8 +253,8 @@ def _answer(
         function = getattr(importlib.import_module(module), name)
         with contextlib.ExitStack() as stack:
             if around is not None:
-                of, manager, args = around
-                stack.enter_context(getattr(importlib.import_module(of), manager)(*args))
+                of, manager = around
+                stack.enter_context(getattr(importlib.import_module(of), manager)())
             result = function(rank, world_size, **kwargs)
         answer = pickle.dumps(("done", result))
         dist.barrier()

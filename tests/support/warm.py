@@ -26,6 +26,7 @@ import linecache
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -42,9 +43,7 @@ COLD = sys.executable
 SOCKET = "WARM_PYTHON_SOCKET"
 """Environment variable that tells `warm_python` where the process listens."""
 SHARED = "WARM_PYTHON_OF_ALL"
-"""Environment variable that tells pytest's workers where the process of the pytest that started
-them listens.
-"""
+"""Environment variable that tells pytest's workers the folder of the pytest that started them."""
 START_S = 180
 
 
@@ -53,22 +52,26 @@ class WarmPython:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
-        self._address = os.environ.get(SHARED, str(Path(self._folder.name) / "socket"))
-        self._log = Path(self._folder.name) / "log"
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """For the socket, and for all temporary files of what the tests start: torchrun and killed
+        runs leave some.
+        """
+        return Path(os.environ.get(SHARED) or tempfile.mkdtemp(prefix="warm-"))
 
     def environment(self) -> dict[str, str]:
         """What a warm command needs beside its own environment."""
         self.start()
         deadline = time.monotonic() + START_S
-        while not Path(self._address).exists():
+        address, log = self.folder / "socket", self.folder / "log"
+        while not address.exists():
             ended = self._process is not None and self._process.poll() is not None
             if ended or time.monotonic() > deadline:
-                said = self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
-                raise RuntimeError(f"the warm process did not start\n{said}")
+                raise RuntimeError(f"the warm process did not start\n{log.read_text()[-3000:]}")
             time.sleep(0.02)
-        return {SOCKET: self._address, "PYTHON_EXEC": str(PYTHON)}
+        return {SOCKET: str(address), "PYTHON_EXEC": str(PYTHON)}
 
     def start(self, *, shared: bool = False) -> None:
         """Start it without waiting for its imports; `shared`: for the processes that this one
@@ -83,9 +86,9 @@ class WarmPython:
                 "PYTHONPATH": str(ROOT),
                 "PYTHONWARNINGS": "ignore",
             }
-            with self._log.open("wb") as stream:
+            with (self.folder / "log").open("wb") as stream:
                 self._process = subprocess.Popen(
-                    [COLD, "-m", "tests.support.warm", self._address],
+                    [COLD, "-m", "tests.support.warm", str(self.folder / "socket")],
                     cwd=ROOT,
                     env=environ,
                     stdin=subprocess.PIPE,
@@ -94,14 +97,14 @@ class WarmPython:
                     start_new_session=True,
                 )
             if shared:
-                os.environ[SHARED] = self._address
+                os.environ[SHARED] = str(self.folder)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and remove the folder."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 PROCESS = WarmPython()
@@ -116,7 +119,8 @@ def serve(address: str) -> dict[str, Any]:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
-            os._exit(0)  # the tests have ended, however they did
+            shutil.rmtree(Path(address).parent, ignore_errors=True)  # the tests were killed
+            os._exit(0)
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -172,6 +176,7 @@ def become(command: dict[str, Any]) -> tuple[str, str]:
     os.environ.clear()
     os.environ.update(command["environ"])
     sys.executable = str(PYTHON)
+    tempfile.tempdir = None  # TMPDIR is another
     sys.stdout, sys.stderr = (
         os.fdopen(
             number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
