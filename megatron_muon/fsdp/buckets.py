@@ -1,9 +1,8 @@
 """Who holds which rows of a matrix that lies in a bucket of Megatron-FSDP.
 
 Megatron-FSDP puts parameters end to end in a bucket, pads it, and cuts it into equal pieces of
-whole rows. The model that wraps them has noted where each part begins; its experimental version
-keeps a bucket in a DBuffer, which knows its own range. Only the names of attributes are known here,
-so neither is imported.
+whole rows. The model that wraps them has noted where each part begins. Only the names of attributes
+are known here, so it is not imported.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_muon.core.layout import Shard, everywhere
@@ -161,40 +159,3 @@ def buffer_box(name: str, parameter: Any) -> Box:
             "use 1, or name the stack in {muon_exclude}",
         )
     return tuple(offsets), tuple(sizes)
-
-
-def dbuffer_box(parameter: torch.Tensor, members: Any, sizes: Sequence[int]) -> Box:
-    """This rank's part of a parameter in a DBuffer, of which it holds `sizes`."""
-    owned = members.main_weight._get_owned_range(number_in(members, parameter))
-    row = 0
-    if owned is not None:
-        row = owned.tensor_relative_offset // math.prod(parameter.shape[1:])
-    return (row, *(0 for _ in sizes[1:])), tuple(sizes)
-
-
-def number_in(members: Any, parameter: torch.Tensor) -> int:
-    """The number of a parameter in its group of the experimental Megatron-FSDP."""
-    return [each is parameter for each in members.sharded_parameters].index(True)
-
-
-def dbuffer_shards(
-    buffer: Any,
-    number: int,
-    shape: tuple[int, int],
-    group: dist.ProcessGroup,
-) -> tuple[Shard, ...]:
-    """The shards of a matrix in a DBuffer, on a mesh of all the group's ranks.
-
-    Source: `GlobalLayout.get_local_range`: of several axes of the mesh that cut the buffer, the
-    last one cuts first.
-    """
-    ranks = ranks_in(buffer.mesh, group)
-    kinds = [type(placement).__name__ for placement in buffer.placements]
-    flat = kinds.count("Flat")
-    cut = ranks.shape[ranks.ndim - flat :]  # the last axes of the mesh
-    pieces = ranks.reshape(-1, *cut)
-    pieces = pieces.transpose(0, *reversed(range(1, flat + 1)))
-    pieces = pieces.reshape(len(pieces), -1, 1)
-    start = buffer.layout.tensor_to_offset[number]
-    piece_size = buffer.layout.size // pieces.shape[1]
-    return bucket_shards(start, piece_size, shape, shape, PieceHolders(pieces))

@@ -207,22 +207,18 @@ _STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts"
 """Classes with (inputs, outputs) weights that transformers does not mark as `is_transposed`."""
 
 
-def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
+def row_split(split: Split, name: str, rows: int) -> RowSplit:
     """The blocks of a matrix with `rows` rows; a UserError if `split` does not fit."""
     if split == WHOLE:
         return whole(rows)
     words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
     is_interleaved = words[:1] == (INTERLEAVED,)
     parts: tuple[Any, ...] = (words[1:] or (1, 1)) if is_interleaved else words
-    if not all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
+    is_possible = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
+    if not is_possible or rows % sum(parts):
         raise UserError(
-            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024),"
-            " the same after 'interleaved' where they repeat down the rows of one block each, or"
-            " 'whole'"
-        )
-    if min(parts, default=0) < 1 or rows % sum(parts):
-        raise UserError(
-            f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}"
+            f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"
+            " rows, such as (4096, 1024, 1024), the same after 'interleaved', or 'whole'"
         )
     parts = tuple(map(int, parts))
     repeats = rows // sum(parts)
@@ -252,11 +248,8 @@ def is_stored_transposed(name: str, modules: Modules) -> bool:
 
 def note_of(name: str, modules: Modules) -> str:
     """A note for a matrix that is one block and looks fused by its name; empty for others."""
-    if not LOOKS_FUSED.search(_owner(name, modules)[1]):
-        return ""
-    if modules:
-        return "looks fused, by its name: see split="
-    return "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+    looks_fused = LOOKS_FUSED.search(_owner(name, modules)[1])
+    return "looks fused, by its name: pass the model, or see split=" if looks_fused else ""
 
 
 def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.cost import AUTO, Coefficients, Iteration
-from megatron_muon.core.exchange import OWNER
+from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.numbers import number_of
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
@@ -21,15 +20,14 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import cuts, guards, options
 from megatron_muon.fsdp.assembly import make_parts, offload_run
-from megatron_muon.fsdp.coverage import warn_if_few
 from megatron_muon.fsdp.fused import Split
 from megatron_muon.fsdp.group_muon import GroupMuon, ViewedParameter
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
-from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, floats_of, members_of
+from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
-from megatron_muon.fsdp.selection import Predicate, Selection, select
+from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
-from megatron_muon.fsdp.step import adamw_numbers, local_part, put_on_device, step_adamw
+from megatron_muon.fsdp.step import adamw_numbers, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
 
@@ -95,8 +93,8 @@ class Muon(MuonState):
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by
             one rank each, which broadcasts the update, instead of by all. Needs the same gradients
             on all ranks.
-        process_group: of the ranks that share, or whose files fail together, where parameters are
-            on no mesh, as in a stage of a pipeline; None takes all ranks.
+        process_group: of the ranks that share with `share_replicated`, as in a stage of a pipeline;
+            None takes all ranks.
         hyperball: MuonHyperball; needs `weight_decay=0`. The step overwrites the gradients of
             matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
@@ -110,8 +108,6 @@ class Muon(MuonState):
         TypeError: `params` holds no tensors.
         UserError: a ValueError that names parameter or value, and the remedy.
     """
-
-    _step_supports_amp_scaling = guards.NoScaler()
 
     def __init__(
         self,
@@ -166,32 +162,22 @@ class Muon(MuonState):
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
-            self._build(self._select(params))
+            selection = select(params, **{name: self._settings[name] for name in _SELECTING})
+            super().__init__(self._groups_of(selection), self._defaults())
+            self._build(selection)
         if matrices is None:
-            warn_if_few(self.selection)
-
-    def _select(self, params: Any) -> Selection:
-        return select(params, **{name: self._settings[name] for name in _SELECTING})
+            warn_of_stacks(self.selection)
 
     def _build(self, selection: Selection) -> None:
-        """Make everything, or nothing: a failure leaves no file and no folder. Collective."""
-        hooks = {}
-        for name, value in vars(self).items():
-            if name.endswith("_hooks"):
-                hooks[name] = value
+        """Plan for the parameters of `param_groups`. Collective; a failure leaves no files."""
         self.close()
-        self._building = True
-        self._has_stepped = False
         self.selection = selection
-        for group in selection.groups:
-            group.update(floats_of(group))
+        self._is_fresh = True
+        self._has_stepped = False
+        self._members = members_of(self.param_groups)
         try:
             self._build_parts()
-            self._add_groups()
-            self._members = members_of(self.param_groups)
             self._placed = {p: guards.placement_of(p) for p in self._members}
-            self._building = False
-            vars(self).update(hooks)
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -205,30 +191,21 @@ class Muon(MuonState):
         """Make exchange, plan and state of the matrices on each set of ranks. Collective."""
         given = self._settings
         sets = rank_sets(self.selection, given)
-        for each in sets:
-            guards.compare_settings(given, self.selection.groups, each.ranks)
         groups = [each.group(given) for each in sets]
+        for group in groups:
+            guards.compare_settings(given, self.param_groups, group)
         check_within_largest(sets, given)
         sizes = [len(each.ranks) for each in sets]
         self.group = groups[sizes.index(max(sizes))]
-        # ranks of no mesh agree over this group on what their files have lost
-        agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
-        self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]
+        self._state_groups = groups
         self._run = offload_run(options.settings_of(given))
         self.parts = []
-        for number, each in enumerate(sets):
+        for each, group in zip(sets, groups, strict=True):
             if self._run is not None:
-                self._run.group = self._state_groups[number]
-            self.parts.append(self._make_part(each, groups[number]))
-        exchanges = [part.exchange for part in self.parts]
-        schemes = {each.scheme for each in exchanges}
-        if given["team_size"] != AUTO and OWNER not in schemes:
-            raise UserError(
-                f"team_size={given['team_size']!r} has no effect here: no rank owns what others"
-                " hold; leave it out"
-            )
-        plans = [each.plan for each in exchanges if each.plan is not None]
-        self.digest = "-".join(plan.digest() for plan in plans)
+                self._run.group = group
+            self.parts.append(self._make_part(each, group))
+        plans = [part.exchange.plan for part in self.parts]
+        self.digest = "-".join(plan.digest() for plan in plans if plan is not None)
         first = next(iter(self.selection.views))
         self._from_megatron_fsdp = hasattr(first, "_megatron_fsdp_model")
 
@@ -259,7 +236,7 @@ class Muon(MuonState):
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
         groups = []
-        for number, group_options in enumerate(self.selection.groups):
+        for number, group_options in enumerate(self.param_groups):
             members = [viewed[p] for p in group_options["params"] if p in viewed]
             if members:
                 tensors = [matrix for each in members for matrix in each.matrices]
@@ -283,18 +260,17 @@ class Muon(MuonState):
     def _defaults(self) -> dict[str, float]:
         return {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
 
-    def _add_groups(self) -> None:
-        """Make the parameter groups, those of AdamW with its settings, in the given order."""
-        defaults = self._defaults()
+    def _groups_of(self, selection: Selection) -> list[dict[str, Any]]:
+        """The parameter groups with all numbers, those of AdamW with its settings."""
+        muon = self._defaults()
         adamw: dict[str, Any] = {}
         for name in ("lr", "weight_decay", "betas", "eps"):
             value = self._settings[f"adamw_{name}"]
-            adamw[name] = defaults[name] if value is None else value
-        adamw.update(floats_of(adamw))
-        for group in self.selection.groups:
-            for name, value in (defaults if group[OPTIMIZER] == MUON else adamw).items():
+            adamw[name] = muon[name] if value is None else value
+        for group in selection.groups:
+            for name, value in (muon if group[OPTIMIZER] == MUON else adamw).items():
                 group.setdefault(name, value)
-        torch.optim.Optimizer.__init__(self, self.selection.groups, defaults)
+        return selection.groups
 
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
@@ -338,27 +314,6 @@ class Muon(MuonState):
         return self.selection.table(full=full)
 
     @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made, except from Megatron-FSDP's `fully_shard`.
-
-        That empties an optimizer and gives it the sharded parameters; then it is made anew.
-        """
-        if self._building:
-            super().add_param_group(param_group)
-            return
-        if self.param_groups:
-            raise UserError("Muon plans who owns what when it is made; give it all parameters then")
-        if self.selection.grouped:
-            raise UserError(
-                "fully_shard(model, optimizer) joins all parameter groups and loses their"
-                " settings; use fully_shard_model(model), make Muon on its parameters, then"
-                " fully_shard_optimizer(optimizer)"
-            )
-        parameters = list(param_group["params"])
-        with word_as_arguments():
-            self._build(self.selection.resharded(parameters) or self._select(parameters))
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if any(part.captured is not None for part in self.parts):
@@ -371,8 +326,8 @@ class Muon(MuonState):
         """Update every parameter that has a gradient; returns what `closure` returns. Collective.
 
         Raises:
-            UserError: parameters have changed since the optimizer was made, a gradient is sparse,
-                or it is closed.
+            UserError: parameters or state have changed since the optimizer was made, a gradient is
+                sparse, or it is closed.
             OffloadError: on every rank if one cannot read its momentum. No weight has changed if it
                 was in the buffer, else matrices that came before it have. The optimizer cannot be
                 used after that.
@@ -381,9 +336,8 @@ class Muon(MuonState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow_exchanged()
+        self._follow_replaced()
         self._require_open()
-        options.check_groups(self.param_groups, self._settings)
         guards.check_parameters(self._placed, self.selection)
         if not self._has_stepped:
             if self._from_megatron_fsdp and guards.are_zero(self._members, self.group):
@@ -398,9 +352,8 @@ class Muon(MuonState):
             for group in self.param_groups
             if group[OPTIMIZER] == ADAMW
         ]
-        self._restart_cleared(self._members)
         for part in self.parts:
-            part.adopt_replaced(self.state)
+            part.check_state(self.state)
             part.take_settings(self.param_groups)
             part.take_gradients()
         with self.metrics.step():
@@ -416,10 +369,11 @@ class Muon(MuonState):
             # AdamW's parameters are checked once, as nothing here views their memory
             self._placed = {p: self._placed[p] for p in self.selection.views}
         self._has_stepped = True
+        self._is_fresh = False
         return loss
 
     def _check_first_step(self) -> None:
-        guards.check_orphans(self._members, self.selection)
+        guards.check_first_gradients(self._members)
         with word_as_arguments():
             for part in self.parts:
                 part.check_weights()
@@ -435,34 +389,20 @@ class Muon(MuonState):
         return skipped
 
     @override
-    def _follow_exchanged(self) -> None:
-        """Make everything anew if `param_groups` have other parameters now. Collective then.
+    def _follow_replaced(self) -> None:
+        """Plan again if a framework has replaced parameters of `param_groups`. Collective then.
 
         Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
         """
         now = members_of(self.param_groups)
-        if len(now) != len(self._members):
-            dimensions = {p.ndim for p in now}
-            remedy = "give it all parameters then"
-            if 1 in dimensions and 2 not in dimensions:
-                remedy = (
-                    "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat"
-                    " buffers (as of ZeRO)"
-                )
-            raise UserError(
-                f"param_groups have {len(now)} parameters, and had {len(self._members)} when the"
-                f" optimizer was made; {remedy}"
-            )
-        if not any(map(operator.is_not, now, self._members)):
+        if len(now) == len(self._members) and all(map(operator.is_, now, self._members)):
             return
-        slots = [slot for slots in self.state.values() for slot in slots.values()]
-        if self.stores:
-            slots += self.momentum_state().values()
-        if any(local_part(slot).any() for slot in slots):
+        shapes = [p.shape for p in self._members]
+        if not self._is_fresh or [p.shape for p in now] != shapes:
             raise UserError(
-                "parameters in param_groups were exchanged after steps, so their state would be"
-                " lost; exchange them before the first step, and load state after that"
+                "param_groups have other parameters than when the optimizer was made; make it of"
+                " all parameters, after the model is sharded (fully_shard, fully_shard_model)"
             )
         self.state.clear()
         with word_as_arguments():
-            self._build(self.selection.exchanged(self._members, self.param_groups))
+            self._build(self.selection.with_parameters(self._members, self.param_groups))

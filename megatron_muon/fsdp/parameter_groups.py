@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.numbers import check_number, number_of
+from megatron_muon.core.numbers import check_number
 from megatron_muon.core.user_errors import UserError
 
 MUON = "muon"
@@ -32,13 +32,10 @@ _NUMBERS = {
 FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
 """Settings of a group that have no effect on its part of Muon, or of AdamW."""
 
-OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-"""Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
-
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
-NOTES = (
+_NOTES = {
     "name",
     "param_names",
     "initial_lr",
@@ -47,10 +44,25 @@ NOTES = (
     "max_momentum",
     "base_momentum",
     "swa_lr",
-)
+}
 """Other keys that a group may have: a label, and the notes of torch's schedulers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+_MARKS = {
+    "_is_flat_param": "a FlatParameter of FSDP1",
+    "_fsdp_flattened": "a shard of FSDP1",
+    "ds_id": "partitioned by DeepSpeed's ZeRO-3",
+    "_mfsdp_parameter_group": "sharded by the experimental Megatron-FSDP",
+}
+"""Attributes of parameters that other libraries have flattened or cut. Reading one as a matrix, or
+leaving it to AdamW because it has one dimension, would train something else than requested."""
+
+_READABLE = {"DTensor", "FakeTensor", "FunctionalTensor", "WeightWithDynamicFloat8CastTensor"}
+"""Subclasses that torch dispatches to, and whose elements are plain numbers; the last one is
+torchao's, for training with float8 all-gathers."""
+
+_REMEDY = "Muon needs whole matrices of plain numbers: use fully_shard (FSDP2), or freeze it"
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,10 @@ def read_parameters(params: Any) -> list[Given]:
     for number, group in enumerate(entries):
         options = _options(group, number)
         place = f"group {number}, parameter" if len(entries) > 1 else "parameter"
-        for index, member in enumerate(_members(group["params"], number)):
+        members = group["params"]
+        if isinstance(members, torch.Tensor):
+            members = [members]
+        for index, member in enumerate(members):
             name, parameter = _named(member, f"{place} {index}")
             label = name or f"{place} {index}"
             found.append(Given(parameter, name, label, number, options))
@@ -116,9 +131,7 @@ def _options(group: Any, number: int) -> dict[str, Any]:
     optimizer = options.get(OPTIMIZER)
     for name, value in options.items():
         wrong = ""
-        if name in OF_ALL:
-            wrong = "which holds for the whole optimizer; pass it to Muon"
-        elif name not in (*KNOWN, *NOTES):
+        if name not in KNOWN and name not in _NOTES:
             wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
         elif name == OPTIMIZER and value not in (MUON, ADAMW):
             wrong = "which does not exist; choose 'muon' or 'adamw'"
@@ -135,15 +148,6 @@ def _options(group: Any, number: int) -> dict[str, Any]:
     return options
 
 
-def _members(params: Any, number: int) -> list[Any]:
-    if isinstance(params, nn.Module):
-        raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
-    members = [params] if isinstance(params, torch.Tensor) else list(params)
-    if not members:
-        raise UserError(f"parameter group {number} has no parameters; leave it out")
-    return members
-
-
 def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
     """The name, empty if there is none, and the parameter."""
     is_pair = isinstance(member, (tuple, list)) and len(member) == 2
@@ -151,7 +155,7 @@ def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
     if not isinstance(parameter, torch.Tensor):
         kind = type(parameter).__name__
         raise TypeError(f"{place} is a {kind}, not a tensor; pass model.named_parameters()")
-    return name or name_in_megatron_fsdp(parameter), parameter
+    return name, parameter
 
 
 def _check_unique(given: Iterable[Given]) -> None:
@@ -169,44 +173,30 @@ def _check_unique(given: Iterable[Given]) -> None:
 
 def check_betas(betas: Any, name: str, where: str = "") -> None:
     """Raise a UserError unless `betas` are two numbers in a sequence, an array or a tensor."""
-    has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
-    if not has_elements or len(betas) != 2:
-        raise UserError(f"{name}={betas!r}{where} are not two numbers")
-    for place, beta in enumerate(betas):
+    try:
+        first, second = betas
+    except (TypeError, ValueError):
+        raise UserError(f"{name}={betas!r}{where} are not two numbers") from None
+    for place, beta in enumerate((first, second)):
         check_number("adam_beta1", beta, setting=f"{name}[{place}]{where}")
 
 
-def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a group as floats; tensors are read."""
-    numbers: dict[str, Any] = {}
-    for name in _NUMBERS:
-        if name in group:
-            numbers[name] = float(number_of(group[name]))
-    if "betas" in group:
-        numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
-    return numbers
-
-
 def check_tensor(name: str, parameter: torch.Tensor) -> None:
-    """Raise a UserError for dtypes and layouts that neither optimizer takes."""
+    """Raise a UserError for a parameter that neither optimizer can read."""
+    for mark, kind in _MARKS.items():
+        value = getattr(parameter, mark, None)
+        if value is not None and value is not False:
+            raise UserError(f"{name} is {kind}; {_REMEDY}")
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dispatches = type(local).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    if dispatches and type(local).__name__ not in _READABLE:
+        raise UserError(f"{name} is a {type(local).__name__}; {_REMEDY}")
     dtype = parameter.dtype
-    if dtype not in _DTYPES:
-        why = "; in fp16 updates overflow: use bf16" if dtype == torch.float16 else ""
-        raise UserError(f"{name} is of {dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}")
-    if parameter.layout != torch.strided:
+    if dtype not in _DTYPES or parameter.layout != torch.strided:
         raise UserError(
-            f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters"
+            f"{name} is of {dtype}, {parameter.layout}; Muon and AdamW here take dense fp32, bf16"
+            " and fp64: use bf16, or freeze it"
         )
-
-
-def name_in_megatron_fsdp(parameter: torch.Tensor) -> str:
-    """The name that Megatron-FSDP has for one of its parameters; empty for others."""
-    model = getattr(parameter, "_megatron_fsdp_model", None)
-    if model is None:
-        return ""
-    names: Mapping[Any, str] = model.param_and_grad_buffer.param_to_name
-    name = names.get(getattr(parameter, "orig_param", None), "")
-    return re.sub(r"^(module\.)+", "", name)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:

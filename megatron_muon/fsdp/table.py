@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_muon.core.layout import RowSplit
@@ -20,47 +20,36 @@ class Row(NamedTuple):
 
     optimizer: str
     name: str
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     note: str = ""
 
 
-def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
+def table(rows: Sequence[Row], *, frozen: int = 0, full: bool = False) -> str:
     """Tensors, elements and share of each optimizer, then each kind of parameter.
 
     Parameters of one kind differ only in the numbers of their layers, and share a line; with `full`
     each parameter has one.
     """
-    sizes: dict[str, list[int]] = defaultdict(list)
-    kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        sizes[row.optimizer].append(math.prod(row.shape))
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
-        kinds[row.optimizer, shape, kind, row.note].append(row.name)
-    total = sum(sum(counts) for counts in sizes.values())
-    lines = [_line("optimizer", "tensors") + _sizes("parameters", "share")]
-    for optimizer, counts in sizes.items():
-        share = sum(counts) / max(total, 1)
-        start = _line(optimizer, f"{len(counts):,}")
-        lines.append(start + _sizes(f"{sum(counts):,}", f"{share:.1%}"))
+    total = sum(math.prod(row.shape) for row in rows)
+    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+    for optimizer in dict.fromkeys(row.optimizer for row in rows):
+        sizes = [math.prod(row.shape) for row in rows if row.optimizer == optimizer]
+        elements = sum(sizes)
+        lines.append(f"{optimizer:<12}{len(sizes):>9,}{elements:>16,}{elements / total:>9.1%}")
     if frozen:
-        lines.append(_line("frozen", f"{frozen:,}"))
+        lines.append(f"{'frozen':<12}{frozen:>9,}")
     lines.append("")
-    for (optimizer, shape, kind, note), names in kinds.items():
-        shown = names[0] if len(names) == 1 else kind
-        if note:
-            shown += f" ({note})"
-        start = _line(optimizer, f"{len(names):,}")
-        lines.append(f"{start}{shape:>16}  {shown}")
+    kinds: dict[Row, list[str]] = defaultdict(list)
+    for row in rows:
+        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
+        kinds[row._replace(name=kind)].append(row.name)
+    for row, names in kinds.items():
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        shown = names[0] if len(names) == 1 else row.name
+        if row.note:
+            shown += f" ({row.note})"
+        lines.append(f"{row.optimizer:<12}{len(names):>9,}{shape:>16}  {shown}")
     return "\n".join(lines)
-
-
-def _line(optimizer: str, tensors: str) -> str:
-    return f"{optimizer:<12}{tensors:>9}"
-
-
-def _sizes(parameters: str, share: str) -> str:
-    return f"{parameters:>16}{share:>9}"
 
 
 def blocks(split: RowSplit) -> str:

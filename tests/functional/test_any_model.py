@@ -36,10 +36,7 @@ FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "megatron-fsdp, optim_grads": ("megatron_fsdp", {"strategy": "optim_grads"}),
     "megatron-fsdp": ("megatron_fsdp", {}),
     "megatron-fsdp, no_shard": ("megatron_fsdp", {"strategy": "no_shard"}),
-    "megatron-fsdp, fully_shard": ("megatron_fsdp", {"at_once": True}),
     "megatron-fsdp, package": ("megatron_fsdp", {"package": "megatron_fsdp"}),
-    "experimental": ("experimental", {}),
-    "experimental, package": ("experimental", {"package": "megatron_fsdp"}),
 }
 HYPERBALL = {"hyperball": True, "weight_decay": 0.0, "adamw_weight_decay": 0.1}
 ON_FOUR = {
@@ -96,7 +93,7 @@ def assert_close(
 @pytest.mark.parametrize(
     ("framework", "world_size"),
     wide_but(
-        [(name, 3) for name in ("ddp, shared", "fsdp2", "megatron-fsdp", "experimental")],
+        [(name, 3) for name in ("ddp, shared", "fsdp2", "megatron-fsdp")],
         itertools.product(FRAMEWORKS, (2, 3, 4)),
     ),
 )
@@ -303,43 +300,6 @@ def partial_gradients(rank: int, world_size: int) -> Any:
 
 def test_gradients_that_are_partial_sums_are_added_up(ranks: Pool) -> None:
     assert all(difference < 1e-6 for found in ranks(2, partial_gradients) for difference in found)
-
-
-def refilled(rank: int, world_size: int, *, folder: str) -> tuple[str, int]:
-    """In a worker: what `fully_shard(model, optimizer)` keeps of an optimizer with a hook, and
-    refuses of groups.
-    """
-    from megatron.core.distributed.fsdp.src import megatron_fsdp
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
-    options = {
-        "device_mesh": mesh,
-        "dp_shard_dim": "dp",
-        "tp_dim": "tp",
-        "fsdp_unit_modules": [torch.nn.Sequential],
-    }
-    called = []
-    model = frameworks.Net()
-    optimizer = megatron_muon.Muon(model.named_parameters(), offload="nvme", offload_dir=folder)
-    optimizer.register_step_pre_hook(lambda *_: called.append(1))
-    model, optimizer = megatron_fsdp.fully_shard(model, optimizer, **options)
-    before = len(called)
-    model(frameworks.tokens(1)[0]).backward()
-    optimizer.step()
-    other = frameworks.Net()
-    group = {"params": list(other.named_parameters()), "lr": 0.5}
-    try:
-        megatron_fsdp.fully_shard(other, megatron_muon.Muon([group]), **options)
-    except megatron_muon.core.user_errors.UserError as error:
-        return str(error), len(called) - before
-    return "", 0
-
-
-def test_what_fully_shard_of_model_and_optimizer_keeps(ranks: Pool, tmp_path: Path) -> None:
-    refusal, calls = ranks(2, refilled, folder=str(tmp_path))[0]
-    assert "joins all parameter groups and loses their settings; use fully_shard_model" in refusal
-    assert calls == 1
 
 
 WITHOUT_MEGATRON = """

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.user_errors import UserError
 from tests.support.small_model import Model, give_gradients
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -97,70 +96,6 @@ def test_an_optimizer_itself_cannot_be_copied(duplicate: Any) -> None:
             duplicate(one)
 
 
-@pytest.mark.parametrize("kind", ["adamuon", "host"])
-@pytest.mark.parametrize("whole", [False, True])
-def test_state_that_is_replaced_counts_as_much_as_state_that_is_written(
-    kind: str, whole: bool
-) -> None:
-    """Story: other momentum of a stack, or another dict of any matrix, was left aside without a
-    word.
-    """
-    settings: dict[str, Any] = {
-        "host": {"offload": "cpu"},
-        "adamuon": {"moment2_method": "adamuon"},
-    }[kind]
-    (net, written), (other, replaced) = trained(**settings), trained(**settings)
-    state = copy.deepcopy(written.state_dict())
-    for number, slots in state["state"].items():
-        for slot, tensor in slots.items():
-            generator = torch.Generator().manual_seed(number)
-            slots[slot] = torch.rand(tensor.shape, generator=generator)
-    written.load_state_dict(state)
-    for (p, shown), slots in zip(
-        list(replaced.state.items()), state["state"].values(), strict=True
-    ):
-        if whole:
-            replaced.state[p] = dict(slots)
-        else:
-            shown.update(slots)
-    written.step()
-    replaced.step()
-    assert all(map(torch.equal, other.parameters(), net.parameters()))
-
-
-def test_a_slot_that_is_taken_away_is_refused() -> None:
-    _, optimizer = trained(moment2_method="adamuon")
-    kept = copy.deepcopy(optimizer.state_dict())
-    for slots in list(optimizer.state.values()):
-        slots.pop("moment2_buffer", None)
-    with pytest.raises(
-        UserError, match="has no moment2_buffer; to reset it, set it to zero in place"
-    ):
-        optimizer.step()
-    optimizer.load_state_dict(kept)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
-def test_a_state_that_is_cleared_starts_afresh(kind: str) -> None:
-    """Story: matrices went on with the old momentum without a word, and AdamW's part ended in a
-    KeyError.
-    """
-    model = Model()
-    used = megatron_muon.Muon(model, lr=0.02, **KINDS[kind])
-    for seed in range(2):
-        give_gradients(model.parameters(), seed)
-        used.step()
-    other = copy.deepcopy(model)
-    fresh = megatron_muon.Muon(other, lr=0.02, **KINDS[kind])
-    used.state.clear()
-    for seed in (2, 3):
-        for net, optimizer in ((model, used), (other, fresh)):
-            give_gradients(net.parameters(), seed)
-            optimizer.step()
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-
-
 def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
     """Story: the one that a state came from went on with the moments of the one that had loaded it,
     as torch's do.
@@ -176,25 +111,3 @@ def test_a_state_that_two_optimizers_have_loaded_is_not_shared() -> None:
     after = optimizers[0].state_dict()["state"]
     for key, slots in before.items():
         assert all(torch.equal(slots[slot], after[key][slot]) for slot in slots)
-
-
-@pytest.mark.parametrize(
-    "count",
-    [3, torch.tensor(3), torch.tensor(3.0).double()],
-)
-def test_whole_numbers_of_steps_are_loaded(count: Any) -> None:
-    """Story: "API has changed, `state_steps` argument must contain a list of singleton tensors", in
-    the step.
-    """
-    model = Model()
-    optimizer = megatron_muon.Muon(model, lr=0.02)
-    give_gradients(model.parameters())
-    optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    for slots in state["state"].values():
-        if "step" in slots:
-            slots["step"] = count
-    optimizer.load_state_dict(state)
-    optimizer.step()
-    steps = {float(slots["step"]) for slots in optimizer.state.values() if "step" in slots}
-    assert steps == {4.0}
