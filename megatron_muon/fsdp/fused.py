@@ -150,21 +150,16 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("torch.nn.*.LSTM*", "weight_[ih]h*", _equal(4)),
     ("torch.nn.*.GRU*", "weight_[ih]h*", THIRDS),
     ("*.Phi*Attention", "qkv_proj", _grouped_query),
-    ("*.Qwen3Next*Attention", "q_proj", _gated_query),
-    ("*.Qwen3_5*Attention", "q_proj", _gated_query),
-    ("*.Qwen4*Attention", "q_proj", _gated_query),
+    ("*.Qwen3Next*Attention *.Qwen3_5*Attention *.Qwen4*Attention", "q_proj", _gated_query),
     ("transformers.*", "gate_up_proj", _gate_up),
     ("*.Phi*MLP", "gate_up_proj", HALVES),
     ("*.MiniMaxLightningAttention", "qkv_proj", _by_head),
     ("*.CodeGenAttention", "qkv_proj", _codegen),
     ("*.FalconAttention", "query_key_value", _falcon),
-    ("*.GPTNeoX*Attention", "query_key_value", _by_head),
-    ("*.BloomAttention", "query_key_value", _by_head),
-    ("*.PersimmonAttention", "query_key_value", _by_head),
+    ("*.GPTNeoX*Attention *.BloomAttention *.PersimmonAttention", "query_key_value", _by_head),
     ("*", "W_pack", THIRDS),  # Baichuan, whose classes have general names
-    ("*.MptAttention", "Wqkv", THIRDS),
     ("*.DbrxAttention", "Wqkv", _grouped_query),
-    ("*.ModernBert*Attention", "Wqkv", THIRDS),
+    ("*.MptAttention *.ModernBert*Attention", "Wqkv", THIRDS),
     ("*.ModernBert*MLP", "Wi", HALVES),
     ("*.GPTBigCodeAttention", "c_attn", _gpt_bigcode),
     ("transformers.*", "c_attn", _conv1d),
@@ -172,24 +167,15 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("*.LayoutLMv2SelfAttention", "qkv_linear", THIRDS),
     ("*.BarkSelf*Attention*", "att_proj", THIRDS),
     ("*.Exaone*VisionAttention", "qkv", _sizes("q_dim", "kv_dim", "kv_dim")),
-    ("transformers.*", "qkv", THIRDS),  # vision towers
-    ("timm.*", "qkv", THIRDS),
+    ("transformers.* timm.*", "qkv", THIRDS),  # vision towers
     ("*.GraniteMoe*MLP", "input_linear", HALVES),
     ("*.JetMoeAttention", "kv_proj", HALVES),
     ("*.Lfm*ShortConv", "in_proj", THIRDS),
     ("*.ZambaMambaMixer", "in_proj", _interleaved),
-    ("*.MambaMixer", "in_proj", HALVES),
-    ("*.FalconMambaMixer", "in_proj", HALVES),
-    ("*.JambaMambaMixer", "in_proj", HALVES),
-    ("*.MambaMixer", "x_proj", _mamba_x),
-    ("*.FalconMambaMixer", "x_proj", _mamba_x),
-    ("*.JambaMambaMixer", "x_proj", _mamba_x),
-    ("*.Mamba2Mixer", "in_proj", _mamba2),
-    ("*.BambaMixer", "in_proj", _mamba2),
-    ("*.NemotronHMamba2Mixer", "in_proj", _mamba2),
-    ("*.Zamba2MambaMixer", "in_proj", _mamba2),
-    ("*.GraniteMoeHybridMambaLayer", "in_proj", _mamba2),
-    ("*.FalconH1Mixer", "in_proj", _mamba2),
+    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "in_proj", HALVES),
+    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "x_proj", _mamba_x),
+    ("*.Mamba2Mixer *.BambaMixer *.NemotronHMamba2Mixer", "in_proj", _mamba2),
+    ("*.Zamba2MambaMixer *.GraniteMoeHybridMambaLayer *.FalconH1Mixer", "in_proj", _mamba2),
     ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
     ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
     ("*GatedDeltaNet", "in_proj_qkv", _sizes("key_dim", "key_dim", "value_dim")),
@@ -203,7 +189,7 @@ layer; how the rows divide. The first match holds.
 Sources: the forward methods of these classes in transformers 5.23 and torch 2.13.
 """
 
-_STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts")
+_STORED_TRANSPOSED = "transformers.pytorch_utils.Conv1D *.Llama4TextExperts"
 """Classes with (inputs, outputs) weights that transformers does not mark as `is_transposed`."""
 
 
@@ -228,8 +214,8 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
     """The blocks of the weight of this name; None if its class is unknown, or sizes do not fit."""
     owner, weight = _owner(name, modules)
-    for pattern, weights, divide in FUSED:
-        if fnmatchcase(weight, weights) and _is_a(owner, pattern):
+    for patterns, weights, divide in FUSED:
+        if fnmatchcase(weight, weights) and _is_a(owner, patterns):
             try:
                 split = divide(owner, rows)
             except AttributeError:  # a class of this name from elsewhere
@@ -243,7 +229,7 @@ def is_stored_transposed(name: str, modules: Modules) -> bool:
     module = modules.get(name.rpartition(".")[0])
     if getattr(module, "is_transposed", False):
         return True
-    return any(_is_a(module, each) for each in _STORED_TRANSPOSED)
+    return _is_a(module, _STORED_TRANSPOSED)
 
 
 def note_of(name: str, modules: Modules) -> str:
@@ -260,6 +246,9 @@ def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
     return modules.get(path), last
 
 
-def _is_a(module: nn.Module | None, pattern: str) -> bool:
-    names = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
-    return any(fnmatchcase(name, pattern) for name in names)
+def _is_a(module: nn.Module | None, patterns: str) -> bool:
+    for kind in type(module).__mro__:
+        name = f"{kind.__module__}.{kind.__name__}"
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return True
+    return False

@@ -113,10 +113,7 @@ def check_first_gradients(members: Sequence[torch.Tensor]) -> None:
 
 def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
     """Whether there are gradients, all zero on every rank of `group`. Collective."""
-    largest = -torch.ones((), device=parameters[0].device)
-    for p in parameters:
-        if p.grad is not None and local_part(p.grad).numel():
-            largest = torch.maximum(largest, local_part(p.grad).abs().max().float())
-    if group.size() > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return bool(largest == 0)
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    is_any = any(bool(gradient.any()) for gradient in gradients)
+    found = numbers_of_all_ranks([len(gradients), is_any], group)
+    return any(count for count, _ in found) and not any(is_other for _, is_other in found)

@@ -50,7 +50,7 @@ def _held(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter of two and more dimensions, with each module that holds it."""
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and not nn.parameter.is_lazy(parameter) and parameter.ndim > 1:
+            if parameter is not None and parameter.ndim > 1:
                 yield parameter, module
 
 

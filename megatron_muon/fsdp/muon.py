@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.numbers import number_of
-from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
@@ -37,6 +36,9 @@ _REMEDY = (
 )
 
 _SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
+
+
+_DEFAULTS = ("lr", "momentum", "weight_decay")
 
 
 class Muon(MuonState):
@@ -163,7 +165,8 @@ class Muon(MuonState):
         with word_as_arguments():
             options.check_options(self._settings)
             selection = select(params, **{name: self._settings[name] for name in _SELECTING})
-            super().__init__(self._groups_of(selection), self._defaults())
+            defaults = {name: float(self._settings[name]) for name in _DEFAULTS}
+            super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
             self._build(selection)
         if matrices is None:
             warn_of_stacks(self.selection)
@@ -227,7 +230,7 @@ class Muon(MuonState):
         exchange, rules, store = make_parts(
             held,
             options.settings_of(given),
-            self._orthogonalizer(device),
+            options.orthogonalizer_of(given, device),
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
             offload=self._run,
@@ -248,7 +251,7 @@ class Muon(MuonState):
             groups,
             exchange,
             rules,
-            defaults=self._defaults(),
+            defaults=self.defaults,
             names=dict(zip(tensors, names, strict=True)),
             store=store,
             skip_missing=True,
@@ -257,47 +260,12 @@ class Muon(MuonState):
             part.copies = self.group.size()
         return part
 
-    def _defaults(self) -> dict[str, float]:
-        return {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
-
-    def _groups_of(self, selection: Selection) -> list[dict[str, Any]]:
-        """The parameter groups with all numbers, those of AdamW with its settings."""
-        muon = self._defaults()
-        adamw: dict[str, Any] = {}
-        for name in ("lr", "weight_decay", "betas", "eps"):
-            value = self._settings[f"adamw_{name}"]
-            adamw[name] = muon[name] if value is None else value
-        for group in selection.groups:
-            for name, value in (muon if group[OPTIMIZER] == MUON else adamw).items():
-                group.setdefault(name, value)
-        return selection.groups
-
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
-        device = self._members[0].device
-        if device.type != "cuda":
-            raise UserError(
-                f"cuda_graph=True needs a GPU, and the parameters are on {device}; leave it out"
-            )
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
-        put_on_device(groups, device)
+        put_on_device(groups, self._members[0].device)
         for part in self.parts:
             part.capture(groups)
-
-    def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
-        given = self._settings
-        scale_mode, factor = options.ADJUST_LR[given["adjust_lr_fn"]]
-        names = ("ns_coefficients", "ns_steps", "fp32_matmul_prec", "ns")
-        iteration = options.iteration_of(*(given[name] for name in names))
-        iteration.check_steps_for(given["ns_steps_for"] or {})
-        return Orthogonalizer(
-            iteration,
-            scale_mode=scale_mode,
-            extra_scale_factor=factor,
-            eps=given["eps"],
-            scaled=given["moment2_method"] is None,
-            device=device,
-        )
 
     def close(self) -> None:
         """Delete the files of momentum on disk; the optimizer cannot be used after that."""
@@ -347,11 +315,8 @@ class Muon(MuonState):
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
-        adamw = [
-            (group, adamw_numbers(group))
-            for group in self.param_groups
-            if group[OPTIMIZER] == ADAMW
-        ]
+        groups = [group for group in self.param_groups if group[OPTIMIZER] == ADAMW]
+        numbers = [adamw_numbers(group) for group in groups]
         for part in self.parts:
             part.check_state(self.state)
             part.take_settings(self.param_groups)
@@ -360,8 +325,8 @@ class Muon(MuonState):
             for part in self.parts:
                 part.update_matrices()
             self.refuse_lost_state()
-            for group, numbers in adamw:
-                step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
+            for group, of_group in zip(groups, numbers, strict=True):
+                step_adamw(group, of_group, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
             part.drop_gradients()
             part.show_settings(self.param_groups)

@@ -6,10 +6,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.numbers import check_number, check_numbers
+from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.user_errors import UserError, word_settings
-from megatron_muon.fsdp.parameter_groups import check_betas
+from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_betas
 from megatron_muon.settings import MuonSettings, choices_of
 
 ADJUST_LR = {
@@ -61,26 +64,49 @@ word_as_arguments = functools.partial(word_settings, argument_of)
 """Rewords errors about settings with the arguments of `Muon`."""
 
 
-def iteration_of(
-    ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
-    ns_steps: int = NS_STEPS,
-    fp32_matmul_prec: str = Iteration.precision,
-    ns: str = MuonSettings.muon_ns,
-) -> Iteration:
-    """The Newton-Schulz iteration of these arguments."""
-    if isinstance(ns_coefficients, str):
-        return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
-    several: Any = ns_coefficients
-    try:
-        if not isinstance(several[0], Sequence):
-            several = [several]
-        steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
-    except (TypeError, ValueError, IndexError):
-        raise UserError(
-            f"ns_coefficients={ns_coefficients!r} is not (a, b, c), or a sequence of such"
-        ) from None
-    coefficients = "simple" if steps == (NS_COEFFICIENTS,) else steps
-    return Iteration(coefficients, ns_steps, fp32_matmul_prec, ns)
+def _coefficients(given: Any) -> Coefficients | str:
+    """The coefficients of each step, or the name of a set."""
+    if isinstance(given, str):
+        return given
+    several = given if isinstance(given[0], Sequence) else [given]
+    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
+    return "simple" if steps == (NS_COEFFICIENTS,) else steps
+
+
+def orthogonalizer_of(given: Mapping[str, Any], device: torch.device) -> Orthogonalizer:
+    """The iteration of the arguments of `Muon`, with its scale, on a device."""
+    iteration = Iteration(
+        _coefficients(given["ns_coefficients"]),
+        given["ns_steps"],
+        given["fp32_matmul_prec"],
+        given["ns"],
+    )
+    iteration.check_steps_for(given["ns_steps_for"] or {})
+    scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
+    return Orthogonalizer(
+        iteration,
+        scale_mode=scale_mode,
+        extra_scale_factor=factor,
+        eps=given["eps"],
+        scaled=given["moment2_method"] is None,
+        device=device,
+    )
+
+
+def with_defaults(
+    groups: Sequence[dict[str, Any]], given: Mapping[str, Any]
+) -> Sequence[dict[str, Any]]:
+    """The groups of a selection with all their numbers."""
+    muon = {name: given[name] for name in ("lr", "momentum", "weight_decay")}
+    adamw: dict[str, Any] = {}
+    for name in ("lr", "weight_decay", "betas", "eps"):
+        value = given[f"adamw_{name}"]
+        adamw[name] = muon[name] if value is None else value
+    for group in groups:
+        defaults = muon if group[OPTIMIZER] == MUON else adamw
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+    return groups
 
 
 def settings_of(given: Mapping[str, Any]) -> MuonSettings:
@@ -100,7 +126,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     _check_choices(given, settings)
     check_numbers(settings)
     for name in ("lr", "weight_decay", "adamw_lr", "adamw_weight_decay"):
-        if given[name] is not None or not name.startswith("adamw"):
+        if given[name] is not None:
             check_number(name.removeprefix("adamw_"), given[name], setting=name)
     for name in ("eps", "adamw_eps"):
         check_number("adam_eps", given[name], setting=name)
@@ -109,9 +135,9 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def _check_choices(given: Mapping[str, Any], settings: MuonSettings) -> None:
-    choices: dict[str, tuple[Any, ...]] = {
-        argument_of(name): choices_of(name) for name in vars(settings)
-    }
+    choices: dict[str, tuple[Any, ...]] = {}
+    for setting in vars(settings):
+        choices[argument_of(setting)] = choices_of(setting)
     choices["moment2_method"] = (None, *choices["moment2_method"])
     choices["fp32_matmul_prec"] = ("highest", "high", "medium", "low")
     choices["adjust_lr_fn"] = tuple(ADJUST_LR)

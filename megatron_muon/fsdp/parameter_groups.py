@@ -29,7 +29,10 @@ _NUMBERS = {
 }
 """Numbers that a group may have, with the settings whose ranges hold for them."""
 
-FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
+FOR_OTHER: dict[Any, tuple[str, ...]] = {
+    MUON: ("betas", "eps", DECAY_VECTORS),
+    ADAMW: ("momentum",),
+}
 """Settings of a group that have no effect on its part of Muon, or of AdamW."""
 
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
@@ -93,9 +96,6 @@ def read_parameters(params: Any) -> list[Given]:
 
     Raises a TypeError for what is not a parameter, and a UserError for one that Muon cannot take.
     """
-    if isinstance(params, torch.Tensor):
-        kind = type(params).__name__
-        raise TypeError(f"params is a {kind}; pass the model, or model.named_parameters()")
     entries = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not entries:
         raise UserError(
@@ -121,26 +121,21 @@ def read_parameters(params: Any) -> list[Given]:
     return found
 
 
-def _options(group: Any, number: int) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of a group; a UserError for one without effect."""
-    if not isinstance(group, Mapping) or "params" not in group:
-        raise TypeError(
-            f"entry {number} of params is no parameter group with 'params', as the others are"
-        )
     options = {name: value for name, value in group.items() if name != "params"}
     optimizer = options.get(OPTIMIZER)
+    if optimizer not in (None, MUON, ADAMW):
+        raise UserError(
+            f"parameter group {number} has optimizer={optimizer!r}; choose 'muon' or 'adamw'"
+        )
+    known = [name for name in KNOWN if name not in FOR_OTHER.get(optimizer, ())]
     for name, value in options.items():
-        wrong = ""
-        if name not in KNOWN and name not in _NOTES:
-            wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
-        elif name == OPTIMIZER and value not in (MUON, ADAMW):
-            wrong = "which does not exist; choose 'muon' or 'adamw'"
-        elif name == DECAY_VECTORS and not isinstance(value, bool):
-            wrong = "which is not True or False; choose one"
-        elif name in FOR_OTHER.get(str(optimizer), ()):
-            wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
-        if wrong:
-            raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
+        if name not in known and name not in _NOTES:
+            raise UserError(
+                f"parameter group {number} has {name}={value!r}, which has no effect; it may have"
+                f" {', '.join(known)}"
+            )
         if name == "betas":
             check_betas(value, "betas", f" of parameter group {number}")
         elif name in _NUMBERS:
@@ -173,12 +168,9 @@ def _check_unique(given: Iterable[Given]) -> None:
 
 def check_betas(betas: Any, name: str, where: str = "") -> None:
     """Raise a UserError unless `betas` are two numbers in a sequence, an array or a tensor."""
-    try:
-        first, second = betas
-    except (TypeError, ValueError):
-        raise UserError(f"{name}={betas!r}{where} are not two numbers") from None
-    for place, beta in enumerate((first, second)):
-        check_number("adam_beta1", beta, setting=f"{name}[{place}]{where}")
+    first, second = betas
+    check_number("adam_beta1", first, setting=f"{name}[0]{where}")
+    check_number("adam_beta1", second, setting=f"{name}[1]{where}")
 
 
 def check_tensor(name: str, parameter: torch.Tensor) -> None:

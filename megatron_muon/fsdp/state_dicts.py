@@ -133,11 +133,7 @@ class MuonState(torch.optim.Optimizer):
             for rule in part.rules:
                 own.update(rule.slots)
         saved = self._saved_slots(state_dict, own)
-        groups = self.param_groups
         super().load_state_dict({**state_dict, "state": _without(state_dict["state"], own)})
-        for group, old in zip(self.param_groups, groups, strict=True):
-            for name, value in old.items():
-                group.setdefault(name, value)
         for part in self.parts:
             part.take_settings(self.param_groups)
             for p in part.shown:

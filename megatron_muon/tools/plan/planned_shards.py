@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon import shipped
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory
 from megatron_muon.errors import UserError, install
@@ -76,9 +77,8 @@ def _build_on_meta(path: Path) -> Any:
 def _fully_sharded(
     ranks: int, matrices: Iterable[Matrix], hardware: Hardware
 ) -> tuple[PlanSettings, list[Group]]:
-    from megatron_muon.fsdp.options import iteration_of
-
-    settings = PlanSettings(None, Memory(2, hardware.iterate(iteration_of())))
+    iteration = hardware.iterate(Iteration("simple", 5))  # the defaults of Muon
+    settings = PlanSettings(None, Memory(2, iteration))
     return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
 
 
