@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from tests.support import every_matrix as support
 from tests.support.every_matrix import MODELS, STEPS
 from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 KEY_BIASES = ("c_attn.bias", "k_proj.bias")
 """Their gradient is rounding alone, which AdamW divides by its size."""
@@ -35,12 +36,8 @@ def accumulate(module: Any, model: str, step: int) -> None:
 
 
 def layers_of(module: nn.Module) -> nn.Module:
-    for name, child in module.named_children():
-        if name in ("layers", "h"):
-            return child
-        if name in ("model", "transformer", "vit"):
-            return layers_of(child)
-    raise AssertionError("no layers")
+    named = dict(module.named_modules())
+    return next(each for name, each in named.items() if name.split(".")[-1] in ("layers", "h"))
 
 
 def trained_under_fsdp(
@@ -90,23 +87,13 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
     return whole.weights
 
 
-def wide(models: Sequence[str], shape: tuple[int, ...], within: bool) -> Any:
-    return pytest.param(tuple(models), shape, within, marks=pytest.mark.wide)
+SHAPES = ((2,), (3,), (4,), (2, 2))
+CASES = [(tuple(MODELS), shape, False) for shape in SHAPES]
+CASES += [(MIXTURES, shape, True) for shape in SHAPES if shape != (3,)]
+USUAL = (MIXTURES[:1], (2,), True)
 
 
-@pytest.mark.parametrize(
-    ("models", "shape", "within"),
-    [
-        (MIXTURES[:1], (2,), True),
-        wide(MODELS, (2,), False),
-        wide(MODELS, (3,), False),
-        wide(MODELS, (4,), False),
-        wide(MODELS, (2, 2), False),
-        wide(MIXTURES, (2,), True),
-        wide(MIXTURES, (4,), True),
-        wide(MIXTURES, (2, 2), True),
-    ],
-)
+@pytest.mark.parametrize(("models", "shape", "within"), wide_but([USUAL], [USUAL, *CASES]))
 def test_training_under_fsdp2_equals_training_in_one_process(
     ranks: Pool, models: tuple[str, ...], shape: tuple[int, ...], within: bool
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 from typing import Any
 
@@ -17,13 +16,7 @@ import megatron_muon
 from megatron_muon.core.user_errors import UserError
 from tests.support.small_model import Model, give_gradients
 
-SHAPES = [
-    (24, 40),
-    (40, 24),
-    (16, 16),
-    (1, 7),
-    (5, 1),
-]
+SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Tensor]:
@@ -61,6 +54,7 @@ GIVEN: list[dict[str, Any]] = [
     {"adjust_lr_fn": "original", "nesterov": False},
     {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
     {"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7},
+    {"eps": 100.0},
 ]
 
 
@@ -90,19 +84,6 @@ def test_defaults_are_those_of_torch_but_for_eps() -> None:
     for name, parameter in inspect.signature(torch.optim.Muon).parameters.items():
         expected = 0.0 if name == "eps" else parameter.default
         assert ours[name].default == expected
-
-
-def test_eps_means_what_it_means_in_torch(torch_in_fp32: None) -> None:
-    """Momentum far smaller than eps makes a small update."""
-    updates = []
-    for make in (torch.optim.Muon, megatron_muon.Muon):
-        more = {"fp32_matmul_prec": "highest"} if make is megatron_muon.Muon else {}
-        p = nn.Parameter(torch.zeros(6, 8))
-        p.grad = 1e-10 * torch.eye(6, 8)
-        make([p], lr=1.0, eps=1e-6, **more).step()
-        updates.append(p.detach())
-    torch.testing.assert_close(updates[0], updates[1], rtol=1e-5, atol=1e-9)
-    assert updates[1].abs().max() < 0.1
 
 
 def test_the_rest_is_torchs_adamw() -> None:
@@ -170,34 +151,6 @@ def test_a_parameter_without_gradient_is_passed_over() -> None:
         assert torch.equal(p, weights) is (p in untouched)
         for slot, value in optimizer.state[p].items():
             assert torch.equal(value, slots[slot]) is (p in untouched), slot
-
-
-def test_a_gradient_that_is_not_finite_changes_its_matrix_not_at_all() -> None:
-    """Momentum would stay NaN for ever."""
-    for settings in ({}, {"nesterov": False}, {"momentum_dtype": "bf16"}):
-        p, other = nn.Parameter(torch.eye(4)), nn.Parameter(torch.eye(4))
-        optimizer = megatron_muon.Muon([p, other], lr=0.1, **settings)
-        p.grad = torch.full((4, 4), math.inf)
-        other.grad = torch.ones(4, 4)
-        optimizer.step()
-        assert torch.equal(p, torch.eye(4))
-        assert not torch.equal(other, torch.eye(4))
-        assert optimizer.skipped_updates() == {"parameter 0": 1}
-        p.grad = torch.ones(4, 4)
-        optimizer.step()
-        assert not torch.equal(p, torch.eye(4))
-        assert p.isfinite().all()
-
-
-def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -> None:
-    p, other = (nn.Parameter(torch.eye(4, dtype=torch.float64)) for _ in range(2))
-    optimizer = megatron_muon.Muon([p, other], lr=0.1)
-    p.grad = torch.ones_like(p)
-    other.grad = torch.full_like(other, 1e300)
-    optimizer.step()
-    assert not torch.equal(p, torch.eye(4).double())
-    assert torch.equal(other, torch.eye(4).double())
-    assert optimizer.skipped_updates() == {"parameter 1": 1}
 
 
 def test_state_that_is_missing_or_frozen_later() -> None:

