@@ -68,16 +68,19 @@ def bucket_shards(
     rows, cols = part
     numel = rows * cols
     shards = []
-    for piece in range(start // piece_size, (start + numel - 1) // piece_size + 1):
-        first = max(piece * piece_size - start, 0) // cols
-        end = min((piece + 1) * piece_size - start, numel) // cols
+    last_piece = (start + numel - 1) // piece_size
+    for piece in range(start // piece_size, last_piece + 1):
+        offset = piece * piece_size - start
+        first = max(offset, 0) // cols
+        end = min(offset + piece_size, numel) // cols
         if end <= first:
             continue
         parts = [held.of_all[piece]] if part == shape else held.of_part[piece]
         for number, holders in enumerate(parts):
             row = first if rows == shape[0] else first + number * rows
             col = 0 if cols == shape[1] else number * cols
-            shards.append(Shard(holders[0], row, end - first, col, cols, holders[1:]))
+            rank, *replicas = holders
+            shards.append(Shard(rank, row, end - first, col, cols, tuple(replicas)))
     return tuple(sorted(shards, key=lambda shard: shard.rank))
 
 
@@ -94,7 +97,8 @@ class BufferCut:
         if self._buffer.ddp_config.data_parallel_sharding_strategy == "no_shard":
             return everywhere(shape, self._group.size())
         original = parameter.orig_param
-        bucket = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
+        number = self._buffer.param_to_param_group[original]
+        bucket = self._buffer.parameter_groups[number]
         data = bucket.main_weight_buffer or bucket.model_weight_buffer
         is_expert = bucket.is_expert_param
         if is_expert not in self._holders:
@@ -102,9 +106,8 @@ class BufferCut:
         item = data.item_index_map[data.param_idx[original]]
         part = math.prod(item.shape[:-1]), item.shape[-1]
         piece_size = data.bucket_index.size // data.dp_world_size
-        return bucket_shards(
-            item.global_data_index, piece_size, part, shape, self._holders[is_expert]
-        )
+        holders = self._holders[is_expert]
+        return bucket_shards(item.global_data_index, piece_size, part, shape, holders)
 
     def _find_holders(self, is_expert: bool) -> PieceHolders:
         """The group's ranks on the mesh of data- and tensor-parallel ranks.
@@ -124,7 +127,8 @@ class BufferCut:
             ranks = ranks.swapaxes(0, 1).reshape(1, -1, ranks.shape[2])
         members = dist.get_process_group_ranks(self._group)
         # A group of data-parallel ranks alone has one part.
-        ranks = ranks[..., np.isin(ranks, members).all(axis=(0, 1))]
+        is_member = np.isin(ranks, members)
+        ranks = ranks[..., is_member.all(axis=(0, 1))]
         return PieceHolders(np.searchsorted(members, ranks))
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.core.layout import (
     Layout,
@@ -141,7 +141,8 @@ class _Cutter:
         key = view, mesh, tuple(parameter.placements)
         if key not in self._placed:
             found = placed_shards(view, ranks_in(mesh, self._group), parameter.placements)
-            for shards in {id(shards): shards for shards in found}.values():
+            different = {id(shards): shards for shards in found}
+            for shards in different.values():
                 Matrix(name, view.matrix, shards).check_tiling()
             self._placed[key] = found
         return self._placed[key]
@@ -169,7 +170,7 @@ def box_of(name: str, parameter: torch.Tensor) -> Box:
     """This rank's part of a parameter; a UserError if Muon does not support its sharding."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.ndim, tuple(parameter.shape)
-    _check_placements(name, parameter)
+    _check_device(name, parameter)
     if getattr(parameter, "_megatron_fsdp_model", None) is not None:
         return buffer_box(name, parameter)
     _, offsets = dtensor_utils.compute_local_shape_and_global_offset(
@@ -178,10 +179,8 @@ def box_of(name: str, parameter: torch.Tensor) -> Box:
     return tuple(offsets), tuple(parameter._local_tensor.shape)
 
 
-def _check_placements(name: str, parameter: DTensor) -> None:
-    """Raise a UserError for unreduced values, and for a DTensor on another device than its mesh."""
-    if any(isinstance(placement, Partial) for placement in parameter.placements):
-        raise UserError(f"{name} has unreduced values; redistribute it to Shard or Replicate first")
+def _check_device(name: str, parameter: DTensor) -> None:
+    """Raise a UserError for a DTensor on another device than its mesh."""
     device = parameter.device.type
     mesh = parameter.device_mesh.device_type
     if device != mesh and mesh != "cpu":

@@ -116,4 +116,5 @@ def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bo
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     is_any = any(bool(gradient.any()) for gradient in gradients)
     found = numbers_of_all_ranks([len(gradients), is_any], group)
-    return any(count for count, _ in found) and not any(is_other for _, is_other in found)
+    has_gradients = any(count for count, _ in found)
+    return has_gradients and not any(is_other for _, is_other in found)

@@ -240,11 +240,15 @@ class Muon(MuonState):
             refuse_unmet({"these": exchange.unmet})
         groups = []
         for number, group_options in enumerate(self.param_groups):
-            members = [viewed[p] for p in group_options["params"] if p in viewed]
-            if members:
-                tensors = [matrix for each in members for matrix in each.matrices]
+            tensors: list[torch.Tensor] = []
+            for p in group_options["params"]:
+                if p in viewed:
+                    tensors += viewed[p].matrices
+            if tensors:
                 groups.append((number, {**group_options, "params": tensors}))
-        tensors = [matrix for each in viewed.values() for matrix in each.matrices]
+        every: list[torch.Tensor] = []
+        for each in viewed.values():
+            every += each.matrices
         names = [matrix.name for matrix in layout.matrices]
         part = GroupMuon(
             list(viewed.values()),
@@ -252,7 +256,7 @@ class Muon(MuonState):
             exchange,
             rules,
             defaults=self.defaults,
-            names=dict(zip(tensors, names, strict=True)),
+            names=dict(zip(every, names, strict=True)),
             store=store,
             skip_missing=True,
         )
@@ -311,7 +315,10 @@ class Muon(MuonState):
             if self._from_megatron_fsdp and guards.are_zero(self._members, self.group):
                 # the step by which Megatron-FSDP's fully_shard_optimizer makes state
                 return loss
-            self._check_first_step()
+            guards.check_first_gradients(self._members)
+            with word_as_arguments():
+                for part in self.parts:
+                    part.check_weights()
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
@@ -337,12 +344,6 @@ class Muon(MuonState):
         self._is_fresh = False
         return loss
 
-    def _check_first_step(self) -> None:
-        guards.check_first_gradients(self._members)
-        with word_as_arguments():
-            for part in self.parts:
-                part.check_weights()
-
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.
 
@@ -360,10 +361,11 @@ class Muon(MuonState):
         Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
         """
         now = members_of(self.param_groups)
-        if len(now) == len(self._members) and all(map(operator.is_, now, self._members)):
+        is_alike = len(now) == len(self._members)
+        if is_alike and all(map(operator.is_, now, self._members)):
             return
-        shapes = [p.shape for p in self._members]
-        if not self._is_fresh or [p.shape for p in now] != shapes:
+        before = [p.shape for p in self._members]
+        if not self._is_fresh or [p.shape for p in now] != before:
             raise UserError(
                 "param_groups have other parameters than when the optimizer was made; make it of"
                 " all parameters, after the model is sharded (fully_shard, fully_shard_model)"

@@ -69,8 +69,12 @@ def _coefficients(given: Any) -> Coefficients | str:
     if isinstance(given, str):
         return given
     several = given if isinstance(given[0], Sequence) else [given]
-    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
-    return "simple" if steps == (NS_COEFFICIENTS,) else steps
+    steps = []
+    for a, b, c in several:
+        steps.append((float(a), float(b), float(c)))
+    if steps == [NS_COEFFICIENTS]:
+        return "simple"
+    return tuple(steps)
 
 
 def orthogonalizer_of(given: Mapping[str, Any], device: torch.device) -> Orthogonalizer:

@@ -38,17 +38,8 @@ FOR_OTHER: dict[Any, tuple[str, ...]] = {
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
-_NOTES = {
-    "name",
-    "param_names",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "swa_lr",
-}
-"""Other keys that a group may have: a label, and the notes of torch's schedulers."""
+_NOTES = {"name", "param_names", "initial_lr"}
+"""Other keys that a group may have: labels, and a note of torch's schedulers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 

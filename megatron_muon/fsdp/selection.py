@@ -231,9 +231,8 @@ def select(
     by_name = {each.name: each for each in free}
     included = _included(by_name.values(), matrices, flat | stacked, roles)
     excluded = matching("exclude", exclude, included, others=by_name)
-    selection = Selection()
     frozen = [each for each in given if not each.parameter.requires_grad]
-    selection.frozen = {each.parameter: each.label for each in frozen}
+    selection = Selection(frozen={each.parameter: each.label for each in frozen})
     for each in trained:
         p = each.parameter
         choice = Choice(each.label, role=roles.get(each.name, ""))

@@ -15,6 +15,10 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
 
 
+_TOTALS = "{:<12}{:>9}{:>16}{:>9}"
+_KIND = "{:<12}{:>9}{:>16}  {}"
+
+
 class Row(NamedTuple):
     """A parameter, the optimizer that takes it, and a note on it."""
 
@@ -30,25 +34,29 @@ def table(rows: Sequence[Row], *, frozen: int = 0, full: bool = False) -> str:
     Parameters of one kind differ only in the numbers of their layers, and share a line; with `full`
     each parameter has one.
     """
-    total = sum(math.prod(row.shape) for row in rows)
-    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
-    for optimizer in dict.fromkeys(row.optimizer for row in rows):
-        sizes = [math.prod(row.shape) for row in rows if row.optimizer == optimizer]
-        elements = sum(sizes)
-        lines.append(f"{optimizer:<12}{len(sizes):>9,}{elements:>16,}{elements / total:>9.1%}")
-    if frozen:
-        lines.append(f"{'frozen':<12}{frozen:>9,}")
-    lines.append("")
+    sizes: dict[str, list[int]] = defaultdict(list)
     kinds: dict[Row, list[str]] = defaultdict(list)
     for row in rows:
-        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
-        kinds[row._replace(name=kind)].append(row.name)
+        sizes[row.optimizer].append(math.prod(row.shape))
+        name = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
+        kind = row._replace(name=name)
+        kinds[kind].append(row.name)
+    total = sum(map(sum, sizes.values()))
+    lines = [_TOTALS.format("optimizer", "tensors", "parameters", "share")]
+    for optimizer, counts in sizes.items():
+        elements = sum(counts)
+        share = elements / total
+        count = f"{len(counts):,}"
+        lines.append(_TOTALS.format(optimizer, count, f"{elements:,}", f"{share:.1%}"))
+    if frozen:
+        lines.append(_TOTALS.format("frozen", f"{frozen:,}", "", ""))
+    lines.append("")
     for row, names in kinds.items():
+        count = f"{len(names):,}"
         shape = " x ".join(map(str, row.shape)) or "scalar"
         shown = names[0] if len(names) == 1 else row.name
-        if row.note:
-            shown += f" ({row.note})"
-        lines.append(f"{row.optimizer:<12}{len(names):>9,}{shape:>16}  {shown}")
+        note = f" ({row.note})" if row.note else ""
+        lines.append(_KIND.format(row.optimizer, count, shape, shown + note))
     return "\n".join(lines)
 
 

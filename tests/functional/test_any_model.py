@@ -81,9 +81,7 @@ def assert_close(
 ) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(
-            found[name], expected[name], rtol=0.0, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert torch.allclose(found[name], expected[name], rtol=0.0, atol=atol), name
 
 
 @pytest.mark.parametrize(
@@ -280,8 +278,11 @@ def partial_gradients(rank: int, world_size: int) -> Any:
         sharded[-1].grad = DTensor.from_local(parts[rank], mesh, [Partial()])
     for parameters in (sharded, alone):
         megatron_muon.Muon(zip("wv", parameters, strict=True), **frameworks.SETTINGS).step()
-    pairs = zip(sharded, alone, strict=True)
-    return [float((p.to_local() - other).abs().max().detach()) for p, other in pairs]
+    differences = []
+    for p, other in zip(sharded, alone, strict=True):
+        difference = p.to_local() - other
+        differences.append(float(difference.abs().max().detach()))
+    return differences
 
 
 def test_gradients_that_are_partial_sums_are_added_up(ranks: Pool) -> None:

@@ -36,8 +36,10 @@ def accumulate(module: Any, model: str, step: int) -> None:
 
 
 def layers_of(module: nn.Module) -> nn.Module:
-    named = dict(module.named_modules())
-    return next(each for name, each in named.items() if name.split(".")[-1] in ("layers", "h"))
+    for name, each in module.named_modules():
+        if name.split(".")[-1] in ("layers", "h"):
+            return each
+    raise AssertionError("no layers")
 
 
 def trained_under_fsdp(
@@ -87,9 +89,8 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
     return whole.weights
 
 
-SHAPES = ((2,), (3,), (4,), (2, 2))
-CASES = [(tuple(MODELS), shape, False) for shape in SHAPES]
-CASES += [(MIXTURES, shape, True) for shape in SHAPES if shape != (3,)]
+CASES = [(tuple(MODELS), shape, False) for shape in ((3,), (2, 2))]
+CASES += [(MIXTURES, shape, True) for shape in ((4,), (2, 2))]
 USUAL = (MIXTURES[:1], (2,), True)
 
 

@@ -149,11 +149,14 @@ def test_two_stages_train_as_one_process(ranks: Pool, case: str, tmp_path: Path)
     assert not norms or max(norms) > MAX_NORM > 0
 
 
-# mesh, what is not sharded, settings
-ALONE: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+Alone = tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]
+"""Mesh, arguments of `stage_of`, settings."""
+
+APART = ("layers.0.0.weight", "layers.1.0.weight")
+ALONE: dict[str, Alone] = {
     "files, measured, teams of replicas, weights on no mesh": (
         (2, 2, 1),
-        {"apart": ("layers.0.0.weight", "layers.1.0.weight")},
+        {"apart": APART},
         {**FILES, "metrics_interval": 1, "team_size": "2", "momentum_dtype": "int8"},
     ),
     "hsdp, normuon": ((2, 1, 2), {}, {"moment2_method": "normuon", "metrics_interval": 1}),

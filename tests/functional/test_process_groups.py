@@ -43,8 +43,9 @@ def stepped(
     for _ in range(alone):
         dist.new_group([0])
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False)]
-    model = torch.nn.Sequential(*layers)
+    up = torch.nn.Linear(64, 256, bias=False)
+    down = torch.nn.Linear(256, 64, bias=False)
+    model = torch.nn.Sequential(up, down)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, matrices=["*"], **settings)
     model(torch.randn(4, 64)).square().sum().backward()
@@ -114,8 +115,12 @@ def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
 
 def test_nodes_as_launchers_tell(ranks: Pool) -> None:
     """Without torchrun's variables all ranks counted as one node; the host tells."""
-    expected = [[0, 0, 1], [0, 1, 2], [0, 0, 0], [0, 1, 0]]
-    assert ranks(3, nodes_as_found) == [expected] * 3
+    for found in ranks(3, nodes_as_found):
+        uneven, alone, together, by_host = found
+        assert uneven == [0, 0, 1]
+        assert alone == [0, 1, 2]
+        assert together == [0, 0, 0]
+        assert by_host == [0, 1, 0]
 
 
 def timeout_of(group: Any) -> Any:

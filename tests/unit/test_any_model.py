@@ -16,7 +16,13 @@ import megatron_muon
 from megatron_muon.core.user_errors import UserError
 from tests.support.small_model import Model, give_gradients
 
-SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
+SHAPES = [
+    (24, 40),
+    (40, 24),
+    (16, 16),
+    (1, 7),
+    (5, 1),
+]
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Tensor]:

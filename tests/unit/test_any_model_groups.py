@@ -91,7 +91,7 @@ BLOCKS: list[tuple[Any, Sequence[torch.Tensor]]] = [
     (np.int64(4), ROWS.split(4)),
     ((6, 2), ROWS.split([6, 2, 6, 2])),
     ("interleaved", [ROWS[0::2], ROWS[1::2]]),
-    (("interleaved", 6, 2), [ROWS.view(2, 8)[:, :6].flatten(), ROWS.view(2, 8)[:, 6:].flatten()]),
+    (("interleaved", 6, 2), [*map(torch.flatten, ROWS.view(2, 8).split([6, 2], dim=1))]),
     ("whole", [ROWS]),
 ]
 
