@@ -158,7 +158,7 @@ class Muon(MuonState):
     ) -> None:
         given = dict(locals())
         for name in ("self", "params", "__class__"):
-            given.pop(name, None)
+            del given[name]
         self._run: OffloadRun | None = None
         self._warned = set[str]()
         self._settings = {name: number_of(value) for name, value in given.items()}
@@ -209,8 +209,7 @@ class Muon(MuonState):
             self.parts.append(self._make_part(each, group))
         plans = [part.exchange.plan for part in self.parts]
         self.digest = "-".join(plan.digest() for plan in plans if plan is not None)
-        first = next(iter(self.selection.views))
-        self._from_megatron_fsdp = hasattr(first, "_megatron_fsdp_model")
+        self._from_megatron_fsdp = hasattr(self._members[0], "_megatron_fsdp_model")
 
     def _make_part(self, rank_set: RankSet, group: Any) -> GroupMuon:
         """The optimizer of parameters whose ranks are those of `group`. Collective."""

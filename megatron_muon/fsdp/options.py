@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.numbers import check_number, check_numbers
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.user_errors import UserError, word_settings
@@ -64,7 +64,7 @@ word_as_arguments = functools.partial(word_settings, argument_of)
 """Rewords errors about settings with the arguments of `Muon`."""
 
 
-def _coefficients(given: Any) -> Coefficients | str:
+def _coefficients(given: Any) -> Any:
     """The coefficients of each step, or the name of a set."""
     if isinstance(given, str):
         return given

@@ -167,8 +167,7 @@ def check_betas(betas: Any, name: str, where: str = "") -> None:
 def check_tensor(name: str, parameter: torch.Tensor) -> None:
     """Raise a UserError for a parameter that neither optimizer can read."""
     for mark, kind in _MARKS.items():
-        value = getattr(parameter, mark, None)
-        if value is not None and value is not False:
+        if getattr(parameter, mark, None) is not None:
             raise UserError(f"{name} is {kind}; {_REMEDY}")
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     dispatches = type(local).__torch_dispatch__ != torch.Tensor.__torch_dispatch__

@@ -134,6 +134,9 @@ class MuonState(torch.optim.Optimizer):
                 own.update(rule.slots)
         saved = self._saved_slots(state_dict, own)
         super().load_state_dict({**state_dict, "state": _without(state_dict["state"], own)})
+        for group in self.param_groups:
+            if "betas" in group:  # torch's full state dicts have a list
+                group["betas"] = tuple(group["betas"])
         for part in self.parts:
             part.take_settings(self.param_groups)
             for p in part.shown:
@@ -158,7 +161,7 @@ class MuonState(torch.optim.Optimizer):
         for part in self.parts:
             for p, shown in part.shown.items():
                 slots = state_dict["state"].get(keys.get(p), {})
-                saved[p] = {slot: slots[slot] for slot in sorted(own) if slot in slots}
+                saved[p] = {slot: slots[slot] for slot in own if slot in slots}
                 if p.requires_grad or saved[p]:
                     self._check_slots(p, shown, saved[p])
         return saved

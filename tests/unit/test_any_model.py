@@ -49,9 +49,8 @@ def torch_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replaced == 1
     names = dict(vars(torch_muon))
     exec(source, names)
-    monkeypatch.setattr(
-        torch_muon, "_zeropower_via_newtonschulz", names["_zeropower_via_newtonschulz"]
-    )
+    name = "_zeropower_via_newtonschulz"
+    monkeypatch.setattr(torch_muon, name, names[name])
 
 
 GIVEN: list[dict[str, Any]] = [
