@@ -45,31 +45,31 @@ def one_rank_without(
     """
     torch.manual_seed(0)
     training = getattr(frameworks, kind)(**options)
-    for number, batch in enumerate(frameworks.tokens(3)):
-        training.optimizer.zero_grad()
-        training.model(batch).backward()
-        before, momenta = training.weights(), training.optimizer.momentum_state()
-        momenta = {p: local(momentum).clone() for p, momentum in momenta.items()}
-        names = {
-            p: each.name.replace("module.", "")
-            for p, each in training.optimizer.selection.choices.items()
-        }
-        if number == 1 and rank == world_size - 1:
-            p = next(p for p, name in names.items() if name == VICTIM)
-            if fault == "none":
-                p.grad = None
-            else:
-                local(p.grad).view(-1)[-1] = torch.nan
-        training.optimizer.step()
-        if number == 1:
-            after = training.weights()
-            now = training.optimizer.momentum_state()
-            still = [name for name in before if torch.equal(before[name], after[name])]
-            resting = []
-            for p, momentum in momenta.items():
-                if momentum.numel() and torch.equal(momentum, local(now[p])):
-                    resting.append(names[p])
-            skipped = [name.replace("module.", "") for name in training.optimizer.skipped_updates()]
+    optimizer = training.optimizer
+    chosen = optimizer.selection.choices.items()
+    names = {p: choice.name.replace("module.", "") for p, choice in chosen}
+    first, second = frameworks.tokens(2)
+    training.step(first)
+    optimizer.zero_grad()
+    training.model(second).backward()
+    if rank == world_size - 1:
+        victim = next(p for p, name in names.items() if name == VICTIM)
+        if fault == "none":
+            victim.grad = None
+        else:
+            local(victim.grad).view(-1)[-1] = torch.nan
+    before = training.weights()
+    momenta = {p: local(m).clone() for p, m in optimizer.momentum_state().items()}
+    optimizer.step()
+    after = training.weights()
+    now = optimizer.momentum_state()
+    still = [name for name in before if torch.equal(before[name], after[name])]
+    resting = []
+    for p, momentum in momenta.items():
+        if momentum.numel() and torch.equal(momentum, local(now[p])):
+            resting.append(names[p])
+    skipped = [name.replace("module.", "") for name in optimizer.skipped_updates()]
+    training.step(first)
     is_finite = all(value.isfinite().all() for value in training.weights().values())
     return still, resting, skipped, is_finite
 

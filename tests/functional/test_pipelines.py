@@ -129,7 +129,6 @@ FILES = {"offload": "nvme", "offload_dir": "{folder}"}
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "files, clipped": ((2, 2), {"max_norm": MAX_NORM, **FILES}),
     "hsdp": ((2, 2, 2), {"max_norm": MAX_NORM, **FILES}),
-    "normuon": ((2, 2), {"moment2_method": "normuon"}),
 }
 
 

@@ -74,16 +74,6 @@ def test_ten_steps_are_those_of_torch_in_fp32(torch_in_fp32: None, given: dict[s
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_ten_steps_are_those_of_torch_in_bf16() -> None:
-    """As both come: bf16 rounds an update by up to 0.01 of its size, at other places in each."""
-    start = matrices()
-    expected = trained(torch.optim.Muon(matrices(), lr=0.02))
-    found = trained(megatron_muon.Muon(matrices(), lr=0.02))
-    for p, one, other in zip(start, found, expected, strict=True):
-        moved = (other - p).norm()
-        assert (one - other).norm() < 0.02 * moved
-
-
 def test_defaults_are_those_of_torch_but_for_eps() -> None:
     ours = inspect.signature(megatron_muon.Muon).parameters
     for name, parameter in inspect.signature(torch.optim.Muon).parameters.items():
