@@ -87,11 +87,12 @@ def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
 
 
 ROWS = torch.arange(16)
+PAIRS = ROWS.view(2, 8)
 BLOCKS: list[tuple[Any, Sequence[torch.Tensor]]] = [
     (np.int64(4), ROWS.split(4)),
     ((6, 2), ROWS.split([6, 2, 6, 2])),
     ("interleaved", [ROWS[0::2], ROWS[1::2]]),
-    (("interleaved", 6, 2), [*map(torch.flatten, ROWS.view(2, 8).split([6, 2], dim=1))]),
+    (("interleaved", 6, 2), [PAIRS[:, :6].flatten(), PAIRS[:, 6:].flatten()]),
     ("whole", [ROWS]),
 ]
 
