@@ -22,7 +22,7 @@ minutes; the lines of the steps say how long this machine needs:
   1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
   2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
   3. megatron-muon summary runs/quickstart
-  4. megatron-muon generate --checkpoint runs/quickstart --untrained: text before and after
+  4. megatron-muon generate --checkpoint runs/quickstart --prompt 'def ': what it writes now
 
 If runs/quickstart holds a run, the next one goes to runs/quickstart-2: none is overwritten.
 --train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both
@@ -47,9 +47,8 @@ def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
     if flags:
         train += ["--", *flags]
-    # --overwrite replaces the text of another Python's library; a current one is kept
-    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"]
-    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
+    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA)]
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def "]
     return [data, train, ["summary", str(out)], generate]
 
 

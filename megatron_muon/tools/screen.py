@@ -10,14 +10,11 @@ import io
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 _UNREAD = contextlib.suppress(OSError)
 """The reader left (`| head`), or the terminal was closed: the run continues, or saves and ends."""
@@ -75,29 +72,6 @@ class Screen:
         if self._progress is not None and self._task is not None:
             with _UNREAD:
                 self._progress.update(self._task, description=text, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def progress(doing: str, unit: str) -> Iterator[Callable[[float, float], None]]:
-    """Shows on stderr how much is done: a bar on a terminal, else a line every few seconds."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, highlight=False)
-    printed = time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        if bar.disable:
-            console.print(f"{doing} ...")
-
-        def show(done: float, total: float) -> None:
-            nonlocal printed
-            bar.update(task, completed=done, total=total)
-            if bar.disable and time.monotonic() - printed >= _SECONDS_BETWEEN_LINES:
-                printed = time.monotonic()
-                console.print(f"{doing}: {done:,.0f} of {total:,.0f} {unit}")
-
-        yield show
 
 
 def _norm(value: float) -> str:

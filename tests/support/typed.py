@@ -48,8 +48,6 @@ def shortened(text: str) -> str:
     if "-m benchmarks." in ours and "benchmarks.rehearse" not in ours:
         smaller = "--matrices 512x64" if "--matrices" in ours else "--hidden-size 64 --num-layers 1"
         return f"{ours} {smaller} --warmup 1 --repeat 1"
-    if ours.startswith("megatron-muon eval"):
-        return f"{ours} --max-tokens 20000"
     if not ours.startswith("megatron-muon train"):
         return text
     return f"{ours} -- {flags} {SHORT}"

@@ -92,22 +92,6 @@ def test_momentum_that_a_file_has_lost_is_an_error_for_whatever_reads_it(
     optimizer.close()
 
 
-def test_a_write_that_fails_is_reported_once_and_loses_nothing(
-    on_disk: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, optimizer, _ = on_disk
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
-    give_gradients(net.parameters(), 1)
-    with pytest.warns(UserWarning, match="nothing is lost.*save a checkpoint"):
-        optimizer.step()
-    optimizer.step()  # warnings are errors
-    optimizer.close()
-
-
 def test_a_closed_optimizer_is_refused(on_disk: Any) -> None:
     _, optimizer, _ = on_disk
     state = optimizer.state_dict()
