@@ -38,12 +38,13 @@ class MuonContainer(OptimizersContainer):
         self.optimizers = [
             megatron_muon.Muon(part.named_parameters(), **config.settings) for part in model_parts
         ]
-        groups = [
-            (each.selection.names, group) for each in self.optimizers for group in each.param_groups
-        ]
-        for names, group in groups:
-            group["param_names"] = [canonical_fqn(names[p]) for p in group["params"]]
-        self._post_init([p for _, group in groups for p in group["params"]])
+        parameters = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                names = map(optimizer.selection.name, group["params"])
+                group["param_names"] = [canonical_fqn(name) for name in names]
+                parameters += group["params"]
+        self._post_init(parameters)
 
 
 class Weights:

@@ -1,9 +1,8 @@
 """Who holds which rows of a matrix that lies in a bucket of Megatron-FSDP.
 
 Megatron-FSDP puts parameters end to end in a bucket, pads it, and cuts it into equal pieces of
-whole rows. The model that wraps them has noted where each part begins; its experimental version
-keeps a bucket in a DBuffer, which knows its own range. Only the names of attributes are known here,
-so neither is imported.
+whole rows. The model that wraps them has noted where each part begins. Only the names of attributes
+are known here, so it is not imported.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_muon.core.layout import Shard, everywhere
@@ -70,16 +68,19 @@ def bucket_shards(
     rows, cols = part
     numel = rows * cols
     shards = []
-    for piece in range(start // piece_size, (start + numel - 1) // piece_size + 1):
-        first = max(piece * piece_size - start, 0) // cols
-        end = min((piece + 1) * piece_size - start, numel) // cols
+    last_piece = (start + numel - 1) // piece_size
+    for piece in range(start // piece_size, last_piece + 1):
+        offset = piece * piece_size - start
+        first = max(offset, 0) // cols
+        end = min(offset + piece_size, numel) // cols
         if end <= first:
             continue
         parts = [held.of_all[piece]] if part == shape else held.of_part[piece]
         for number, holders in enumerate(parts):
             row = first if rows == shape[0] else first + number * rows
             col = 0 if cols == shape[1] else number * cols
-            shards.append(Shard(holders[0], row, end - first, col, cols, holders[1:]))
+            rank, *replicas = holders
+            shards.append(Shard(rank, row, end - first, col, cols, tuple(replicas)))
     return tuple(sorted(shards, key=lambda shard: shard.rank))
 
 
@@ -96,7 +97,8 @@ class BufferCut:
         if self._buffer.ddp_config.data_parallel_sharding_strategy == "no_shard":
             return everywhere(shape, self._group.size())
         original = parameter.orig_param
-        bucket = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
+        number = self._buffer.param_to_param_group[original]
+        bucket = self._buffer.parameter_groups[number]
         data = bucket.main_weight_buffer or bucket.model_weight_buffer
         is_expert = bucket.is_expert_param
         if is_expert not in self._holders:
@@ -104,9 +106,8 @@ class BufferCut:
         item = data.item_index_map[data.param_idx[original]]
         part = math.prod(item.shape[:-1]), item.shape[-1]
         piece_size = data.bucket_index.size // data.dp_world_size
-        return bucket_shards(
-            item.global_data_index, piece_size, part, shape, self._holders[is_expert]
-        )
+        holders = self._holders[is_expert]
+        return bucket_shards(item.global_data_index, piece_size, part, shape, holders)
 
     def _find_holders(self, is_expert: bool) -> PieceHolders:
         """The group's ranks on the mesh of data- and tensor-parallel ranks.
@@ -126,7 +127,8 @@ class BufferCut:
             ranks = ranks.swapaxes(0, 1).reshape(1, -1, ranks.shape[2])
         members = dist.get_process_group_ranks(self._group)
         # A group of data-parallel ranks alone has one part.
-        ranks = ranks[..., np.isin(ranks, members).all(axis=(0, 1))]
+        is_member = np.isin(ranks, members)
+        ranks = ranks[..., is_member.all(axis=(0, 1))]
         return PieceHolders(np.searchsorted(members, ranks))
 
 
@@ -161,40 +163,3 @@ def buffer_box(name: str, parameter: Any) -> Box:
             "use 1, or name the stack in {muon_exclude}",
         )
     return tuple(offsets), tuple(sizes)
-
-
-def dbuffer_box(parameter: torch.Tensor, members: Any, sizes: Sequence[int]) -> Box:
-    """This rank's part of a parameter in a DBuffer, of which it holds `sizes`."""
-    owned = members.main_weight._get_owned_range(number_in(members, parameter))
-    row = 0
-    if owned is not None:
-        row = owned.tensor_relative_offset // math.prod(parameter.shape[1:])
-    return (row, *(0 for _ in sizes[1:])), tuple(sizes)
-
-
-def number_in(members: Any, parameter: torch.Tensor) -> int:
-    """The number of a parameter in its group of the experimental Megatron-FSDP."""
-    return [each is parameter for each in members.sharded_parameters].index(True)
-
-
-def dbuffer_shards(
-    buffer: Any,
-    number: int,
-    shape: tuple[int, int],
-    group: dist.ProcessGroup,
-) -> tuple[Shard, ...]:
-    """The shards of a matrix in a DBuffer, on a mesh of all the group's ranks.
-
-    Source: `GlobalLayout.get_local_range`: of several axes of the mesh that cut the buffer, the
-    last one cuts first.
-    """
-    ranks = ranks_in(buffer.mesh, group)
-    kinds = [type(placement).__name__ for placement in buffer.placements]
-    flat = kinds.count("Flat")
-    cut = ranks.shape[ranks.ndim - flat :]  # the last axes of the mesh
-    pieces = ranks.reshape(-1, *cut)
-    pieces = pieces.transpose(0, *reversed(range(1, flat + 1)))
-    pieces = pieces.reshape(len(pieces), -1, 1)
-    start = buffer.layout.tensor_to_offset[number]
-    piece_size = buffer.layout.size // pieces.shape[1]
-    return bucket_shards(start, piece_size, shape, shape, PieceHolders(pieces))

@@ -23,27 +23,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.core.layout import (
     Layout,
-    LayoutError,
     Matrix,
     Rectangle,
     Shard,
     as_shards,
     everywhere,
 )
-from megatron_muon.core.ranks import Alone, group_among, numbers_of_all_ranks
+from megatron_muon.core.ranks import Alone, group_among, numbers_of_all_ranks, of_all_ranks
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.buckets import (
     Box,
     BufferCut,
     Ranks,
     buffer_box,
-    dbuffer_box,
-    dbuffer_shards,
-    number_in,
     ranks_in,
 )
 from megatron_muon.fsdp.views import View
@@ -134,47 +130,28 @@ class _Cutter:
         ranks = self._group.size()
         if isinstance(self._group, Alone) or not isinstance(parameter, DTensor):
             return [everywhere(view.matrix, ranks)] * view.count
-        folded = view.shape[0], math.prod(view.shape[1:])  # as Megatron-FSDP's buffers have it
         if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
             buffer = model.param_and_grad_buffer
             if buffer not in self._buffers:
                 self._buffers[buffer] = BufferCut(buffer, self._group)
+            folded = view.shape[0], math.prod(view.shape[1:])  # as the buffer has it
             shards = self._buffers[buffer].shards(parameter, folded)
             return _unfolded(view, shards, ranks)
-        if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
-            number = number_in(members, parameter)
-            shards = dbuffer_shards(members.main_weight, number, folded, self._group)
-            return _unfolded(view, shards, ranks)
-        try:
-            return self._by_placements(view, parameter.device_mesh, tuple(parameter.placements))
-        except LayoutError:
-            raise UserError(
-                f"{name} {view.shape} is sharded as {parameter.placements}, which does not give"
-                " each rank one block of it; use Shard, or _StridedShard as fully_shard makes it"
-                " beside another dimension of the mesh"
-            ) from None
-
-    def _by_placements(
-        self, view: View, mesh: DeviceMesh, placements: tuple[Placement, ...]
-    ) -> list[tuple[Shard, ...]]:
-        key = view, mesh, placements
+        mesh = parameter.device_mesh
+        key = view, mesh, tuple(parameter.placements)
         if key not in self._placed:
-            found = placed_shards(view, ranks_in(mesh, self._group), placements)
-            for shards in {id(shards): shards for shards in found}.values():
-                Matrix("", view.matrix, shards).check_tiling()
+            found = placed_shards(view, ranks_in(mesh, self._group), parameter.placements)
+            different = {id(shards): shards for shards in found}
+            for shards in different.values():
+                Matrix(name, view.matrix, shards).check_tiling()
             self._placed[key] = found
         return self._placed[key]
 
 
-def ranks_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
+def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """The ranks of a parameter's mesh, ascending; none for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return ()
-    if parameter.device_mesh.get_coordinate() is None:
-        raise UserError(
-            f"{name} is on {parameter.device_mesh}, which rank {dist.get_rank()} is not in; give"
-            " Muon on each rank only parameters whose mesh has that rank"
-        )
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
@@ -193,32 +170,23 @@ def box_of(name: str, parameter: torch.Tensor) -> Box:
     """This rank's part of a parameter; a UserError if Muon does not support its sharding."""
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.ndim, tuple(parameter.shape)
-    _check_placements(name, parameter)
+    _check_device(name, parameter)
     if getattr(parameter, "_megatron_fsdp_model", None) is not None:
         return buffer_box(name, parameter)
-    local = parameter._local_tensor.shape
-    if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
-        return dbuffer_box(parameter, members, local)
     _, offsets = dtensor_utils.compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )
-    return tuple(offsets), tuple(local)
+    return tuple(offsets), tuple(parameter._local_tensor.shape)
 
 
-def _check_placements(name: str, parameter: DTensor) -> None:
-    """Raise a UserError for unreduced values, and for a DTensor on another device than its mesh."""
+def _check_device(name: str, parameter: DTensor) -> None:
+    """Raise a UserError for a DTensor on another device than its mesh."""
     device = parameter.device.type
     mesh = parameter.device_mesh.device_type
-    if any(isinstance(placement, Partial) for placement in parameter.placements):
-        placements = ", ".join(map(str, parameter.placements))
-        raise UserError(
-            f"{name} has unreduced values ({placements}); redistribute it to Shard or Replicate"
-            " first"
-        )
     if device != mesh and mesh != "cpu":
         raise UserError(
-            f"{name} lies on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy,"
-            " which Muon does not take; keep them on the device and give Muon offload='cpu'"
+            f"{name} is on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy, which"
+            " Muon does not support; use offload='cpu' of Muon instead"
         )
 
 
@@ -284,8 +252,8 @@ def check_alike(
             message names the first matrix and both sides, and ends with `remedy`.
     """
     misfit = _misfit(layout, mine, group.rank())
-    numbers = numbers_of_all_ranks([_MISFIT if misfit else layout.digest()], group)
-    digests = [number for (number,) in numbers]
+    digest = _MISFIT if misfit else layout.digest()
+    digests = [number for (number,) in numbers_of_all_ranks([digest], group)]
     if misfit:
         raise UserError(misfit)
     if _MISFIT in digests:
@@ -293,19 +261,10 @@ def check_alike(
             f"rank {digests.index(_MISFIT)} of the group holds other rows than the layout gives it;"
             " see that rank's message"
         )
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            first = _matrices_of(layout, 0, group)
-            second = _matrices_of(layout, rank, group)
-            raise UserError(f"{_difference(first, second, rank)}; {remedy}")
-
-
-def _matrices_of(layout: Layout, rank: int, group: Any) -> Sequence[Matrix]:
-    """The matrices on one rank: Python objects, for a message. Collective."""
-    matrices: list[Any] = [layout.matrices]
-    dist.broadcast_object_list(matrices, group=group, group_src=rank)
-    found: Sequence[Matrix] = matrices[0]
-    return found
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            everyone = of_all_ranks(layout.matrices, group)
+            raise UserError(f"{_difference(everyone[0], everyone[rank], rank)}; {remedy}")
 
 
 def _misfit(layout: Layout, mine: Sequence[Rectangle], rank: int) -> str:
@@ -314,30 +273,21 @@ def _misfit(layout: Layout, mine: Sequence[Rectangle], rank: int) -> str:
         cut = shard.row_start, shard.rows, shard.col_start, shard.cols
         if cut != rectangle and (shard.numel or rectangle[1] * rectangle[3]):
             return (
-                f"{matrix.name}: rank {rank} of the group holds {_shown(rectangle)}, where the"
-                f" framework's cut as this package knows it gives {_shown(cut)}; {_SUPPORTED}"
+                f"{matrix.name}: rank {rank} of the group holds {rectangle} (first row, rows, first"
+                f" column, columns), not {cut} as the framework's cut gives; {_SUPPORTED}"
             )
     return ""
 
 
-def _shown(rectangle: Rectangle) -> str:
-    row, rows, col, cols = rectangle
-    if not (rows and cols):
-        return "no rows"
-    last_row = row + rows - 1
-    last_col = col + cols - 1
-    return f"rows {row} to {last_row}, columns {col} to {last_col}"
-
-
 def _difference(first: Sequence[Matrix], second: Sequence[Matrix], other: int) -> str:
+    """The first matrix that differs between rank 0 and another rank."""
     if len(first) != len(second):
         return f"rank 0 gives {len(first)} matrices and rank {other} gives {len(second)}"
     pairs = zip(first, second, strict=True)
     one, two = next(pair for pair in pairs if pair[0] != pair[1])
     if one.name != two.name or one.shape != two.shape:
-        return (
-            f"rank 0 gives {one.name} {one.shape} where rank {other} gives {two.name} {two.shape}"
-        )
+        there = f"rank {other} gives {two.name} {two.shape}"
+        return f"rank 0 gives {one.name} {one.shape} where {there}"
     return (
         f"{one.name} has other blocks, Newton-Schulz steps or shards on rank {other} than on rank 0"
     )

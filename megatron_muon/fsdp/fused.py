@@ -150,21 +150,16 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("torch.nn.*.LSTM*", "weight_[ih]h*", _equal(4)),
     ("torch.nn.*.GRU*", "weight_[ih]h*", THIRDS),
     ("*.Phi*Attention", "qkv_proj", _grouped_query),
-    ("*.Qwen3Next*Attention", "q_proj", _gated_query),
-    ("*.Qwen3_5*Attention", "q_proj", _gated_query),
-    ("*.Qwen4*Attention", "q_proj", _gated_query),
+    ("*.Qwen3Next*Attention *.Qwen3_5*Attention *.Qwen4*Attention", "q_proj", _gated_query),
     ("transformers.*", "gate_up_proj", _gate_up),
     ("*.Phi*MLP", "gate_up_proj", HALVES),
     ("*.MiniMaxLightningAttention", "qkv_proj", _by_head),
     ("*.CodeGenAttention", "qkv_proj", _codegen),
     ("*.FalconAttention", "query_key_value", _falcon),
-    ("*.GPTNeoX*Attention", "query_key_value", _by_head),
-    ("*.BloomAttention", "query_key_value", _by_head),
-    ("*.PersimmonAttention", "query_key_value", _by_head),
+    ("*.GPTNeoX*Attention *.BloomAttention *.PersimmonAttention", "query_key_value", _by_head),
     ("*", "W_pack", THIRDS),  # Baichuan, whose classes have general names
-    ("*.MptAttention", "Wqkv", THIRDS),
     ("*.DbrxAttention", "Wqkv", _grouped_query),
-    ("*.ModernBert*Attention", "Wqkv", THIRDS),
+    ("*.MptAttention *.ModernBert*Attention", "Wqkv", THIRDS),
     ("*.ModernBert*MLP", "Wi", HALVES),
     ("*.GPTBigCodeAttention", "c_attn", _gpt_bigcode),
     ("transformers.*", "c_attn", _conv1d),
@@ -172,24 +167,15 @@ FUSED: tuple[tuple[str, str, Divide], ...] = (
     ("*.LayoutLMv2SelfAttention", "qkv_linear", THIRDS),
     ("*.BarkSelf*Attention*", "att_proj", THIRDS),
     ("*.Exaone*VisionAttention", "qkv", _sizes("q_dim", "kv_dim", "kv_dim")),
-    ("transformers.*", "qkv", THIRDS),  # vision towers
-    ("timm.*", "qkv", THIRDS),
+    ("transformers.* timm.*", "qkv", THIRDS),  # vision towers
     ("*.GraniteMoe*MLP", "input_linear", HALVES),
     ("*.JetMoeAttention", "kv_proj", HALVES),
     ("*.Lfm*ShortConv", "in_proj", THIRDS),
     ("*.ZambaMambaMixer", "in_proj", _interleaved),
-    ("*.MambaMixer", "in_proj", HALVES),
-    ("*.FalconMambaMixer", "in_proj", HALVES),
-    ("*.JambaMambaMixer", "in_proj", HALVES),
-    ("*.MambaMixer", "x_proj", _mamba_x),
-    ("*.FalconMambaMixer", "x_proj", _mamba_x),
-    ("*.JambaMambaMixer", "x_proj", _mamba_x),
-    ("*.Mamba2Mixer", "in_proj", _mamba2),
-    ("*.BambaMixer", "in_proj", _mamba2),
-    ("*.NemotronHMamba2Mixer", "in_proj", _mamba2),
-    ("*.Zamba2MambaMixer", "in_proj", _mamba2),
-    ("*.GraniteMoeHybridMambaLayer", "in_proj", _mamba2),
-    ("*.FalconH1Mixer", "in_proj", _mamba2),
+    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "in_proj", HALVES),
+    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "x_proj", _mamba_x),
+    ("*.Mamba2Mixer *.BambaMixer *.NemotronHMamba2Mixer", "in_proj", _mamba2),
+    ("*.Zamba2MambaMixer *.GraniteMoeHybridMambaLayer *.FalconH1Mixer", "in_proj", _mamba2),
     ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
     ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
     ("*GatedDeltaNet", "in_proj_qkv", _sizes("key_dim", "key_dim", "value_dim")),
@@ -203,26 +189,22 @@ layer; how the rows divide. The first match holds.
 Sources: the forward methods of these classes in transformers 5.23 and torch 2.13.
 """
 
-_STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D", "*.Llama4TextExperts")
+_STORED_TRANSPOSED = "transformers.pytorch_utils.Conv1D *.Llama4TextExperts"
 """Classes with (inputs, outputs) weights that transformers does not mark as `is_transposed`."""
 
 
-def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
+def row_split(split: Split, name: str, rows: int) -> RowSplit:
     """The blocks of a matrix with `rows` rows; a UserError if `split` does not fit."""
     if split == WHOLE:
         return whole(rows)
     words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
     is_interleaved = words[:1] == (INTERLEAVED,)
     parts: tuple[Any, ...] = (words[1:] or (1, 1)) if is_interleaved else words
-    if not all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
+    is_possible = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
+    if not is_possible or rows % sum(parts):
         raise UserError(
-            f"split: {pattern!r} has {split!r}; give whole numbers of rows, as (4096, 1024, 1024),"
-            " the same after 'interleaved' where they repeat down the rows of one block each, or"
-            " 'whole'"
-        )
-    if min(parts, default=0) < 1 or rows % sum(parts):
-        raise UserError(
-            f"split: {name} has {rows} rows; give parts above 0 that sum to a divisor, not {parts}"
+            f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"
+            " rows, such as (4096, 1024, 1024), the same after 'interleaved', or 'whole'"
         )
     parts = tuple(map(int, parts))
     repeats = rows // sum(parts)
@@ -232,8 +214,8 @@ def row_split(pattern: str, split: Split, name: str, rows: int) -> RowSplit:
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
     """The blocks of the weight of this name; None if its class is unknown, or sizes do not fit."""
     owner, weight = _owner(name, modules)
-    for pattern, weights, divide in FUSED:
-        if fnmatchcase(weight, weights) and _is_a(owner, pattern):
+    for patterns, weights, divide in FUSED:
+        if fnmatchcase(weight, weights) and _is_a(owner, patterns):
             try:
                 split = divide(owner, rows)
             except AttributeError:  # a class of this name from elsewhere
@@ -247,16 +229,13 @@ def is_stored_transposed(name: str, modules: Modules) -> bool:
     module = modules.get(name.rpartition(".")[0])
     if getattr(module, "is_transposed", False):
         return True
-    return any(_is_a(module, each) for each in _STORED_TRANSPOSED)
+    return _is_a(module, _STORED_TRANSPOSED)
 
 
 def note_of(name: str, modules: Modules) -> str:
     """A note for a matrix that is one block and looks fused by its name; empty for others."""
-    if not LOOKS_FUSED.search(_owner(name, modules)[1]):
-        return ""
-    if modules:
-        return "looks fused, by its name: see split="
-    return "looks fused, by its name: pass the model instead of named_parameters(), or see split="
+    looks_fused = LOOKS_FUSED.search(_owner(name, modules)[1])
+    return "looks fused, by its name: pass the model, or see split=" if looks_fused else ""
 
 
 def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
@@ -267,6 +246,9 @@ def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
     return modules.get(path), last
 
 
-def _is_a(module: nn.Module | None, pattern: str) -> bool:
-    names = (f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__)
-    return any(fnmatchcase(name, pattern) for name in names)
+def _is_a(module: nn.Module | None, patterns: str) -> bool:
+    for kind in type(module).__mro__:
+        name = f"{kind.__module__}.{kind.__name__}"
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return True
+    return False

@@ -87,8 +87,8 @@ class GroupMuon(ShardedMuon):
             its settings.
 
     Attributes:
-        shown: the state of each parameter, of its shape and sharded alike; this optimizer's own are
-            views of it.
+        shown: the state of each parameter, of its shape and sharded alike, of which matrices have
+            views.
         captured: replays the step, once it is captured.
         copies: ranks that hold these matrices alike and share nothing, so that measurements count
             one of them.
@@ -106,7 +106,6 @@ class GroupMuon(ShardedMuon):
         self.shown: State = {}
         self._viewed = {each.parameter: each for each in viewed}
         self._apart = [each for each in viewed if not each.view.is_itself]
-        self._own: State = {}  # `shown`, unless a user replaced it
         self._numbers = [number for number, _ in groups]
         momentum: dict[int, torch.Tensor] = {}
         if options.get("store") is None:
@@ -137,22 +136,16 @@ class GroupMuon(ShardedMuon):
             if self.store is not None:
                 # for readers of the slot; `MuonState.state_dict` puts the momentum here
                 self.shown[p][MOMENTUM] = torch.empty(0)
-        for p, slots in self.shown.items():
-            self._own.setdefault(p, dict(slots))
 
-    def adopt_replaced(self, state: State) -> None:
-        """Copy tensors that a user put in place of those in `state` into these, and show these."""
-        for p, own in self._own.items():
-            given = state[p]
-            if missing := sorted(own.keys() - given.keys()):
+    def check_state(self, state: State) -> None:
+        """Raise a UserError for tensors of `state` that a user has replaced or removed."""
+        for p, own in self.shown.items():
+            given = state.get(p, {})
+            if any(given.get(slot) is not tensor for slot, tensor in own.items()):
                 raise UserError(
-                    f"the state of {self._viewed[p].name} has no {missing[0]}; to reset it, set it"
-                    " to zero in place"
+                    f"the state of {self._viewed[p].name} was replaced; change its tensors in"
+                    " place, or call load_state_dict"
                 )
-            replaced = {slot: given[slot] for slot in own if given[slot] is not own[slot]}
-            if replaced or given is not self.shown[p]:
-                self.show_own(p, state)
-                self.load(p, replaced)
 
     def load(self, parameter: torch.Tensor, slots: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors, of the parameter's shape and sharded alike, into its state."""
@@ -160,21 +153,7 @@ class GroupMuon(ShardedMuon):
             if slot == MOMENTUM:
                 self.load_momentum({parameter: tensor})
             else:
-                local_part(self._own[parameter][slot]).copy_(local_part(tensor))
-
-    def restart(self, parameter: torch.Tensor, state: State) -> None:
-        """Set this optimizer's own state of a parameter to zero, and show it in `state`."""
-        for tensor in self._own[parameter].values():
-            tensor.zero_()
-        if self.store is not None:
-            zeros = torch.zeros_like(parameter.detach(), dtype=torch.float32)
-            self.load_momentum({parameter: zeros})
-        self.show_own(parameter, state)
-
-    def show_own(self, parameter: torch.Tensor, state: State) -> None:
-        """Show this optimizer's own state of a parameter in `state`."""
-        self.shown[parameter].update(self._own[parameter])
-        state[parameter] = self.shown[parameter]
+                local_part(self.shown[parameter][slot]).copy_(local_part(tensor))
 
     def take_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Copy the settings of the whole optimizer's groups."""
@@ -233,7 +212,7 @@ class GroupMuon(ShardedMuon):
         of_matrices = dict[torch.Tensor, torch.Tensor]()
         for p, momentum in state.items():
             if self.store is None:
-                local_part(self._own[p][MOMENTUM]).copy_(local_part(momentum))
+                local_part(self.shown[p][MOMENTUM]).copy_(local_part(momentum))
             else:
                 for number, rows in self._viewed[p].rows_of(momentum):
                     of_matrices[self._matrices[number]] = rows

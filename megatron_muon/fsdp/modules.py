@@ -37,8 +37,11 @@ def roles_of(model: nn.Module) -> dict[str, str]:
     roles = {p: role for p, role in held if role}
     linear = {p for p, role in held if role == LINEAR}
     tables = {p for p, role in held if role == EMBEDDING}
-    tables |= {p for p in _returned(model, "get_input_embeddings") if roles.get(p) != LINEAR}
-    roles.update(dict.fromkeys(_returned(model, "get_output_embeddings"), OUTPUT))
+    for p in _returned(model, "get_input_embeddings"):
+        if roles.get(p) != LINEAR:
+            tables.add(p)
+    outputs = _returned(model, "get_output_embeddings")
+    roles.update(dict.fromkeys(outputs, OUTPUT))
     roles.update(dict.fromkeys(tables, EMBEDDING))
     named = {name: roles[p] for name, p in model.named_parameters() if p in roles}
     tied = {p.shape[0] for p in tables & linear}
@@ -50,7 +53,7 @@ def _held(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module]]:
     """Each parameter of two and more dimensions, with each module that holds it."""
     for module in model.modules():
         for parameter in module._parameters.values():
-            if parameter is not None and not nn.parameter.is_lazy(parameter) and parameter.ndim > 1:
+            if parameter is not None and parameter.ndim > 1:
                 yield parameter, module
 
 

@@ -11,25 +11,22 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.cost import AUTO, Coefficients, Iteration
-from megatron_muon.core.exchange import OWNER
+from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.numbers import number_of
-from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import cuts, guards, options
 from megatron_muon.fsdp.assembly import make_parts, offload_run
-from megatron_muon.fsdp.coverage import warn_if_few
 from megatron_muon.fsdp.fused import Split
 from megatron_muon.fsdp.group_muon import GroupMuon, ViewedParameter
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
-from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, floats_of, members_of
+from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
-from megatron_muon.fsdp.selection import Predicate, Selection, select
+from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
-from megatron_muon.fsdp.step import adamw_numbers, local_part, put_on_device, step_adamw
+from megatron_muon.fsdp.step import adamw_numbers, put_on_device, step_adamw
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
 
@@ -39,6 +36,9 @@ _REMEDY = (
 )
 
 _SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
+
+
+_DEFAULTS = ("lr", "momentum", "weight_decay")
 
 
 class Muon(MuonState):
@@ -95,8 +95,8 @@ class Muon(MuonState):
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by
             one rank each, which broadcasts the update, instead of by all. Needs the same gradients
             on all ranks.
-        process_group: of the ranks that share, or whose files fail together, where parameters are
-            on no mesh, as in a stage of a pipeline; None takes all ranks.
+        process_group: of the ranks that share with `share_replicated`, as in a stage of a pipeline;
+            None takes all ranks.
         hyperball: MuonHyperball; needs `weight_decay=0`. The step overwrites the gradients of
             matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
@@ -110,8 +110,6 @@ class Muon(MuonState):
         TypeError: `params` holds no tensors.
         UserError: a ValueError that names parameter or value, and the remedy.
     """
-
-    _step_supports_amp_scaling = guards.NoScaler()
 
     def __init__(
         self,
@@ -160,37 +158,28 @@ class Muon(MuonState):
     ) -> None:
         given = dict(locals())
         for name in ("self", "params", "__class__"):
-            given.pop(name, None)
+            del given[name]
         self._run: OffloadRun | None = None
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
-            self._build(self._select(params))
+            selection = select(params, **{name: self._settings[name] for name in _SELECTING})
+            defaults = {name: float(self._settings[name]) for name in _DEFAULTS}
+            super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
+            self._build(selection)
         if matrices is None:
-            warn_if_few(self.selection)
-
-    def _select(self, params: Any) -> Selection:
-        return select(params, **{name: self._settings[name] for name in _SELECTING})
+            warn_of_stacks(self.selection)
 
     def _build(self, selection: Selection) -> None:
-        """Make everything, or nothing: a failure leaves no file and no folder. Collective."""
-        hooks = {}
-        for name, value in vars(self).items():
-            if name.endswith("_hooks"):
-                hooks[name] = value
+        """Plan for the parameters of `param_groups`. Collective; a failure leaves no files."""
         self.close()
-        self._building = True
-        self._has_stepped = False
         self.selection = selection
-        for group in selection.groups:
-            group.update(floats_of(group))
+        self._is_fresh = True
+        self._has_stepped = False
+        self._members = members_of(self.param_groups)
         try:
             self._build_parts()
-            self._add_groups()
-            self._members = members_of(self.param_groups)
             self._placed = {p: guards.placement_of(p) for p in self._members}
-            self._building = False
-            vars(self).update(hooks)
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -204,32 +193,22 @@ class Muon(MuonState):
         """Make exchange, plan and state of the matrices on each set of ranks. Collective."""
         given = self._settings
         sets = rank_sets(self.selection, given)
-        for each in sets:
-            guards.compare_settings(given, self.selection.groups, each.ranks)
         groups = [each.group(given) for each in sets]
+        for group in groups:
+            guards.compare_settings(given, self.param_groups, group)
         check_within_largest(sets, given)
         sizes = [len(each.ranks) for each in sets]
         self.group = groups[sizes.index(max(sizes))]
-        # ranks of no mesh agree over this group on what their files have lost
-        agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
-        self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]
+        self._state_groups = groups
         self._run = offload_run(options.settings_of(given))
         self.parts = []
-        for number, each in enumerate(sets):
+        for each, group in zip(sets, groups, strict=True):
             if self._run is not None:
-                self._run.group = self._state_groups[number]
-            self.parts.append(self._make_part(each, groups[number]))
-        exchanges = [part.exchange for part in self.parts]
-        schemes = {each.scheme for each in exchanges}
-        if given["team_size"] != AUTO and OWNER not in schemes:
-            raise UserError(
-                f"team_size={given['team_size']!r} has no effect here: no rank owns what others"
-                " hold; leave it out"
-            )
-        plans = [each.plan for each in exchanges if each.plan is not None]
-        self.digest = "-".join(plan.digest() for plan in plans)
-        first = next(iter(self.selection.views))
-        self._from_megatron_fsdp = hasattr(first, "_megatron_fsdp_model")
+                self._run.group = group
+            self.parts.append(self._make_part(each, group))
+        plans = [part.exchange.plan for part in self.parts]
+        self.digest = "-".join(plan.digest() for plan in plans if plan is not None)
+        self._from_megatron_fsdp = hasattr(self._members[0], "_megatron_fsdp_model")
 
     def _make_part(self, rank_set: RankSet, group: Any) -> GroupMuon:
         """The optimizer of parameters whose ranks are those of `group`. Collective."""
@@ -249,7 +228,7 @@ class Muon(MuonState):
         exchange, rules, store = make_parts(
             held,
             options.settings_of(given),
-            self._orthogonalizer(device),
+            options.orthogonalizer_of(given, device),
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
             offload=self._run,
@@ -258,20 +237,24 @@ class Muon(MuonState):
         if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
         groups = []
-        for number, group_options in enumerate(self.selection.groups):
-            members = [viewed[p] for p in group_options["params"] if p in viewed]
-            if members:
-                tensors = [matrix for each in members for matrix in each.matrices]
+        for number, group_options in enumerate(self.param_groups):
+            tensors: list[torch.Tensor] = []
+            for p in group_options["params"]:
+                if p in viewed:
+                    tensors += viewed[p].matrices
+            if tensors:
                 groups.append((number, {**group_options, "params": tensors}))
-        tensors = [matrix for each in viewed.values() for matrix in each.matrices]
+        every: list[torch.Tensor] = []
+        for each in viewed.values():
+            every += each.matrices
         names = [matrix.name for matrix in layout.matrices]
         part = GroupMuon(
             list(viewed.values()),
             groups,
             exchange,
             rules,
-            defaults=self._defaults(),
-            names=dict(zip(tensors, names, strict=True)),
+            defaults=self.defaults,
+            names=dict(zip(every, names, strict=True)),
             store=store,
             skip_missing=True,
         )
@@ -279,48 +262,12 @@ class Muon(MuonState):
             part.copies = self.group.size()
         return part
 
-    def _defaults(self) -> dict[str, float]:
-        return {name: float(self._settings[name]) for name in ("lr", "momentum", "weight_decay")}
-
-    def _add_groups(self) -> None:
-        """Make the parameter groups, those of AdamW with its settings, in the given order."""
-        defaults = self._defaults()
-        adamw: dict[str, Any] = {}
-        for name in ("lr", "weight_decay", "betas", "eps"):
-            value = self._settings[f"adamw_{name}"]
-            adamw[name] = defaults[name] if value is None else value
-        adamw.update(floats_of(adamw))
-        for group in self.selection.groups:
-            for name, value in (defaults if group[OPTIMIZER] == MUON else adamw).items():
-                group.setdefault(name, value)
-        torch.optim.Optimizer.__init__(self, self.selection.groups, defaults)
-
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
-        device = self._members[0].device
-        if device.type != "cuda":
-            raise UserError(
-                f"cuda_graph=True needs a GPU, and the parameters are on {device}; leave it out"
-            )
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
-        put_on_device(groups, device)
+        put_on_device(groups, self._members[0].device)
         for part in self.parts:
             part.capture(groups)
-
-    def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
-        given = self._settings
-        scale_mode, factor = options.ADJUST_LR[given["adjust_lr_fn"]]
-        names = ("ns_coefficients", "ns_steps", "fp32_matmul_prec", "ns")
-        iteration = options.iteration_of(*(given[name] for name in names))
-        iteration.check_steps_for(given["ns_steps_for"] or {})
-        return Orthogonalizer(
-            iteration,
-            scale_mode=scale_mode,
-            extra_scale_factor=factor,
-            eps=given["eps"],
-            scaled=given["moment2_method"] is None,
-            device=device,
-        )
 
     def close(self) -> None:
         """Delete the files of momentum on disk; the optimizer cannot be used after that."""
@@ -337,27 +284,6 @@ class Muon(MuonState):
         return self.selection.table(full=full)
 
     @override
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made, except from Megatron-FSDP's `fully_shard`.
-
-        That empties an optimizer and gives it the sharded parameters; then it is made anew.
-        """
-        if self._building:
-            super().add_param_group(param_group)
-            return
-        if self.param_groups:
-            raise UserError("Muon plans who owns what when it is made; give it all parameters then")
-        if self.selection.grouped:
-            raise UserError(
-                "fully_shard(model, optimizer) joins all parameter groups and loses their"
-                " settings; use fully_shard_model(model), make Muon on its parameters, then"
-                " fully_shard_optimizer(optimizer)"
-            )
-        parameters = list(param_group["params"])
-        with word_as_arguments():
-            self._build(self.selection.resharded(parameters) or self._select(parameters))
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if any(part.captured is not None for part in self.parts):
@@ -370,8 +296,8 @@ class Muon(MuonState):
         """Update every parameter that has a gradient; returns what `closure` returns. Collective.
 
         Raises:
-            UserError: parameters have changed since the optimizer was made, a gradient is sparse,
-                or it is closed.
+            UserError: parameters or state have changed since the optimizer was made, a gradient is
+                sparse, or it is closed.
             OffloadError: on every rank if one cannot read its momentum. No weight has changed if it
                 was in the buffer, else matrices that came before it have. The optimizer cannot be
                 used after that.
@@ -380,34 +306,32 @@ class Muon(MuonState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._follow_exchanged()
+        self._follow_replaced()
         self._require_open()
-        options.check_groups(self.param_groups, self._settings)
         guards.check_parameters(self._placed, self.selection)
         if not self._has_stepped:
             if self._from_megatron_fsdp and guards.are_zero(self._members, self.group):
                 # the step by which Megatron-FSDP's fully_shard_optimizer makes state
                 return loss
-            self._check_first_step()
+            guards.check_first_gradients(self._members)
+            with word_as_arguments():
+                for part in self.parts:
+                    part.check_weights()
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
-        adamw = [
-            (group, adamw_numbers(group))
-            for group in self.param_groups
-            if group[OPTIMIZER] == ADAMW
-        ]
-        self._restart_cleared(self._members)
+        groups = [group for group in self.param_groups if group[OPTIMIZER] == ADAMW]
+        numbers = [adamw_numbers(group) for group in groups]
         for part in self.parts:
-            part.adopt_replaced(self.state)
+            part.check_state(self.state)
             part.take_settings(self.param_groups)
             part.take_gradients()
         with self.metrics.step():
             for part in self.parts:
                 part.update_matrices()
             self.refuse_lost_state()
-            for group, numbers in adamw:
-                step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
+            for group, of_group in zip(groups, numbers, strict=True):
+                step_adamw(group, of_group, self.state, counts_empty=self._from_megatron_fsdp)
         for part in self.parts:
             part.drop_gradients()
             part.show_settings(self.param_groups)
@@ -415,13 +339,8 @@ class Muon(MuonState):
             # AdamW's parameters are checked once, as nothing here views their memory
             self._placed = {p: self._placed[p] for p in self.selection.views}
         self._has_stepped = True
+        self._is_fresh = False
         return loss
-
-    def _check_first_step(self) -> None:
-        guards.check_orphans(self._members, self.selection)
-        with word_as_arguments():
-            for part in self.parts:
-                part.check_weights()
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.
@@ -434,34 +353,21 @@ class Muon(MuonState):
         return skipped
 
     @override
-    def _follow_exchanged(self) -> None:
-        """Make everything anew if `param_groups` have other parameters now. Collective then.
+    def _follow_replaced(self) -> None:
+        """Plan again if a framework has replaced parameters of `param_groups`. Collective then.
 
         Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
         """
         now = members_of(self.param_groups)
-        if len(now) != len(self._members):
-            dimensions = {p.ndim for p in now}
-            remedy = "give it all parameters then"
-            if 1 in dimensions and 2 not in dimensions:
-                remedy = (
-                    "use fully_shard (FSDP2), as Muon needs whole matrices and these are flat"
-                    " buffers (as of ZeRO)"
-                )
-            raise UserError(
-                f"param_groups have {len(now)} parameters, and had {len(self._members)} when the"
-                f" optimizer was made; {remedy}"
-            )
-        if not any(map(operator.is_not, now, self._members)):
+        is_alike = len(now) == len(self._members)
+        if is_alike and all(map(operator.is_, now, self._members)):
             return
-        slots = [slot for slots in self.state.values() for slot in slots.values()]
-        if self.stores:
-            slots += self.momentum_state().values()
-        if any(local_part(slot).any() for slot in slots):
+        before = [p.shape for p in self._members]
+        if not self._is_fresh or [p.shape for p in now] != before:
             raise UserError(
-                "parameters in param_groups were exchanged after steps, so their state would be"
-                " lost; exchange them before the first step, and load state after that"
+                "param_groups have other parameters than when the optimizer was made; make it of"
+                " all parameters, after the model is sharded (fully_shard, fully_shard_model)"
             )
         self.state.clear()
         with word_as_arguments():
-            self._build(self.selection.exchanged(self._members, self.param_groups))
+            self._build(self.selection.with_parameters(self._members, self.param_groups))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from megatron_muon.core.cost import Coefficients, Iteration
-from megatron_muon.core.numbers import check_number, check_numbers, number_of
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.numbers import check_number, check_numbers
+from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.user_errors import UserError, word_settings
-from megatron_muon.fsdp.parameter_groups import KNOWN, NOTES, OF_ALL, OPTIMIZER, check_betas
+from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_betas
 from megatron_muon.settings import MuonSettings, choices_of
 
 ADJUST_LR = {
@@ -28,9 +29,6 @@ NS_COEFFICIENTS = (3.4445, -4.775, 2.0315)
 NS_STEPS = 5
 """Defaults of torch.optim.Muon, which are the set "simple" of emerging-optimizers."""
 
-EPS = 1e-7
-"""The default `eps` of torch.optim.Muon; momentum of a smaller norm makes a smaller update."""
-
 _SETTINGS = {
     "ns_coefficients": "muon_coefficient_type",
     "ns_steps": "muon_num_ns_steps",
@@ -45,8 +43,16 @@ _ARGUMENTS = {setting: argument for argument, setting in _SETTINGS.items()}
 _NOT_SETTINGS = ("lr", "exclude", "ns_steps_for")
 """Arguments with another meaning or form than the setting with such a name."""
 
-_UNCAPTURED = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False}
-"""The values that a captured step needs."""
+_REQUIRED: dict[str, dict[str, Any]] = {
+    "cuda_graph": {
+        "offload": "none",
+        "momentum_dtype": "fp32",
+        "free_buffers": False,
+        "metrics_interval": 0,
+    },
+    "hyperball": {"moment2_method": None, "cautious_weight_decay": False},
+}
+"""The values that other arguments need beside one that is True."""
 
 
 def argument_of(setting: str) -> str:
@@ -58,26 +64,53 @@ word_as_arguments = functools.partial(word_settings, argument_of)
 """Rewords errors about settings with the arguments of `Muon`."""
 
 
-def iteration_of(
-    ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
-    ns_steps: int = NS_STEPS,
-    fp32_matmul_prec: str = Iteration.precision,
-    ns: str = MuonSettings.muon_ns,
-) -> Iteration:
-    """The Newton-Schulz iteration of these arguments."""
-    if isinstance(ns_coefficients, str):
-        return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
-    several: Any = ns_coefficients
-    try:
-        if not isinstance(several[0], Sequence):
-            several = [several]
-        steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
-    except (TypeError, ValueError, IndexError):
-        raise UserError(
-            f"ns_coefficients={ns_coefficients!r} is not (a, b, c), or a sequence of such"
-        ) from None
-    coefficients = "simple" if steps == (NS_COEFFICIENTS,) else steps
-    return Iteration(coefficients, ns_steps, fp32_matmul_prec, ns)
+def _coefficients(given: Any) -> Any:
+    """The coefficients of each step, or the name of a set."""
+    if isinstance(given, str):
+        return given
+    several = given if isinstance(given[0], Sequence) else [given]
+    steps = []
+    for a, b, c in several:
+        steps.append((float(a), float(b), float(c)))
+    if steps == [NS_COEFFICIENTS]:
+        return "simple"
+    return tuple(steps)
+
+
+def orthogonalizer_of(given: Mapping[str, Any], device: torch.device) -> Orthogonalizer:
+    """The iteration of the arguments of `Muon`, with its scale, on a device."""
+    iteration = Iteration(
+        _coefficients(given["ns_coefficients"]),
+        given["ns_steps"],
+        given["fp32_matmul_prec"],
+        given["ns"],
+    )
+    iteration.check_steps_for(given["ns_steps_for"] or {})
+    scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
+    return Orthogonalizer(
+        iteration,
+        scale_mode=scale_mode,
+        extra_scale_factor=factor,
+        eps=given["eps"],
+        scaled=given["moment2_method"] is None,
+        device=device,
+    )
+
+
+def with_defaults(
+    groups: Sequence[dict[str, Any]], given: Mapping[str, Any]
+) -> Sequence[dict[str, Any]]:
+    """The groups of a selection with all their numbers."""
+    muon = {name: given[name] for name in ("lr", "momentum", "weight_decay")}
+    adamw: dict[str, Any] = {}
+    for name in ("lr", "weight_decay", "betas", "eps"):
+        value = given[f"adamw_{name}"]
+        adamw[name] = muon[name] if value is None else value
+    for group in groups:
+        defaults = muon if group[OPTIMIZER] == MUON else adamw
+        for name, value in defaults.items():
+            group.setdefault(name, value)
+    return groups
 
 
 def settings_of(given: Mapping[str, Any]) -> MuonSettings:
@@ -97,7 +130,7 @@ def check_options(given: Mapping[str, Any]) -> None:
     _check_choices(given, settings)
     check_numbers(settings)
     for name in ("lr", "weight_decay", "adamw_lr", "adamw_weight_decay"):
-        if given[name] is not None or not name.startswith("adamw"):
+        if given[name] is not None:
             check_number(name.removeprefix("adamw_"), given[name], setting=name)
     for name in ("eps", "adamw_eps"):
         check_number("adam_eps", given[name], setting=name)
@@ -106,9 +139,9 @@ def check_options(given: Mapping[str, Any]) -> None:
 
 
 def _check_choices(given: Mapping[str, Any], settings: MuonSettings) -> None:
-    choices: dict[str, tuple[Any, ...]] = {
-        argument_of(name): choices_of(name) for name in vars(settings)
-    }
+    choices: dict[str, tuple[Any, ...]] = {}
+    for setting in vars(settings):
+        choices[argument_of(setting)] = choices_of(setting)
     choices["moment2_method"] = (None, *choices["moment2_method"])
     choices["fp32_matmul_prec"] = ("highest", "high", "medium", "low")
     choices["adjust_lr_fn"] = tuple(ADJUST_LR)
@@ -119,93 +152,12 @@ def _check_choices(given: Mapping[str, Any], settings: MuonSettings) -> None:
 
 
 def _check_combinations(given: Mapping[str, Any]) -> None:
-    if given["cuda_graph"]:
-        for name, value in {**_UNCAPTURED, "metrics_interval": 0}.items():
-            if given[name] != value:
+    for argument, required in _REQUIRED.items():
+        for name, value in required.items():
+            if given[argument] and given[name] != value:
                 raise UserError(
-                    f"{name}={given[name]!r} is not supported with cuda_graph=True; use"
+                    f"{name}={given[name]!r} is not supported with {argument}=True; use"
                     f" {name}={value!r}"
                 )
-    if given["hyperball"] and given["moment2_method"] is not None:
-        raise UserError(
-            "hyperball=True is not supported with moment2_method; leave one of the two out"
-        )
-    if given["hyperball"] and given["cautious_weight_decay"]:
-        raise UserError(
-            "cautious_weight_decay=True has no effect with hyperball=True; leave one of the two out"
-        )
-    on_disk = given["offload"] == "nvme"
-    if on_disk != (given["offload_dir"] is not None):
+    if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
         raise UserError("offload='nvme' and offload_dir belong together; give both or neither")
-    is_shared = given["share_replicated"]
-    if given["process_group"] is not None and not is_shared and not on_disk:
-        raise UserError(
-            "process_group is for share_replicated=True or offload='nvme'; leave it out"
-        )
-    if is_shared and not dist.is_initialized():
-        raise UserError(
-            "share_replicated needs ranks to share with; call"
-            " torch.distributed.init_process_group()"
-        )
-
-
-def without_shared_settings(
-    state_dict: Mapping[str, Any], given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A state dict to load, without settings of torch.optim.Muon's groups that are shared here.
-
-    Raises a UserError if they differ from this Muon's, or if the state is another optimizer's.
-    """
-    groups = [dict(group) for group in state_dict["param_groups"]]
-    for group in groups:
-        if OPTIMIZER in group:  # saved by this class
-            continue
-        if unknown := sorted(group.keys() - {"params", "eps", *KNOWN, *NOTES, *OF_ALL}):
-            raise UserError(
-                f"the state to load is of another optimizer: its groups have {', '.join(unknown)},"
-                " which Muon does not know, and its momentum means something else; see"
-                " docs/questions.md"
-            )
-        for name, theirs, ours in _differing(group, given, (*OF_ALL, "eps")):
-            if name == "eps" and theirs == EPS and ours == 0.0:  # the default of each
-                continue
-            raise UserError(
-                f"the state to load has {name}={theirs!r}; make this Muon with it, not with"
-                f" {ours!r}"
-            )
-        for name in (*OF_ALL, "eps"):
-            group.pop(name, None)
-    return {**state_dict, "param_groups": groups}
-
-
-def check_groups(groups: Sequence[Mapping[str, Any]], given: Mapping[str, Any]) -> None:
-    """Raise a UserError for a setting of one group that holds for the whole optimizer."""
-    for number, group in enumerate(groups):
-        for name, _, _ in _differing(group, given, OF_ALL):
-            raise UserError(
-                f"{name}={group[name]!r} in parameter group {number} has no effect, as it holds"
-                " for the whole optimizer; pass it to Muon"
-            )
-
-
-def _differing(
-    group: Mapping[str, Any],
-    given: Mapping[str, Any],
-    names: Sequence[str],
-) -> Iterator[tuple[str, Any, Any]]:
-    """The settings of a group that differ from this optimizer's, with both values."""
-    for name in names:
-        if name in group:
-            theirs = _meaning(name, group[name])
-            ours = _meaning(name, given[name])
-            if theirs != ours:
-                yield name, theirs, ours
-
-
-def _meaning(name: str, value: Any) -> Any:
-    """A setting of `torch.optim.Muon`; equal for values with the same meaning."""
-    if name == "ns_coefficients":
-        return iteration_of(value).coefficient_type
-    if name == "adjust_lr_fn":
-        return value or "original"
-    return number_of(value)

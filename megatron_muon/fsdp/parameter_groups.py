@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.numbers import check_number, number_of
+from megatron_muon.core.numbers import check_number
 from megatron_muon.core.user_errors import UserError
 
 MUON = "muon"
@@ -29,28 +29,34 @@ _NUMBERS = {
 }
 """Numbers that a group may have, with the settings whose ranges hold for them."""
 
-FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
+FOR_OTHER: dict[Any, tuple[str, ...]] = {
+    MUON: ("betas", "eps", DECAY_VECTORS),
+    ADAMW: ("momentum",),
+}
 """Settings of a group that have no effect on its part of Muon, or of AdamW."""
-
-OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-"""Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
 
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
-NOTES = (
-    "name",
-    "param_names",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "swa_lr",
-)
-"""Other keys that a group may have: a label, and the notes of torch's schedulers."""
+_NOTES = {"name", "param_names", "initial_lr"}
+"""Other keys that a group may have: labels, and a note of torch's schedulers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+_MARKS = {
+    "_is_flat_param": "a FlatParameter of FSDP1",
+    "_fsdp_flattened": "a shard of FSDP1",
+    "ds_id": "partitioned by DeepSpeed's ZeRO-3",
+    "_mfsdp_parameter_group": "sharded by the experimental Megatron-FSDP",
+}
+"""Attributes of parameters that other libraries have flattened or cut. Reading one as a matrix, or
+leaving it to AdamW because it has one dimension, would train something else than requested."""
+
+_READABLE = {"DTensor", "FakeTensor", "FunctionalTensor", "WeightWithDynamicFloat8CastTensor"}
+"""Subclasses that torch dispatches to, and whose elements are plain numbers; the last one is
+torchao's, for training with float8 all-gathers."""
+
+_REMEDY = "Muon needs whole matrices of plain numbers: use fully_shard (FSDP2), or freeze it"
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,6 @@ def read_parameters(params: Any) -> list[Given]:
 
     Raises a TypeError for what is not a parameter, and a UserError for one that Muon cannot take.
     """
-    if isinstance(params, torch.Tensor):
-        kind = type(params).__name__
-        raise TypeError(f"params is a {kind}; pass the model, or model.named_parameters()")
     entries = list(params.named_parameters() if isinstance(params, nn.Module) else params)
     if not entries:
         raise UserError(
@@ -95,7 +98,10 @@ def read_parameters(params: Any) -> list[Given]:
     for number, group in enumerate(entries):
         options = _options(group, number)
         place = f"group {number}, parameter" if len(entries) > 1 else "parameter"
-        for index, member in enumerate(_members(group["params"], number)):
+        members = group["params"]
+        if isinstance(members, torch.Tensor):
+            members = [members]
+        for index, member in enumerate(members):
             name, parameter = _named(member, f"{place} {index}")
             label = name or f"{place} {index}"
             found.append(Given(parameter, name, label, number, options))
@@ -106,42 +112,26 @@ def read_parameters(params: Any) -> list[Given]:
     return found
 
 
-def _options(group: Any, number: int) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of a group; a UserError for one without effect."""
-    if not isinstance(group, Mapping) or "params" not in group:
-        raise TypeError(
-            f"entry {number} of params is no parameter group with 'params', as the others are"
-        )
     options = {name: value for name, value in group.items() if name != "params"}
     optimizer = options.get(OPTIMIZER)
+    if optimizer not in (None, MUON, ADAMW):
+        raise UserError(
+            f"parameter group {number} has optimizer={optimizer!r}; choose 'muon' or 'adamw'"
+        )
+    known = [name for name in KNOWN if name not in FOR_OTHER.get(optimizer, ())]
     for name, value in options.items():
-        wrong = ""
-        if name in OF_ALL:
-            wrong = "which holds for the whole optimizer; pass it to Muon"
-        elif name not in (*KNOWN, *NOTES):
-            wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
-        elif name == OPTIMIZER and value not in (MUON, ADAMW):
-            wrong = "which does not exist; choose 'muon' or 'adamw'"
-        elif name == DECAY_VECTORS and not isinstance(value, bool):
-            wrong = "which is not True or False; choose one"
-        elif name in FOR_OTHER.get(str(optimizer), ()):
-            wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
-        if wrong:
-            raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
+        if name not in known and name not in _NOTES:
+            raise UserError(
+                f"parameter group {number} has {name}={value!r}, which has no effect; it may have"
+                f" {', '.join(known)}"
+            )
         if name == "betas":
             check_betas(value, "betas", f" of parameter group {number}")
         elif name in _NUMBERS:
             check_number(_NUMBERS[name], value, setting=f"{name} of parameter group {number}")
     return options
-
-
-def _members(params: Any, number: int) -> list[Any]:
-    if isinstance(params, nn.Module):
-        raise TypeError(f"parameter group {number} is of a module; pass its named_parameters()")
-    members = [params] if isinstance(params, torch.Tensor) else list(params)
-    if not members:
-        raise UserError(f"parameter group {number} has no parameters; leave it out")
-    return members
 
 
 def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
@@ -151,7 +141,7 @@ def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
     if not isinstance(parameter, torch.Tensor):
         kind = type(parameter).__name__
         raise TypeError(f"{place} is a {kind}, not a tensor; pass model.named_parameters()")
-    return name or name_in_megatron_fsdp(parameter), parameter
+    return name, parameter
 
 
 def _check_unique(given: Iterable[Given]) -> None:
@@ -169,44 +159,26 @@ def _check_unique(given: Iterable[Given]) -> None:
 
 def check_betas(betas: Any, name: str, where: str = "") -> None:
     """Raise a UserError unless `betas` are two numbers in a sequence, an array or a tensor."""
-    has_elements = isinstance(betas, Sequence) or bool(getattr(betas, "shape", False))
-    if not has_elements or len(betas) != 2:
-        raise UserError(f"{name}={betas!r}{where} are not two numbers")
-    for place, beta in enumerate(betas):
-        check_number("adam_beta1", beta, setting=f"{name}[{place}]{where}")
-
-
-def floats_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a group as floats; tensors are read."""
-    numbers: dict[str, Any] = {}
-    for name in _NUMBERS:
-        if name in group:
-            numbers[name] = float(number_of(group[name]))
-    if "betas" in group:
-        numbers["betas"] = tuple(float(number_of(beta)) for beta in group["betas"])
-    return numbers
+    first, second = betas
+    check_number("adam_beta1", first, setting=f"{name}[0]{where}")
+    check_number("adam_beta1", second, setting=f"{name}[1]{where}")
 
 
 def check_tensor(name: str, parameter: torch.Tensor) -> None:
-    """Raise a UserError for dtypes and layouts that neither optimizer takes."""
+    """Raise a UserError for a parameter that neither optimizer can read."""
+    for mark, kind in _MARKS.items():
+        if getattr(parameter, mark, None) is not None:
+            raise UserError(f"{name} is {kind}; {_REMEDY}")
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    dispatches = type(local).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+    if dispatches and type(local).__name__ not in _READABLE:
+        raise UserError(f"{name} is a {type(local).__name__}; {_REMEDY}")
     dtype = parameter.dtype
-    if dtype not in _DTYPES:
-        why = "; in fp16 updates overflow: use bf16" if dtype == torch.float16 else ""
-        raise UserError(f"{name} is of {dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}")
-    if parameter.layout != torch.strided:
+    if dtype not in _DTYPES or parameter.layout != torch.strided:
         raise UserError(
-            f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters"
+            f"{name} is of {dtype}, {parameter.layout}; Muon and AdamW here take dense fp32, bf16"
+            " and fp64: use bf16, or freeze it"
         )
-
-
-def name_in_megatron_fsdp(parameter: torch.Tensor) -> str:
-    """The name that Megatron-FSDP has for one of its parameters; empty for others."""
-    model = getattr(parameter, "_megatron_fsdp_model", None)
-    if model is None:
-        return ""
-    names: Mapping[Any, str] = model.param_and_grad_buffer.param_to_name
-    name = names.get(getattr(parameter, "orig_param", None), "")
-    return re.sub(r"^(module\.)+", "", name)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:

@@ -63,21 +63,18 @@ def rank_sets(selection: Selection, given: Mapping[str, Any]) -> list[RankSet]:
             Matrix(name, view.matrix, (), split, steps.get(choice.name, 0))
             for name in view.names(choice.name)
         ]
-        ranks = cuts.ranks_of(choice.name, p)
+        ranks = cuts.ranks_of(p)
         found.setdefault(ranks, RankSet(ranks)).matrices[p] = matrices
-    # ranks that agree on what files of plain tensors have lost
-    in_files = given["offload"] == "nvme" and dist.is_initialized() and not any(found)
-    if () in found and (given["share_replicated"] or in_files):
+    if () in found and given["share_replicated"]:
         found[()].ranks = tuple(dist.get_process_group_ranks(given["process_group"]))
     return [found[ranks] for ranks in sorted(found)]
 
 
 def check_within_largest(sets: Sequence[RankSet], given: Mapping[str, Any]) -> None:
     """Raise a UserError if metrics would be summed over ranks that do not hold all matrices."""
-    ranks = [each.ranks for each in sets]
     largest = set(max(sets, key=lambda each: len(each.ranks)).ranks)
-    if given["metrics_interval"] and not all(largest.issuperset(some) for some in ranks):
+    if given["metrics_interval"] and not all(largest.issuperset(each.ranks) for each in sets):
         raise UserError(
-            f"metrics_interval={given['metrics_interval']!r} adds up over the largest set of"
-            f" ranks that hold a parameter together, and {ranks} cross; use metrics_interval=0"
+            f"metrics_interval={given['metrics_interval']!r} needs a mesh with the ranks of all"
+            " others; use metrics_interval=0"
         )

@@ -8,6 +8,7 @@ its optimizer.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,6 @@ from torch import nn
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import fused
-from megatron_muon.fsdp.foreign import refuse_foreign
 from megatron_muon.fsdp.modules import roles_of
 from megatron_muon.fsdp.name_rules import (
     CONVOLUTION,
@@ -40,7 +40,6 @@ from megatron_muon.fsdp.parameter_groups import (
     check_tensor,
     decays,
     members_of,
-    name_in_megatron_fsdp,
     read_parameters,
 )
 from megatron_muon.fsdp.table import Row, blocks, table
@@ -53,6 +52,9 @@ VECTOR = "vector"
 BY_GROUP = "its group says so"
 BY_NAME = "exclude"
 """Why AdamW takes a parameter where the user said so."""
+
+_LARGEST_KERNEL = 16
+"""Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
 
 Predicate = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
@@ -67,7 +69,7 @@ class Choice:
         role: the role of its module, if known.
         view: how Muon reads it; None for AdamW.
         split: the blocks of a matrix that holds several.
-        note: for the table, of matrices that look fused, and of adapters.
+        note: for the table, of matrices that look fused.
     """
 
     name: str
@@ -93,13 +95,11 @@ class Selection:
             that hold both.
         choices: of all parameters of the groups.
         frozen: what needs no gradient, with names.
-        grouped: whether groups with settings of their own were given.
     """
 
     groups: list[dict[str, Any]] = field(default_factory=list)
     choices: dict[torch.Tensor, Choice] = field(default_factory=dict)
     frozen: dict[torch.Tensor, str] = field(default_factory=dict)
-    grouped: bool = False
 
     @property
     def views(self) -> dict[torch.Tensor, View]:
@@ -114,38 +114,19 @@ class Selection:
         """The name of a parameter of the groups."""
         return self.choices[parameter].name
 
-    def exchanged(
+    def with_parameters(
         self,
         before: Sequence[torch.Tensor],
-        groups: Sequence[Mapping[str, Any]],
+        groups: list[dict[str, Any]],
     ) -> Selection:
         """The same choices for `groups` with other parameters in the places of those before."""
-        pairs = list(zip(before, members_of(groups), strict=True))
-        chosen = [(new, self.choices[old]) for old, new in pairs]
-        for new, choice in chosen:
-            check_tensor(choice.name, new)
-        refuse_foreign((choice.name, new, choice.why == BY_GROUP) for new, choice in chosen)
-        for old, new in pairs:
-            if self.choices[old].view is not None and new.shape != old.shape:
-                raise UserError(
-                    f"{self.name(old)} is {tuple(new.shape)} in param_groups, and was"
-                    f" {tuple(old.shape)}; Muon needs whole matrices: use fully_shard (FSDP2)"
-                )
+        now = dict(zip(before, members_of(groups), strict=True))
+        choices = {now[p]: choice for p, choice in self.choices.items()}
+        for p, choice in choices.items():
+            check_tensor(choice.name, p)
         # the frozen tensors of before would keep the unsharded model in memory
         frozen = {torch.empty(0): name for name in self.frozen.values()}
-        return Selection([dict(group) for group in groups], dict(chosen), frozen, self.grouped)
-
-    def resharded(self, parameters: Iterable[torch.Tensor]) -> Selection | None:
-        """The same choices for Megatron-FSDP's parameters; None if their names differ."""
-        now = {name_in_megatron_fsdp(p): p for p in parameters}
-        before = members_of(self.groups)
-        if not all(self.name(p) in now for p in before):
-            return None
-        groups = []
-        for group in self.groups:
-            members = [now[self.name(p)] for p in group["params"]]
-            groups.append({**group, "params": members})
-        return self.exchanged(before, groups)
+        return Selection(groups, choices, frozen)
 
     def table(self, *, full: bool = False) -> str:
         """Which optimizer takes which parameters, why, what is split and what does not decay."""
@@ -174,8 +155,7 @@ def why_not_muon(
     """
     is_stack = parameter.ndim > 2 and is_of_experts(name)
     if parameter.ndim != 2 and not is_stack and not is_named:
-        hint = "" if role == CONVOLUTION else _stacks_hint(name, parameter)
-        return f"{parameter.ndim}D{hint}"
+        return f"{parameter.ndim}D"
     if not parameter.numel():
         return "no elements"
     if is_named:  # a patch embedding too, which is a convolution and not a table
@@ -196,22 +176,30 @@ def why_not_muon(
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
     """Whether a parameter of more than two dimensions can be a stack of matrices.
 
-    A convolution is recognized by its name, or by a kernel with equal sides of at most 16.
+    A convolution is recognized by its name, or by a small kernel with equal sides.
     """
     rows, cols = parameter.shape[-2:]
-    is_kernel = parameter.ndim > 3 and rows == cols <= 16
+    is_kernel = parameter.ndim > 3 and rows == cols <= _LARGEST_KERNEL
     is_convolution = is_kernel or "conv" in name.lower()
     return min(rows, cols) > 1 and not is_convolution
 
 
-def _stacks_hint(name: str, parameter: torch.Tensor) -> str:
-    """How to have a possible stack read as matrices; the pattern finds it in every layer."""
-    if parameter.ndim < 3 or not may_be_stack(name, parameter):
-        return ""
-    parts = name.removesuffix(".weight").split(".")
-    while any(part.isdigit() for part in parts[:-1]):
-        parts.pop(0)
-    return f'; stacks=["{".".join(parts)}"] reads it as matrices'
+def warn_of_stacks(selection: Selection) -> None:
+    """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
+    stacks: dict[torch.Tensor, str] = {}
+    for p, choice in selection.choices.items():
+        if p.ndim < 3 or choice.role == CONVOLUTION or choice.why in ("", BY_GROUP, BY_NAME):
+            continue
+        if min(p.shape[-2:]) > _LARGEST_KERNEL and may_be_stack(choice.name, p):
+            stacks[p] = choice.name
+    elements = sum(p.numel() for p in stacks)
+    if elements > sum(p.numel() for p in selection.views):
+        warnings.warn(
+            f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
+            f" than Muon takes of all; the first is {next(iter(stacks.values()))}: name them in"
+            " stacks= or exclude=",
+            stacklevel=3,
+        )
 
 
 def select(
@@ -236,9 +224,6 @@ def select(
         roles = roles_of(params)
     given = read_parameters(params)
     trained = [each for each in given if each.parameter.requires_grad]
-    refuse_foreign(
-        ((each.label, each.parameter, each.optimizer == ADAMW) for each in trained), modules
-    )
     if not trained:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     flat, stacked = _read_as(trained, flatten or {}, stacks)
@@ -246,9 +231,8 @@ def select(
     by_name = {each.name: each for each in free}
     included = _included(by_name.values(), matrices, flat | stacked, roles)
     excluded = matching("exclude", exclude, included, others=by_name)
-    selection = Selection(grouped=any(each.options for each in given))
     frozen = [each for each in given if not each.parameter.requires_grad]
-    selection.frozen = {each.parameter: each.label for each in frozen}
+    selection = Selection(frozen={each.parameter: each.label for each in frozen})
     for each in trained:
         p = each.parameter
         choice = Choice(each.label, role=roles.get(each.name, ""))
@@ -267,8 +251,7 @@ def select(
     taken = {each.name: each for each in selection.choices.values() if each.view is not None}
     if not taken:
         raise UserError(
-            "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what"
-            " Muon is to take"
+            "no parameter is a matrix for Muon; name some in matrices=, or use torch.optim.AdamW"
         )
     for name in matching("transposed", transposed, taken, others=by_name):
         taken[name].view = replace(_view(taken[name]), transposed=True)
@@ -277,7 +260,7 @@ def select(
     for pattern, parts in (split or {}).items():
         for name in matching("split", [pattern], taken):
             rows = _view(taken[name]).matrix[0]
-            taken[name].split = fused.row_split(pattern, parts, name, rows)
+            taken[name].split = fused.row_split(parts, name, rows)
     return selection
 
 
@@ -294,8 +277,6 @@ def _read_as(
         found = matching("flatten", [pattern], possible, others=names)
         flat = flat.union(found) if is_flat else flat.difference(found)
     stacked = set(matching("stacks", stacks, possible, others=names))
-    if both := sorted(flat & stacked):
-        raise UserError(f"{both[0]} is named in flatten= and in stacks=; leave it out of one")
     return flat, stacked
 
 
@@ -326,27 +307,29 @@ def _groups(
     trained: Sequence[Given], choices: Mapping[torch.Tensor, Choice]
 ) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
-    parts: dict[tuple[int, str], dict[str, Any]] = {}
-    for each in trained:
-        optimizer = ADAMW if choices[each.parameter].view is None else MUON
-        key = each.group, optimizer
-        if key not in parts:
-            parts[key] = _empty_group(each.options, optimizer)
-        parts[key]["params"].append(each.parameter)
     first = list[dict[str, Any]]()
     second = list[dict[str, Any]]()
-    for (number, optimizer), group in parts.items():
-        is_second = optimizer == ADAMW and (number, MUON) in parts
-        (second if is_second else first).append(group)
+    for number in dict.fromkeys(each.group for each in trained):
+        members = [each for each in trained if each.group == number]
+        parts = []
+        for optimizer in (MUON, ADAMW):
+            is_muon = optimizer == MUON
+            params = [m.parameter for m in members if (not choices[m.parameter].why) == is_muon]
+            if params:
+                parts.append(_group(members[0].options, optimizer, params))
+        first.append(parts[0])
+        second += parts[1:]
     return first + second
 
 
-def _empty_group(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
+def _group(
+    options: Mapping[str, Any], optimizer: str, params: list[torch.Tensor]
+) -> dict[str, Any]:
     """A group of one optimizer with the settings of a given group that concern it."""
     group = {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
     if optimizer == ADAMW:
         group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
-    return {**group, "params": [], OPTIMIZER: optimizer}
+    return {**group, "params": params, OPTIMIZER: optimizer}
 
 
 def _view(choice: Choice) -> View:
@@ -360,12 +343,9 @@ def _read_by_module(choice: Choice, modules: fused.Modules) -> None:
         return
     if fused.is_stored_transposed(choice.name, modules):
         choice.view = replace(_view(choice), transposed=True)
-    rows, cols = _view(choice).matrix
+    rows = _view(choice).matrix[0]
     choice.split = fused.known_split(choice.name, rows, modules)
-    if any(part.lower().startswith("lora_") for part in choice.name.split(".")):
-        choice.note = f"LoRA factor of rank {min(rows, cols)}"
-    else:
-        choice.note = fused.note_of(choice.name, modules)
+    choice.note = fused.note_of(choice.name, modules)
 
 
 def _check_shape(given: Given) -> None:
@@ -376,8 +356,7 @@ def _check_shape(given: Given) -> None:
     is_stack = p.ndim > 2 and is_said and may_be_stack(given.label, p)
     if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(
-            f"{given.label} has shape {tuple(p.shape)}; Muon takes matrices and, by name or group,"
-            " stacks (..., m, n) with m and n above 1: pass model.named_parameters(), leave it out"
-            " of matrices=, name it in flatten= if it is a convolution or in stacks=, or put it"
-            " into a group with optimizer='adamw'"
+            f"{given.label} has shape {tuple(p.shape)}; Muon takes matrices and, by name, stacks"
+            " (..., m, n): pass model.named_parameters(), name it in flatten= if it is a"
+            " convolution or in stacks=, or put it into a group with optimizer='adamw'"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, override
 
 import torch
@@ -13,7 +13,6 @@ from megatron_muon.core.ranks import Alone
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.group_muon import GroupMuon
-from megatron_muon.fsdp.options import without_shared_settings
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import make_state
@@ -30,9 +29,10 @@ class MuonState(torch.optim.Optimizer):
     selection: Selection
     _settings: dict[str, Any]  # the arguments of `Muon`
     _run: OffloadRun | None  # keeps momentum off the device; None once it is closed
+    _is_fresh: bool  # neither stepped nor loaded
     _state_groups: list[Any]  # the ranks that agree on failures, in one order on all of them
 
-    def _follow_exchanged(self) -> None:
+    def _follow_replaced(self) -> None:
         """Follow parameters that a framework has put into `param_groups`; `Muon` implements it."""
         raise NotImplementedError
 
@@ -48,7 +48,8 @@ class MuonState(torch.optim.Optimizer):
     def initialize_state(self) -> None:
         """Give every parameter that has none its state, on every rank alike."""
         for part in self.parts:
-            self.state.update(part.shown)
+            for p, slots in part.shown.items():
+                self.state[p] = dict(slots)
             part.show_settings(self.param_groups)
         for group in self.param_groups:
             # torch's checkpoints load what the run has alone, whatever dtype comes later
@@ -58,15 +59,6 @@ class MuonState(torch.optim.Optimizer):
             for p in group["params"]:
                 if not self.state[p]:
                     self.state[p].update(make_state(p))
-
-    def _restart_cleared(self, members: Sequence[torch.Tensor]) -> None:
-        """Restart parameters whose state a user has removed, as torch's optimizers do."""
-        cleared = {p for p in members if not self.state[p]}
-        if cleared:
-            for part in self.parts:
-                for p in part.shown.keys() & cleared:
-                    part.restart(p, self.state)
-            self.initialize_state()
 
     def refuse_lost_state(self, group: Any = None) -> None:
         """Raise an OffloadError on every rank if one has lost state.
@@ -80,7 +72,7 @@ class MuonState(torch.optim.Optimizer):
         if failure is not None:
             raise OffloadError(failure)
 
-    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+    def momentum_state(self) -> dict[torch.Tensor, torch.Tensor]:
         """As `ShardedMuon.momentum_state`, for each parameter.
 
         Collective if momentum is in files and matrices are sharded.
@@ -88,7 +80,7 @@ class MuonState(torch.optim.Optimizer):
         self._require_open()
         state: dict[torch.Tensor, torch.Tensor] = {}
         for part in self.parts:
-            state.update(part.momentum_state(empty=empty))
+            state.update(part.momentum_state())
         # one rank alone may save whole matrices
         is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)
         self.refuse_lost_state(Alone() if is_whole else None)
@@ -100,9 +92,9 @@ class MuonState(torch.optim.Optimizer):
 
         Momentum in a store is copied into it, as `momentum_state` reads it.
         """
-        self._follow_exchanged()
+        self._follow_replaced()
         for part in self.parts:
-            part.adopt_replaced(self.state)
+            part.check_state(self.state)
         if not self.stores:
             return super().state_dict()
         before = {p: self.state[p] for p in self.selection.views}
@@ -123,31 +115,26 @@ class MuonState(torch.optim.Optimizer):
         of another shape.
         """
         self._require_open()
-        self._follow_exchanged()
-        state_dict = without_shared_settings(state_dict, self._settings)
-        for part in self.parts:
-            for p in part.shown:
-                part.show_own(p, self.state)
+        self._follow_replaced()
+        if any(OPTIMIZER not in group for group in state_dict["param_groups"]):
+            raise UserError(
+                "the state to load is another optimizer's; load one that Muon has saved"
+            )
         own = {MOMENTUM}
         for part in self.parts:
             for rule in part.rules:
                 own.update(rule.slots)
         saved = self._saved_slots(state_dict, own)
-        groups = self.param_groups
         super().load_state_dict({**state_dict, "state": _without(state_dict["state"], own)})
-        for group, old in zip(self.param_groups, groups, strict=True):
-            for name, value in old.items():
-                group.setdefault(name, value)
+        for group in self.param_groups:
             if "betas" in group:  # torch's full state dicts have a list
                 group["betas"] = tuple(group["betas"])
         for part in self.parts:
             part.take_settings(self.param_groups)
             for p in part.shown:
                 part.load(p, saved[p])
-        for slots in self.state.values():
-            if "step" in slots:  # older checkpoints have whole numbers
-                slots["step"] = torch.as_tensor(slots["step"], dtype=torch.float32)
         self.initialize_state()
+        self._is_fresh = False
 
     def _saved_slots(
         self,
@@ -160,25 +147,26 @@ class MuonState(torch.optim.Optimizer):
         the groups.
         """
         keys: dict[torch.Tensor, Any] = {}
-        pairs = zip(self.param_groups, state_dict["param_groups"], strict=False)
-        for ours, theirs in pairs:
+        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
             keys.update(zip(ours["params"], theirs["params"], strict=False))
         saved: dict[torch.Tensor, Slots] = {}
-        for p in self.selection.views:
-            slots = state_dict["state"].get(keys.get(p), {})
-            saved[p] = {slot: slots[slot] for slot in sorted(own) if slot in slots}
-            for slot in sorted(own):
-                found = saved[p].get(slot)
-                shape = p.shape if slot == MOMENTUM else self.state[p][slot].shape
-                if found is None and not p.requires_grad:
-                    continue
-                if found is None or found.shape != shape:
-                    shown = "no" if found is None else tuple(found.shape)
-                    raise UserError(
-                        f"the state to load has {shown} {slot} of {self.selection.name(p)}, which"
-                        f" here is {tuple(shape)}; was it saved by Muon with these settings?"
-                    )
+        for part in self.parts:
+            for p, shown in part.shown.items():
+                slots = state_dict["state"].get(keys.get(p), {})
+                saved[p] = {slot: slots[slot] for slot in own if slot in slots}
+                if p.requires_grad or saved[p]:
+                    self._check_slots(p, shown, saved[p])
         return saved
+
+    def _check_slots(self, p: torch.Tensor, shown: Slots, saved: Slots) -> None:
+        for slot, tensor in shown.items():
+            shape = p.shape if slot == MOMENTUM else tensor.shape
+            found = tuple(saved[slot].shape) if slot in saved else "no"
+            if found != tuple(shape):
+                raise UserError(
+                    f"the state to load has {found} {slot} of {self.selection.name(p)}, which here"
+                    f" is {tuple(shape)}; was it saved by Muon with these settings?"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()

@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_muon.core.layout import RowSplit
@@ -15,52 +15,49 @@ _NUMBER_OF_LAYER = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.weight)\d+$")
 """The number of a layer, or of an expert, in a parameter's name."""
 
 
+_TOTALS = "{:<12}{:>9}{:>16}{:>9}"
+_KIND = "{:<12}{:>9}{:>16}  {}"
+
+
 class Row(NamedTuple):
     """A parameter, the optimizer that takes it, and a note on it."""
 
     optimizer: str
     name: str
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     note: str = ""
 
 
-def table(rows: Iterable[Row], *, frozen: int = 0, full: bool = False) -> str:
+def table(rows: Sequence[Row], *, frozen: int = 0, full: bool = False) -> str:
     """Tensors, elements and share of each optimizer, then each kind of parameter.
 
     Parameters of one kind differ only in the numbers of their layers, and share a line; with `full`
     each parameter has one.
     """
     sizes: dict[str, list[int]] = defaultdict(list)
-    kinds: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    kinds: dict[Row, list[str]] = defaultdict(list)
     for row in rows:
         sizes[row.optimizer].append(math.prod(row.shape))
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        kind = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
-        kinds[row.optimizer, shape, kind, row.note].append(row.name)
-    total = sum(sum(counts) for counts in sizes.values())
-    lines = [_line("optimizer", "tensors") + _sizes("parameters", "share")]
+        name = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
+        kind = row._replace(name=name)
+        kinds[kind].append(row.name)
+    total = sum(map(sum, sizes.values()))
+    lines = [_TOTALS.format("optimizer", "tensors", "parameters", "share")]
     for optimizer, counts in sizes.items():
-        share = sum(counts) / max(total, 1)
-        start = _line(optimizer, f"{len(counts):,}")
-        lines.append(start + _sizes(f"{sum(counts):,}", f"{share:.1%}"))
+        elements = sum(counts)
+        share = elements / total
+        count = f"{len(counts):,}"
+        lines.append(_TOTALS.format(optimizer, count, f"{elements:,}", f"{share:.1%}"))
     if frozen:
-        lines.append(_line("frozen", f"{frozen:,}"))
+        lines.append(_TOTALS.format("frozen", f"{frozen:,}", "", ""))
     lines.append("")
-    for (optimizer, shape, kind, note), names in kinds.items():
-        shown = names[0] if len(names) == 1 else kind
-        if note:
-            shown += f" ({note})"
-        start = _line(optimizer, f"{len(names):,}")
-        lines.append(f"{start}{shape:>16}  {shown}")
+    for row, names in kinds.items():
+        count = f"{len(names):,}"
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        shown = names[0] if len(names) == 1 else row.name
+        note = f" ({row.note})" if row.note else ""
+        lines.append(_KIND.format(row.optimizer, count, shape, shown + note))
     return "\n".join(lines)
-
-
-def _line(optimizer: str, tensors: str) -> str:
-    return f"{optimizer:<12}{tensors:>9}"
-
-
-def _sizes(parameters: str, share: str) -> str:
-    return f"{parameters:>16}{share:>9}"
 
 
 def blocks(split: RowSplit) -> str:

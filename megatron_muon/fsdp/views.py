@@ -61,8 +61,11 @@ class View:
         """A name for each matrix, `name[l,e]` in a stack."""
         if not self.is_stack:
             return [name]
-        places = (",".join(map(str, place)) for place in np.ndindex(*self.stacked))
-        return [f"{name}[{place}]" for place in places]
+        names = []
+        for place in np.ndindex(*self.stacked):
+            numbers = ",".join(map(str, place))
+            names.append(f"{name}[{numbers}]")
+        return names
 
     def described(self) -> str:
         """A note for the table; empty for a matrix that is the parameter itself."""
@@ -70,7 +73,9 @@ class View:
         if self.is_stack:
             count = " x ".join(map(str, self.stacked))
             return f"{count} matrices of {size}"
-        return "" if self.is_itself else f"as {size}"
+        if self.is_itself:
+            return ""
+        return f"as {size}"
 
     def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
         """The rectangle of each matrix that a rank holds.
@@ -88,8 +93,8 @@ class View:
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
         ranges = zip(offsets[:leading], sizes, strict=False)
-        slices = [slice(first, first + count) for first, count in ranges]
-        held[tuple(slices)] = True
+        places = tuple(slice(first, first + count) for first, count in ranges)
+        held[places] = True
         return [mine if is_held else (0, 0, 0, 0) for is_held in held.flat]
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:
@@ -98,7 +103,9 @@ class View:
 
     def unstacked(self, read: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a tensor in the form that `whole` returns."""
-        return list(read.flatten(0, -3).unbind()) if self.is_stack else [read]
+        if not self.is_stack:
+            return [read]
+        return list(read.flatten(0, -3).unbind())
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like the parameter, also a DTensor, as `(rows, cols)` or `(..., rows, cols)`."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard
 from tests.support import every_matrix as support
 from tests.support.every_matrix import MODELS, STEPS
 from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 KEY_BIASES = ("c_attn.bias", "k_proj.bias")
 """Their gradient is rounding alone, which AdamW divides by its size."""
@@ -35,11 +36,9 @@ def accumulate(module: Any, model: str, step: int) -> None:
 
 
 def layers_of(module: nn.Module) -> nn.Module:
-    for name, child in module.named_children():
-        if name in ("layers", "h"):
-            return child
-        if name in ("model", "transformer", "vit"):
-            return layers_of(child)
+    for name, each in module.named_modules():
+        if name.split(".")[-1] in ("layers", "h"):
+            return each
     raise AssertionError("no layers")
 
 
@@ -90,23 +89,12 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
     return whole.weights
 
 
-def wide(models: Sequence[str], shape: tuple[int, ...], within: bool) -> Any:
-    return pytest.param(tuple(models), shape, within, marks=pytest.mark.wide)
+CASES = [(tuple(MODELS), shape, False) for shape in ((3,), (2, 2))]
+CASES += [(MIXTURES, shape, True) for shape in ((4,), (2, 2))]
+USUAL = (MIXTURES[:1], (2,), True)
 
 
-@pytest.mark.parametrize(
-    ("models", "shape", "within"),
-    [
-        (MIXTURES[:1], (2,), True),
-        wide(MODELS, (2,), False),
-        wide(MODELS, (3,), False),
-        wide(MODELS, (4,), False),
-        wide(MODELS, (2, 2), False),
-        wide(MIXTURES, (2,), True),
-        wide(MIXTURES, (4,), True),
-        wide(MIXTURES, (2, 2), True),
-    ],
-)
+@pytest.mark.parametrize(("models", "shape", "within"), wide_but([USUAL], [USUAL, *CASES]))
 def test_training_under_fsdp2_equals_training_in_one_process(
     ranks: Pool, models: tuple[str, ...], shape: tuple[int, ...], within: bool
 ) -> None:

@@ -8,7 +8,6 @@ rounding (1e-6).
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
@@ -43,16 +42,18 @@ class Stage(frameworks.Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Of tokens what the next stage takes, or of that the scores."""
-        x = x if self.is_last else self.embed_tokens(x)
+        if not self.is_last:
+            x = self.embed_tokens(x)
         for layer in self.layers.values():
             x = x + layer(x)
-        return self.lm_head(self.norm(x + self.back(self.narrow(x)))) if self.is_last else x
+        if self.is_last:
+            x = self.lm_head(self.norm(x + self.back(self.narrow(x))))
+        return x
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh(
-        "cpu", shape, mesh_dim_names=("stage", *("replicate", "shard")[3 - len(shape) :])
-    )
+    names = ("stage", "replicate", "shard") if len(shape) == 3 else ("stage", "shard")
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def stage_of(mesh: DeviceMesh, *, apart: Sequence[str] = (), is_sharded: bool = True) -> Stage:
@@ -61,20 +62,21 @@ def stage_of(mesh: DeviceMesh, *, apart: Sequence[str] = (), is_sharded: bool = 
     """
     torch.manual_seed(0)  # as the whole net
     stage = Stage(mesh.get_local_rank("stage"))
-    inner = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
-    ignored = {p for name, p in stage.named_parameters() if name in apart}
-    for module in (*stage.layers.values(), stage) if is_sharded else ():  # type: ignore[operator]
-        fully_shard(module, mesh=inner, ignored_params=ignored)
+    if is_sharded:
+        inner = mesh[mesh.mesh_dim_names[1:]]  # type: ignore[index]
+        ignored = {p for name, p in stage.named_parameters() if name in apart}
+        for module in (*stage.layers.values(), stage):  # type: ignore[operator]
+            fully_shard(module, mesh=inner, ignored_params=ignored)
     return stage
 
 
 def clip_over_stages() -> Any:
     """The function of the page."""
-    (block,) = re.findall(
-        r"^    def clip_over_stages.*?(?=^\S)", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL
-    )
+    page = PAGE.read_text("utf-8")
+    start = page.index("    def clip_over_stages")
+    code = page[start : page.index("\n\n", start)]
     found: dict[str, Any] = {"torch": torch, "dist": dist, "DTensor": frameworks.DTensor}
-    exec(compile(textwrap.dedent(block), str(PAGE), "exec"), found)
+    exec(textwrap.dedent(code), found)
     return found["clip_over_stages"]
 
 
@@ -123,14 +125,10 @@ def trained_alone(
     return training.weights(), norms
 
 
+FILES = {"offload": "nvme", "offload_dir": "{folder}"}
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "files, clipped": (
-        (2, 2),
-        {"max_norm": MAX_NORM, "offload": "nvme", "offload_dir": "{folder}"},
-    ),
-    "hsdp": ((2, 2, 2), {"max_norm": MAX_NORM}),
-    "hsdp, files": ((2, 2, 2), {"offload": "nvme", "offload_dir": "{folder}"}),
-    "normuon": ((2, 2), {"moment2_method": "normuon"}),
+    "files, clipped": ((2, 2), {"max_norm": MAX_NORM, **FILES}),
+    "hsdp": ((2, 2, 2), {"max_norm": MAX_NORM, **FILES}),
 }
 
 
@@ -145,22 +143,19 @@ def test_two_stages_train_as_one_process(ranks: Pool, case: str, tmp_path: Path)
     weights = {**found[0][0], **found[-1][0]}
     assert weights.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(
-            weights[name], weight, rtol=0.0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert torch.allclose(weights[name], weight, rtol=0.0, atol=1e-6), name
     assert all(of_rank == pytest.approx(norms, rel=1e-5) for _, of_rank in found)
     assert not norms or max(norms) > MAX_NORM > 0
 
 
-FILES = {"offload": "nvme", "offload_dir": "{folder}"}
-# mesh, what is not sharded, settings
-ALONE: dict[
-    str,
-    tuple[tuple[int, ...], dict[str, Any], dict[str, Any]],
-] = {
+Alone = tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]
+"""Mesh, arguments of `stage_of`, settings."""
+
+APART = ("layers.0.0.weight", "layers.1.0.weight")
+ALONE: dict[str, Alone] = {
     "files, measured, teams of replicas, weights on no mesh": (
         (2, 2, 1),
-        {"apart": ("layers.0.0.weight", "layers.1.0.weight")},
+        {"apart": APART},
         {**FILES, "metrics_interval": 1, "team_size": "2", "momentum_dtype": "int8"},
     ),
     "hsdp, normuon": ((2, 1, 2), {}, {"moment2_method": "normuon", "metrics_interval": 1}),
@@ -168,11 +163,6 @@ ALONE: dict[
         (2, 2),
         {"is_sharded": False},
         {"share_replicated": True, "process_group": "stage"},
-    ),
-    "files of replicas": (
-        (2, 2),
-        {"is_sharded": False},
-        {**FILES, "process_group": "stage", "metrics_interval": 1},
     ),
 }
 
@@ -204,7 +194,5 @@ def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -
 
 @pytest.mark.parametrize("case", wide_but([case for case in ALONE if "teams" in case], ALONE))
 def test_a_stage_waits_for_no_other(ranks: Pool, case: str, tmp_path: Path) -> None:
-    """Files of weights on no mesh were made by all ranks of the world together, which waited for
-    the other stage.
-    """
+    """Files of weights on no mesh were made by all ranks together, which waited for the others."""
     assert ranks(4, one_after_the_other, case=case, folder=str(tmp_path)) == [True] * 4

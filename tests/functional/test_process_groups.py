@@ -13,15 +13,11 @@ import pytest
 from tests.support.pool import Pool
 
 
-def on_nodes(rank: int, nodes: list[tuple[int, int]] | None) -> None:
-    """In a worker: what a launcher says, the ranks of this rank's node and its place there; None
-    says nothing.
-    """
-    for number, name in enumerate(("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
-        if nodes is None:
-            os.environ.pop(name)
-        else:
-            os.environ[name] = str(nodes[rank][number])
+def on_nodes(rank: int, nodes: list[tuple[int, int]]) -> None:
+    """In a worker: the variables of a launcher, the ranks of this rank's node and its place."""
+    ranks, place = nodes[rank]
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    os.environ["LOCAL_RANK"] = str(place)
 
 
 def stepped(
@@ -47,9 +43,9 @@ def stepped(
     for _ in range(alone):
         dist.new_group([0])
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False)
-    )
+    up = torch.nn.Linear(64, 256, bias=False)
+    down = torch.nn.Linear(256, 64, bias=False)
+    model = torch.nn.Sequential(up, down)
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, matrices=["*"], **settings)
     model(torch.randn(4, 64)).square().sum().backward()
@@ -68,24 +64,19 @@ def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
     assert first[1] == [(0, 1)] * 2
 
 
-@pytest.mark.parametrize(
-    ("nodes", "settings", "teams"),
-    [
-        ([(2, 0), (2, 1), (1, 0)], {}, None),
-        (
-            [(3, 0), (3, 1), (3, 2)],
-            {"team_size": "2"},
-            {(0, 1)},
-        ),
-    ],
-)
-def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams: Any) -> None:
+UNEVEN = [(2, 0), (2, 1), (1, 0)]
+ONE_NODE = [(3, 0), (3, 1), (3, 2)]
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(UNEVEN, "auto"), (ONE_NODE, "2")])
+def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, size: str) -> None:
     """Nodes of two ranks and of one: each rank divided by its own node's, and they waited for each
     other.
     """
-    first, *others = ranks(3, stepped, nodes=nodes, **settings)
+    first, *others = ranks(3, stepped, nodes=nodes, team_size=size)
     assert others == [first] * 2
-    assert teams is None or set(first[1]) == teams
+    if size == "2":
+        assert set(first[1]) == {(0, 1)}
 
 
 def refusal(rank: int, world_size: int, **how: Any) -> str:
@@ -99,12 +90,9 @@ def refusal(rank: int, world_size: int, **how: Any) -> str:
 
 def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
     """It named 1 where 2 works."""
-    said = set(
-        ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"),
-    )
-    assert said == {
-        "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2"
-    }
+    said = ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4")
+    message = "team_size 4 is more than the ranks of a node that share these matrices; use auto, "
+    assert said == [message + "or 2"] * 4
 
 
 def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
@@ -115,29 +103,24 @@ def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
 
     from megatron_muon.core.ranks import nodes_of
 
-    assert dist.group.WORLD is not None
+    world: Any = dist.group.WORLD
     found = []
-    for nodes in (
-        [(2, 0), (2, 1), (1, 0)],
-        [(1, 0)] * 3,
-        [(3, 0), (3, 1), (3, 2)],
-    ):
+    for nodes in (UNEVEN, [(1, 0)] * 3, ONE_NODE):
         on_nodes(rank, nodes)
-        found.append(nodes_of(dist.group.WORLD))
-    on_nodes(rank, None)
+        found.append(nodes_of(world))
+    del os.environ["LOCAL_WORLD_SIZE"]
     socket.gethostname = lambda: "even" if rank % 2 == 0 else "odd"
-    return [*found, nodes_of(dist.group.WORLD)]
+    return [*found, nodes_of(world)]
 
 
 def test_nodes_as_launchers_tell(ranks: Pool) -> None:
     """Without torchrun's variables all ranks counted as one node; the host tells."""
     for found in ranks(3, nodes_as_found):
-        assert found == [
-            [0, 0, 1],
-            [0, 1, 2],
-            [0, 0, 0],
-            [0, 1, 0],
-        ]
+        uneven, alone, together, by_host = found
+        assert uneven == [0, 0, 1]
+        assert alone == [0, 1, 2]
+        assert together == [0, 0, 0]
+        assert by_host == [0, 1, 0]
 
 
 def timeout_of(group: Any) -> Any:
@@ -156,37 +139,30 @@ def sums_among(rank: int, world_size: int) -> list[float]:
 
     from megatron_muon.core.ranks import group_among, new_group_of
 
-    world = dist.group.WORLD
-    assert world is not None
+    world: Any = dist.group.WORLD
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dist.new_group([2])
     half, found = halves[rank // 2], []
     world.bound_device_id = torch.device("cpu", 0)
     # torch 2.11 has the usual one alone
     has_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    for order in ([0, 1], [1, 0] if has_order else [0, 1]):
-        for _ in range(2):
-            group = group_among(order, half)
-            assert group.rank() == order.index(half.rank())
-            assert timeout_of(group) == timeout_of(world) != timeout_of(half)
-            assert group.bound_device_id is None, (
-                "its communicator would be split from that of all ranks"
-            )
-            total = torch.tensor([float(rank)])
-            dist.all_reduce(total, group=group)
-            found.append(total.item())
+    for order in ([0, 1], [1, 0] if has_order else [0, 1]) * 2:
+        group = group_among(order, half)
+        assert group.rank() == order.index(half.rank())
+        assert timeout_of(group) == timeout_of(world) != timeout_of(half)
+        # its communicator would be split from that of all ranks
+        assert group.bound_device_id is None
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=group)
+        found.append(total.item())
     assert world.bound_device_id == torch.device("cpu", 0)
     world.bound_device_id = None
-    assert timeout_of(new_group_of(rank % 2)) == timeout_of(world), (
-        "torch gives NCCL's new groups 10 minutes"
-    )
+    # torch gives NCCL's new groups 10 minutes
+    assert timeout_of(new_group_of(rank % 2)) == timeout_of(world)
     return found
 
 
 def test_parts_of_the_world_make_groups_at_the_same_time(ranks: Pool) -> None:
-    assert ranks(4, sums_among) == [
-        [1.0] * 4,
-        [1.0] * 4,
-        [5.0] * 4,
-        [5.0] * 4,
-    ]
+    first = [1.0] * 4
+    second = [5.0] * 4
+    assert ranks(4, sums_among) == [first, first, second, second]

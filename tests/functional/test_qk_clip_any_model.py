@@ -59,28 +59,23 @@ def trained(model: nn.Module, batches: range, *, muon: bool, **options: Any) -> 
     for step in range(STEPS):
         optimizer.zero_grad()
         for number in batches:
-            (
-                model(**batch_of(BATCHES * step + number), use_cache=False).loss / len(batches)
-            ).backward()
+            batch = batch_of(BATCHES * step + number)
+            (model(**batch, use_cache=False).loss / len(batches)).backward()
         optimizer.step()
         logits.append(float(clip.step()))
-    return logits, {
-        name.removeprefix("module."): frameworks.full(p).clone() for name, p in parameters.items()
-    }
+    weights = {n.removeprefix("module."): frameworks.full(p) for n, p in parameters.items()}
+    return logits, {name: weight.clone() for name, weight in weights.items()}
 
 
 def on_ranks(rank: int, world_size: int) -> Any:
     """In a worker: every layout and model."""
     mine = range(rank, BATCHES, world_size)
-    cases = [(layout, name) for layout in LAYOUTS for name in MODELS]
-    return {
-        case: trained(
-            sharded(model_of(case[1]), case[0]),
-            mine,
-            muon=case[1] == "latent",
-        )
-        for case in cases
-    }
+    found = {}
+    for layout in LAYOUTS:
+        for name in MODELS:
+            model = sharded(model_of(name), layout)
+            found[layout, name] = trained(model, mine, muon=name == "latent")
+    return found
 
 
 def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
@@ -90,18 +85,11 @@ def test_ranks_clip_as_one_process_does(ranks: Pool) -> None:
     every = range(BATCHES)
     alone = {name: trained(model_of(name), every, muon=name == "latent") for name in MODELS}
     for of_rank in ranks(2, on_ranks):
-        for (layout, name), (logits, weights) in of_rank.items():
-            expected_logits, expected = alone[name]
-            assert logits == pytest.approx(expected_logits, rel=1e-5), (layout, name)
-            for parameter, value in expected.items():
-                shown = f"{layout}, {name}, {parameter}: "
-                torch.testing.assert_close(
-                    weights[parameter],
-                    value,
-                    rtol=0,
-                    atol=2e-6,
-                    msg=lambda m, shown=shown: shown + m,
-                )
+        for case, (logits, weights) in of_rank.items():
+            expected_logits, expected = alone[case[1]]
+            assert logits == pytest.approx(expected_logits, rel=1e-5), case
+            for name, value in expected.items():
+                assert torch.allclose(weights[name], value, rtol=0, atol=2e-6), (case, name)
     without = trained(model_of("latent"), every, muon=True, threshold=1e6)[1]
     expected = alone["latent"][1]
     differences = [(without[name] - expected[name]).abs().max() for name in expected]
@@ -121,21 +109,18 @@ def test_a_process_group_keeps_logits_of_other_ranks_away(ranks: Pool) -> None:
         assert logits == pytest.approx(expected, rel=1e-5)
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    """In a worker: what is said of both versions of Megatron-FSDP as a library."""
-    found = []
-    for training in (frameworks.megatron_fsdp(), frameworks.experimental()):
-        with pytest.raises(UserError) as refused:
-            megatron_muon.QKClip(training.model)
-        found.append(str(refused.value))
-    return found
+def refusal(rank: int, world_size: int) -> str:
+    """In a worker: the error for Megatron-FSDP as a library."""
+    with pytest.raises(UserError) as refused:
+        megatron_muon.QKClip(frameworks.megatron_fsdp().model)
+    return str(refused.value)
 
 
 def test_megatron_fsdp_as_a_library_is_refused(ranks: Pool) -> None:
     """Its weights were scaled where the next step overwrites them: no logit shrank, and nothing was
     said.
     """
-    for message in ranks(1, refusals)[0]:
-        assert message.startswith(
-            "QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip"
-        )
+    (message,) = ranks(1, refusal)
+    assert message.startswith(
+        "QKClip does not know where Megatron-FSDP has its weights; use FSDP2, or --qk-clip"
+    )

@@ -153,46 +153,20 @@ MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 def megatron_fsdp(
     strategy: str = "optim_grads_params",
-    package: str = "",
-    at_once: bool = False,
+    package: str = MEGATRON_FSDP,
     **settings: Any,
 ) -> Training:
-    """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`.
-
-    `at_once` calls its `fully_shard(model, optimizer)`, otherwise it is `fully_shard_model` and
-    `fully_shard_optimizer`.
-    """
-    library = importlib.import_module(package or MEGATRON_FSDP)
-    options = {
-        "device_mesh": init_device_mesh(
-            device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")
-        ),
-        "dp_shard_dim": "dp",
-        "tp_dim": "tp",
-        "fsdp_unit_modules": [nn.Sequential],
-        "zero_dp_strategy": strategy,
-    }
-    model = Net().to(device())
-    if at_once:
-        model, optimizer = library.fully_shard(model, muon(model, **settings), **options)
-    else:
-        model = library.fully_shard_model(model, **options)
-        model._replace_param_with_distributed_if_needed()
-        optimizer = library.fully_shard_optimizer(muon(model, **settings))
-    return Training(model, optimizer, whole=full_of_uneven)
-
-
-def experimental(package: str = "", **settings: Any) -> Training:
-    """The experimental Megatron-FSDP."""
-    library = importlib.import_module((package or MEGATRON_FSDP) + ".experimental")
-    mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("dp",))
-    flat = [library.Flat()]
-    placements = importlib.import_module(library.__name__ + ".placement").Placements(
-        ["dp"], flat, flat, flat
+    """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`."""
+    library = importlib.import_module(package)
+    shape = (dist.get_world_size(), 1)
+    model = library.fully_shard_model(
+        Net().to(device()),
+        device_mesh=init_device_mesh(device(), shape, mesh_dim_names=("dp", "tp")),
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[nn.Sequential],
+        zero_dp_strategy=strategy,
     )
-    model = Net().to(device())
-    for module in (*model.layers, model):
-        library.fully_shard(module, mesh, placements)
-    optimizer = muon(model, **settings)
-    library.fully_shard_optimizer(optimizer)
+    model._replace_param_with_distributed_if_needed()
+    optimizer = library.fully_shard_optimizer(muon(model, **settings))
     return Training(model, optimizer, whole=full_of_uneven)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.coverage import Inside, is_left, warning_of_few
 from megatron_muon.fsdp.fused import LOOKS_FUSED
 from megatron_muon.fsdp.modules import role_of
 from megatron_muon.fsdp.name_rules import EMBEDDING, OUTPUT
@@ -101,23 +99,6 @@ def tag_for_muon(
     )
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
-    _warn_if_few(model_chunks)
-
-
-def _warn_if_few(model_chunks: Sequence[Any]) -> None:
-    """Warn if Muon takes less than half of the elements of matrices inside the network."""
-    inside = []
-    for parameter, name in parameter_names(model_chunks).items():
-        why = getattr(parameter, "why_not_muon", "")
-        is_left_out = why != "--muon-exclude" and is_left(name, parameter, why)
-        if parameter.requires_grad and (is_muon_matrix(parameter) or is_left_out):
-            inside.append(Inside(name, parameter.numel(), why))
-    text = warning_of_few(
-        inside,
-        "set partition_sizes or use_muon=True on Muon's parameters, or --muon-exclude the rest",
-    )
-    if text:
-        warnings.warn(text, stacklevel=3)
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:

@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import placement_types
 
 from megatron_muon import shipped
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.fsdp.cuts import placed_shards
-from megatron_muon.fsdp.options import iteration_of
 from megatron_muon.fsdp.selection import select
 from megatron_muon.fsdp.views import View
 from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
@@ -75,7 +75,7 @@ def _build_on_meta(path: Path) -> Any:
 def _fully_sharded(
     ranks: int, matrices: Iterable[Matrix], hardware: Hardware
 ) -> tuple[PlanSettings, list[Group]]:
-    iteration = hardware.iterate(iteration_of())
+    iteration = hardware.iterate(Iteration("simple", 5))  # the defaults of Muon
     layout = Layout(ranks, tuple(matrices))
     return PlanSettings(None, Memory(2, iteration)), [Group("fully_shard", layout)]
 
