@@ -14,19 +14,19 @@ import copy
 import io
 import linecache
 import os
-import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError, quiet_imports, unforeseen
-from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags.command_line import MODEL_FLAGS, Parser
-from megatron_muon.megatron.places import EVENTS, SAVE, settle_places
+from megatron_muon.megatron.places import EVENTS, LOAD, SAVE, refuse_taken
 from megatron_muon.megatron.provenance import check_versions
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
@@ -37,14 +37,8 @@ UNNAMED = Path("runs/pretrain_gpt")
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """Values that validation takes for arguments that were not given."""
 
-_PACKAGE_REFUSAL = re.compile(
-    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability|"
-    r"\w*ImportError|ModuleNotFoundError|nvidia_resiliency_ext)\b"
-)
-"""Matches a refusal that depends on installed packages or the device, not on settings."""
-
-_CONDITION_LINES = 6
-"""Source lines above a refusal that are searched for its condition."""
+FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+"""Flags for a run's first start, not for a continuation from its own checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +46,19 @@ class Opened:
     """A command line whose config is read and whose environment and device are set."""
 
     config: config_file.ExperimentConfig | None
-    rest: list[str]  # the command line without --config and --device
+    rest: list[str]  # the command line without --config, --device and --resume
+    resumes: bool
     device: str  # "cuda" or "cpu"
     elsewhere: bool  # checked for CUDA on a machine without it
     parser: Parser
     notes: list[str]
+
+    def merged(self) -> list[str]:
+        """All flags: the config's and the user's, changed for a run that continues."""
+        flags = self.rest
+        if self.config is not None:
+            flags = config_file.merge(self.config, flags)
+        return resumed(flags, self.notes) if self.resumes else flags
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,54 @@ def prepare(argv: Sequence[str]) -> Launch:
 
     A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
-    given = {token.split("=")[0] for token in argv}
-    if given & {"--config", *MODEL_FLAGS}:
-        opened = open_line(argv, writes=True)
-        places = {}
-    else:
-        opened = open_line(["--config", str(QUICKSTART), *argv], writes=True)
-        places = {SAVE: str(UNNAMED / "checkpoints"), EVENTS: str(UNNAMED / "tensorboard")}
+    note = None
+    if not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}:
+        places = (SAVE, f"{UNNAMED}/checkpoints", EVENTS, f"{UNNAMED}/tensorboard")
+        argv = ["--config", str(QUICKSTART), *places, *argv]
         note = f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
+    opened = open_line(argv, writes=True)
+    if note is not None:
         opened.notes.insert(0, note)
-    flags = opened.rest
-    if OWNS_PLACES not in os.environ:
-        flags = [*flags, *_places(opened, places)]
-    if opened.config is not None:
-        flags = config_file.merge(opened.config, flags)
-    return check(opened, flags, writes=True)
+    launch = check(opened, opened.merged(), writes=True)
+    if not opened.resumes and STATUS_FOLDER not in os.environ:
+        _refuse_taken(launch.args)
+    return launch
+
+
+def _refuse_taken(args: argparse.Namespace) -> None:
+    """Keep ranks that no launcher started off another run; all find the same, as none has begun.
+
+    A run that continues another's checkpoint may log to the same place, but saves elsewhere.
+    """
+    continues = args.load is not None and not args.finetune
+    if continues and args.save in (None, args.load):
+        return
+    events = None if continues else args.tensorboard_dir
+    remedy = f"give another {SAVE} DIR and {EVENTS} DIR, go on with that run with --resume"
+    refuse_taken(args.save, events, remedy=remedy)
+
+
+def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
+    """The flags that continue the run in --save from its latest checkpoint, or begin it.
+
+    With --finetune or --ckpt-step a second time, it would begin again and lose what it had trained.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(SAVE)
+    for flag in FIRST_START_ONLY:
+        action = "store" if flag == "--ckpt-step" else "store_true"
+        parser.add_argument(flag, action=action, default=None)
+    given, rest = parser.parse_known_args(list(flags))
+    if given.save is None:
+        raise UserError("no --save, so the run could not be resumed; add --save DIR")
+    found = folders.latest(Path(given.save))
+    if found is None:
+        notes.append(f"no checkpoint in {given.save} yet: a first start")
+        return list(flags)
+    ignored = [flag for flag in FIRST_START_ONLY if vars(given)[flag[2:].replace("-", "_")]]
+    without = f", without {' '.join(ignored)}" if ignored else ""
+    notes.append(f"going on from {given.save}, iteration {found}{without}")
+    return [*rest, SAVE, given.save, LOAD, given.save]
 
 
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
@@ -102,6 +137,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
+    early.add_argument("--resume", action="store_true")
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
     config = None
@@ -122,8 +158,15 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         parser = arguments.build_parser()
     if config is not None:
         config_file.check_flags(config, parser._option_string_actions)
-    elsewhere = device == "cuda" and cpu.installed()
-    return Opened(config, rest, device, elsewhere, parser, notes)
+    return Opened(
+        config=config,
+        rest=rest,
+        resumes=given.resume,
+        device=device,
+        elsewhere=device == "cuda" and cpu.installed(),
+        parser=parser,
+        notes=notes,
+    )
 
 
 def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
@@ -150,22 +193,6 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
     return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
 
 
-def _places(opened: Opened, defaults: dict[str, str]) -> list[str]:
-    """Flags that keep a start off other runs; see `settle_places`."""
-    typed = config_file.pairs(opened.rest, opened.parser._option_string_actions)
-    chosen = {flag: " ".join(values) for flag, values in typed}
-    unset = config_file.given_flags(opened.rest) - chosen.keys()
-    in_file = {}
-    for flag, values in opened.config.flags if opened.config else ():
-        if flag not in unset:
-            in_file[flag] = " ".join(values)
-    found, note = settle_places({**in_file, **defaults}, chosen)
-    if note:
-        opened.notes.append(note)
-    flags = {flag: path for flag, path in defaults.items() if flag not in chosen}
-    return [token for item in (flags | found).items() for token in item]
-
-
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
     """Set a config's environment; notes on it."""
     notes = []
@@ -186,11 +213,8 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
 
     A run with `--yaml-cfg`, whose settings are not in the flags, is validated by its ranks.
 
-    Returns:
-        For a run that starts `elsewhere`, a note on what the packages of this machine refuse.
-
-    Raises:
-        UserError: the first refusal.
+    Raises a UserError for the first refusal; for a run that starts `elsewhere` it is returned as a
+    note, as it may depend on packages that this machine lacks.
     """
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -218,9 +242,9 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
             calculator.unset_num_microbatches_calculator()
             pretrain_cfg_container_from_args(checked, gpt_config(checked))
     except UserError as error:
-        if not (elsewhere and _PACKAGE_REFUSAL.search(str(error))):
+        if not elsewhere:
             raise
-        return [f"not known here, and checked no further: {error}"]
+        return [f"refused on this machine, which may lack the other's packages: {error}"]
     return []
 
 
@@ -291,20 +315,13 @@ def explained() -> Iterator[None]:
 
 
 def refused(error: BaseException) -> UserError | None:
-    """A UserError with the condition that failed, if a statement of Megatron raised `error`."""
+    """A UserError with Megatron's words, or its condition, if a statement of it raised `error`."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
-    above = linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]
+    statement = linecache.getline(file, line).strip()
     is_megatron = frame.f_globals.get("__name__", "").startswith("megatron.")
-    if not is_megatron or not above or not re.search(r"\b(assert|raise)\b", above[-1]):
+    if not is_megatron or not statement.startswith(("assert", "raise")):
         return None
-    begin = len(above) - 1
-    for number, text in enumerate(above):
-        if text.strip().startswith(("assert ", "if ", "elif ")):
-            begin = number
-    source = " ".join(text.strip() for text in above[begin:])
-    condition = source.partition(" raise ")[0].rstrip(", \\")
-    said = f"{condition} ({os.path.basename(file)}:{line})"
-    if text := " ".join(str(error).split()):
-        said = f"{text}: {said}"
-    return UserError(f"megatron-core refuses these settings: {said}")
+    said = " ".join(str(error).split()) or statement
+    place = f"{os.path.basename(file)}:{line}"
+    return UserError(f"megatron-core refuses these settings: {said} ({place})")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import shlex
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from megatron_muon.errors import ExitStatus, install
@@ -21,12 +21,11 @@ minutes; the lines of the steps say how long this machine needs:
 
   1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
   2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
-  3. megatron-muon summary runs/quickstart
+  3. megatron-muon compare runs/quickstart
   4. megatron-muon generate --checkpoint runs/quickstart --untrained: text before and after
 
-If runs/quickstart holds a run, the next one goes to runs/quickstart-2: none is overwritten.
---train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both
-save, and show the text.
+Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter;
+--exit-duration-in-mins N ends training after N minutes. Both save, and show the text.
 """
 
 EXAMPLES = """\
@@ -50,7 +49,7 @@ def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
     # --overwrite replaces the text of another Python's library; a current one is kept
     data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"]
     generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
-    return [data, train, ["summary", str(out)], generate]
+    return [data, train, ["compare", str(out)], generate]
 
 
 def configure(parser: CommandParser) -> None:
@@ -67,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the steps until one fails; its exit status."""
     from megatron_muon.cli import main
 
-    for arguments in commands(free_folder(), args.nproc, args.flags):
+    out = Path("runs/quickstart")
+    if out.exists():
+        out = Path(f"{out}-{datetime.now():%Y%m%d-%H%M%S}")
+    for arguments in commands(out, args.nproc, args.flags):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
             print(f"transformers is not installed, so no text is shown; {install('hf')}")
             break
@@ -76,13 +78,3 @@ def run(args: argparse.Namespace) -> int:
         if status := main(arguments):
             return status
     return ExitStatus.OK
-
-
-def free_folder() -> Path:
-    """The first of runs/quickstart, runs/quickstart-2, ... without events of a run."""
-    folder = Path("runs/quickstart")
-    for number in itertools.count(2):
-        if not (folder / "tensorboard").exists():
-            break
-        folder = Path(f"runs/quickstart-{number}")
-    return folder

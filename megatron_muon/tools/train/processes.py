@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parents[3]
 """Holds the package, and pretrain_gpt.py in a checkout."""
 
 type Show = Callable[[Mapping[str, Any]], object]
-"""Receives each event of a run: those of `megatron.TOLD`; `line`, a line of the ranks' output; and
-`signal`, once, with the number of the signal that this process received."""
+"""Receives each event of a run: those of `megatron.REPORTS`; `line`, a line of the ranks' output;
+and `signal`, once, with the number of the signal that this process received."""
 
 _SECONDS_TO_END = 15.0  # where there is nothing to save
 _SECONDS_BETWEEN_LOOKS = 0.05
@@ -45,23 +45,15 @@ class Ended(NamedTuple):
     signal: int | None = None
 
 
-def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """PYTHONPATH with the checkout before the entries of `env`; an installed package needs none."""
-    is_checkout = (ROOT / "pretrain_gpt.py").is_file()
-    entries = [str(ROOT) if is_checkout else "", env.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, entries))}
-
-
-def environment(
-    ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None
-) -> dict[str, str]:
+def environment(ranks: int, *, port: int | None = None) -> dict[str, str]:
     """The environment of `ranks` local processes: cores shared evenly, gloo on loopback.
 
-    `settings` are ENV_VARS of an experiment file; the environment wins over them. `port` is the
-    rendezvous of processes that are not started by torchrun.
+    `port` is the rendezvous of processes that are not started by torchrun.
     """
-    env = {**(settings or {}), **os.environ}
-    env |= python_path(env)
+    env = dict(os.environ)
+    if (ROOT / "pretrain_gpt.py").is_file():  # a checkout; an installed package needs no path
+        entries = [str(ROOT), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     nodes = env.get("GROUP_WORLD_SIZE", "1")  # set by torchrun
     if sys.platform == "linux" and nodes == "1":
@@ -89,23 +81,21 @@ def pretrain_program() -> tuple[str, ...]:
 
 
 class Lines:
-    """Reads the lines that other processes append to a file, from `start` bytes on."""
+    """Reads the lines that other processes append to a file, from `position` bytes on."""
 
-    def __init__(self, file: Path, start: int = 0) -> None:
+    def __init__(self, file: Path, position: int = 0) -> None:
         self._file = file
-        self._position = start
+        self._position = position
         self._rest = b""
 
-    def new(self, *, is_last: bool = False) -> list[str]:
-        """Whole lines since the last call; with `is_last` also an unfinished one."""
+    def new(self) -> list[str]:
+        """Whole lines since the last call."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as stream:
             stream.seek(self._position)
             *lines, self._rest = (self._rest + stream.read()).split(b"\n")
             self._position = stream.tell()
-        if is_last and self._rest:
-            lines.append(self._rest)
         return [line.decode("utf-8", "replace") for line in lines]
 
 
@@ -117,7 +107,6 @@ def watch(
     show: Show = lambda _: None,
     reports: Path = Path(os.devnull),
     append: bool = False,
-    keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
 ) -> Ended:
     """Runs a command to its end; signals end it, and no process outlives the call.
@@ -126,7 +115,6 @@ def watch(
         log: receives stdout and stderr; `append` keeps its contents.
         show: receives each event within a twentieth of a second.
         reports: file to which processes of the command write events, a line of JSON each.
-        keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
     """
     mark = uuid.uuid4().hex
@@ -134,8 +122,8 @@ def watch(
     deadline = math.inf
     events = Lines(reports)
 
-    def show_new(*, is_last: bool = False) -> None:
-        for line in lines.new(is_last=is_last):
+    def show_new() -> None:
+        for line in lines.new():
             show({"event": "line", "line": line})
         for line in events.new():
             with contextlib.suppress(ValueError):  # cut short on a full disk
@@ -153,7 +141,6 @@ def watch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=keeps,
         )
         try:
             while process.poll() is None:
@@ -168,9 +155,7 @@ def watch(
         finally:
             _kill(process, mark)  # orphans
             process.wait()
-            if received and deadline == math.inf:  # just before the end
-                show({"event": "signal", "signal": received[0]})
-            show_new(is_last=True)
+            show_new()
     status = process.returncode
     if status < 0:
         status = 128 - status

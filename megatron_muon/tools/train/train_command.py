@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_muon.errors import UserError, settling
-from megatron_muon.megatron.places import CONFIG, RUN, read_json
+from megatron_muon.errors import ExitStatus, UserError, settling
+from megatron_muon.megatron.flags.config_file import given_flags
+from megatron_muon.megatron.places import CONFIG, RUN, SAVE, read_json
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import sigterm_unwinds
+from megatron_muon.tools.train.resolve import Request, resolve
 from megatron_muon.tools.train.run_folder import name_of
+from megatron_muon.tools.train.train import execute, torchrun
 from megatron_muon.tools.train.watcher import Watcher
-
-if TYPE_CHECKING:
-    from megatron_muon.tools.train.resolve import Request
 
 DESCRIPTION = """\
 Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load
@@ -66,7 +64,7 @@ def configure(parser: CommandParser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="the run's folder (by --tensorboard-dir or --save, else runs/NAME-TIME)",
+        help="the run's folder, for all that no flag places elsewhere (runs/NAME-TIME)",
     )
     add(
         "--resume",
@@ -87,51 +85,44 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
-    with settling("reading the command line"):
-        request = request_of(args)
+    request = request_of(args)
     watcher = Watcher()
     with watcher.screen:
         watcher.enter(f"checking the settings of {request.config}")
-        from megatron_muon.tools.train.train import execute, prepare
-
         with sigterm_unwinds(), settling("checking the settings"):
-            experiment = prepare(request)
-        watcher.head(experiment, all_settings=args.dry_run)
+            experiment = resolve(request)
+        command = shlex.join(["torchrun", *torchrun(experiment)])
+        watcher.head(experiment, command, all_settings=args.dry_run)
         if args.dry_run:
             watcher.screen.print("dry run: nothing was started or written")
-            return 0
-        watcher.enter(f"starting the ranks ({experiment.resolved.ranks})")
-        outcome = execute(experiment, show=watcher.event)
-    watcher.end(outcome, experiment)
-    return outcome.status
+            return ExitStatus.OK
+        watcher.enter(f"starting the ranks ({experiment.ranks})")
+        summary = execute(experiment, show=watcher.event)
+    watcher.end(summary, request.out)
+    return int(summary["status"])
 
 
 def request_of(args: argparse.Namespace) -> Request:
     """The request of a command line; a UserError for arguments that exclude each other."""
-    from megatron_muon.megatron.flags.config_file import pairs
-    from megatron_muon.tools.train.node import TO_GO_BACK
-    from megatron_muon.tools.train.resolve import Request
-
-    if args.no_save and pairs(args.flags, ("--save",)):
+    if args.no_save and SAVE in given_flags(args.flags):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    if args.resume and pairs(args.flags, ("--ckpt-step",)) and not pairs(args.flags, ("--load",)):
-        raise UserError(TO_GO_BACK)
     config = args.config
     ranks = args.nproc
-    if args.resume and args.out:
+    if args.resume:
+        if args.out is None:
+            raise UserError("--resume continues the run in a folder; give --out DIR")
         config = config or args.out / CONFIG
         ranks = ranks or read_json(args.out / RUN).get("ranks")
     if config is None:
         raise UserError("give --config FILE, or --resume --out DIR to continue a run")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # unique
     return Request(
-        config=str(config),
-        flags=tuple(args.flags),
+        config=config,
+        out=args.out or Path("runs", f"{name_of(config)}-{stamp}"),
+        flags=args.flags,
         ranks=ranks,
-        out=str(args.out) if args.out else None,
-        default_out=f"runs/{name_of(config)}-{stamp}",
+        takes_all=args.out is not None,
         saves=not args.no_save,
         resume=args.resume,
         dry_run=args.dry_run,
-        command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
