@@ -64,7 +64,7 @@ def test_version_names_what_matters(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]]
+    "argv", [[], ["no-such-command"], ["data", "prepare"], ["compare"], ["compare", "--nonsense"]]
 )
 def test_usage_errors_exit_with_2(argv, capsys):
     assert cli.main(argv) == ExitStatus.USAGE
@@ -75,7 +75,6 @@ def test_usage_errors_exit_with_2(argv, capsys):
     ("argv", "said"),
     [
         (["--verison"], "unknown flag --verison; did you mean --version\\?"),
-        (["summary", "--jsno=x", "runs/a"], "unknown flag --jsno; did you mean --json\\?"),
         (["data", "prepare", "--inptu", "a"], "unknown flag --inptu; did you mean --input\\?"),
         (
             ["train", "--config", "a.yaml", "--nporc", "2"],
