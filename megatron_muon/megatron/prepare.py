@@ -37,8 +37,8 @@ UNNAMED = Path("runs/pretrain_gpt")
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """Values that validation takes for arguments that were not given."""
 
-FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
-"""Flags for a run's first start, not for a continuation from its own checkpoint."""
+FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng")
+"""Flags for a run's first start, as is --ckpt-step, not for a continuation from its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(SAVE)
+    parser.add_argument("--ckpt-step")
     for flag in FIRST_START_ONLY:
-        action = "store" if flag == "--ckpt-step" else "store_true"
-        parser.add_argument(flag, action=action, default=None)
+        parser.add_argument(flag, action="store_true")
     given, rest = parser.parse_known_args(list(flags))
     if given.save is None:
         raise UserError("no --save, so the run could not be resumed; add --save DIR")
@@ -121,9 +121,9 @@ def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
     if found is None:
         notes.append(f"no checkpoint in {given.save} yet: a first start")
         return list(flags)
-    ignored = [flag for flag in FIRST_START_ONLY if vars(given)[flag[2:].replace("-", "_")]]
-    without = f", without {' '.join(ignored)}" if ignored else ""
-    notes.append(f"going on from {given.save}, iteration {found}{without}")
+    notes.append(f"going on from {given.save}, iteration {found}")
+    if given.ckpt_step is not None:
+        notes.append(f"--ckpt-step {given.ckpt_step} is ignored: it is for a run's first start")
     return [*rest, SAVE, given.save, LOAD, given.save]
 
 

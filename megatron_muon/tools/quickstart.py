@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import shlex
 import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -31,25 +30,12 @@ Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N
 EXAMPLES = """\
 examples:
   megatron-muon quickstart
-  megatron-muon quickstart --muon-lr 0.01
-  megatron-muon quickstart --train-iters 50
+  megatron-muon quickstart --muon-lr 0.01 --train-iters 50
   megatron-muon quickstart --nproc 4 --micro-batch-size 2
-  megatron-muon quickstart --data-parallel-sharding-strategy optim
 
 exit status:
   that of the first step that fails, or 0
 """
-
-
-def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
-    """The steps, as arguments of `megatron-muon`; `flags` override the experiment file's."""
-    train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
-    if flags:
-        train += ["--", *flags]
-    # --overwrite replaces the text of another Python's library; a current one is kept
-    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"]
-    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
-    return [data, train, ["compare", str(out)], generate]
 
 
 def configure(parser: CommandParser) -> None:
@@ -69,7 +55,13 @@ def run(args: argparse.Namespace) -> int:
     out = Path("runs/quickstart")
     if out.exists():
         out = Path(f"{out}-{datetime.now():%Y%m%d-%H%M%S}")
-    for arguments in commands(out, args.nproc, args.flags):
+    # --overwrite replaces the text of another Python's library; a current one is kept
+    data = f"data prepare --stdlib --output {QUICKSTART_DATA} --overwrite".split()
+    train = f"train --config {QUICKSTART} --nproc {args.nproc} --out {out}".split()
+    if args.flags:
+        train += ["--", *args.flags]
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
+    for arguments in (data, train, ["compare", str(out)], generate):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
             print(f"transformers is not installed, so no text is shown; {install('hf')}")
             break

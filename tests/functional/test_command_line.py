@@ -60,36 +60,20 @@ def notes(run: cli.Run, beginning: str) -> list[str]:
 
 
 def test_the_bare_line(tmp_path, capsys):
-    """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary`
-    reads the run.
+    """From an empty folder: it prepares the text, trains the quickstart model, saves; `compare`
+    reads the run, and a second start is refused.
     """
-    short = (
-        "--train-iters",
-        "3",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "1",
-        "--save-interval",
-        "3",
-    )
-    run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1", cold=True).checked()
+    short = "--train-iters 3 --eval-interval 3 --eval-iters 1 --log-interval 1 --seq-length 64"
+    flags = (*cli.MUON, *short.split())
+    run = cli.torchrun(tmp_path, *flags, cold=True).checked()
     assert len(run.losses) == 3
     assert run.losses[-1] < run.losses[0]
     assert len(run.validation_losses) >= 1
 
-    assert notes(
-        run,
-        "no model flags and no --config: taking configs/quickstart.yaml, writing to"
-        " runs/pretrain_gpt",
-    )
+    assert notes(run, "no model flags and no --config: taking configs/quickstart.yaml, writing to")
     assert notes(run, "configs/quickstart.yaml is not in this folder: taking the package's own")
     (defaults,) = notes(run, "defaults filled in: ")
-    for flag in (
-        "--ckpt-format fsdp_dtensor",
-        "--use-distributed-optimizer",
-        "--transformer-impl local",
-    ):
+    for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer"):
         assert flag in defaults
     for chosen in ("--optimizer", "--use-megatron-fsdp", "--num-layers", "--train-iters"):
         assert f"{chosen} " not in defaults
@@ -101,16 +85,15 @@ def test_the_bare_line(tmp_path, capsys):
     assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
 
     folder = tmp_path / "runs/pretrain_gpt"
+    assert (folder / "checkpoints/iter_0000003").is_dir()
     scalars = read_events(folder / "tensorboard").scalars
-    assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(
-        scalars
-    )
-    assert "optimizer-time" in scalars
-    assert command.main(["summary", str(folder)]) == ExitStatus.OK
-    shown = capsys.readouterr().out
-    assert re.search(r"^iterations +3$", shown, re.MULTILINE)
-    assert re.search(r"^optimizer_share +0\.\d+$", shown, re.MULTILINE)
-    assert "iter_0000003" in shown
+    assert {"lm loss", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
+    assert command.main(["compare", str(folder)]) == ExitStatus.OK
+    assert f"{run.validation_losses[0]:.4f}" in capsys.readouterr().out
+    again = cli.torchrun(tmp_path, *flags)
+    assert again.returncode != 0
+    refusal = "error: runs/pretrain_gpt/checkpoints holds a run; give another --save DIR and"
+    assert refusal in again.output
 
 
 @pytest.mark.wide

@@ -45,7 +45,7 @@ ELSEWHERE = {
     r"python -m benchmarks\.rehearse": "unit/test_plan_command.py",
     r"(CONFIG|SEEDS)=.* \./examples/|(RECIPES=.* )?\./examples/": "unit/test_sweep_loops.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
-    r".*--wandb-project": "functional/test_wandb.py",
+    r".*--wandb-project": "unit/test_progress.py",
 }
 """Commands, by a pattern of their beginning, that another test runs."""
 
@@ -70,18 +70,6 @@ NOT_HERE = {
 """Commands that are not run, by their beginning, with the reason; the files that they name must
 exist.
 """
-
-_TYPED = ("source", "megatron-muon", "(torchrun", r"torchrun --nproc-per-node 2 -m")
-LEFT_OUT = {
-    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(_TYPED)},
-    r"pip install": "installs packages",
-    r".*sbatch": "needs a SLURM cluster",
-    r"megatron-muon compare": "needs runs with validations; see test_compare.py",
-    r".*--peers deepspeed": "needs DeepSpeed; see test_bench.py",
-    r"megatron-muon doctor --gpu|.*my-h100\.yaml": "needs a GPU; see test_gpu_checks.py",
-    r".* examples/trainers/": "needs the extra `trainers`; see test_examples.py",
-}
-"""Commands that are not typed, by a pattern of their beginning, with the reason."""
 
 
 @dataclass(frozen=True)

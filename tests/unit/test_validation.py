@@ -17,28 +17,13 @@ from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
+from tests.support.cli import words
 
-MODEL = (
-    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
-    *(
-        "--group-query-attention",
-        "--num-query-groups",
-        "2",
-        "--seq-length",
-        "32",
-        "--max-position-embeddings",
-        "32",
-    ),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2", "--lr", "0.01"),
-    *(
-        "--tokenizer-type",
-        "NullTokenizer",
-        "--vocab-size",
-        "256",
-        "--eval-iters",
-        "0",
-        "--mock-data",
-    ),
+MODEL = words(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --group-query-attention"
+    " --num-query-groups 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2"
+    " --global-batch-size 8 --train-iters 2 --lr 0.01 --tokenizer-type NullTokenizer"
+    " --vocab-size 256 --eval-iters 0 --mock-data"
 )
 LAYOUTS = (
     "",
@@ -50,21 +35,8 @@ RANKS = 4
 
 CASES = [
     ("--tensor-model-parallel-size 3", "world size (4) is not divisible by"),
-    ("--global-batch-size 10", "global_batch_size (10) must be divisible by"),
     ("--hidden-size 66", "assert args.hidden_size % args.num_attention_heads == 0 (arguments.py:"),
-    (
-        "--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96",
-        "num_attention_heads (6) must be a multiple of tensor_model_parallel_size (4)",
-    ),
-    ("--save x", "assert args.save_interval is not None (arguments.py:"),
-    (
-        "--swiglu --num-experts 3 --expert-model-parallel-size 2",
-        (
-            "Number of experts should be a multiple of expert model parallel_size.: assert"
-            " args.num_experts % "
-        ),
-    ),
-    ("--recompute-granularity full", 'if self.recompute_granularity != "selective":'),
+    ("--recompute-granularity full", "recompute"),
 ]
 
 
@@ -106,42 +78,21 @@ def test_what_trains_is_not_refused(parser, more):
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("more", "package"),
-    [
-        (
-            "--save x --save-interval 1 --async-save --use-persistent-ckpt-worker",
-            "nvidia-resiliency-ext",
-        ),
-        (
-            (
-                "--non-persistent-ckpt-type local --non-persistent-save-interval 1"
-                " --non-persistent-local-ckpt-dir x"
-            ),
-            "nvidia_resiliency_ext",
-        ),
-    ],
-)
-def test_a_package_that_the_other_machine_may_have_is_a_note(parser, more, package):
+def test_a_package_that_the_other_machine_may_have_is_a_note(parser):
     """Megatron-LM's own gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor was refused for
     nvidia-resiliency-ext.
     """
+    more = "--save x --save-interval 1 --async-save --use-persistent-ckpt-worker"
     (note,) = check(parser, more, elsewhere=True)
-    assert package in note
-    with pytest.raises(UserError, match=package):
+    assert "nvidia-resiliency-ext" in note
+    with pytest.raises(UserError, match="nvidia-resiliency-ext"):
         check(parser, more)
-
-
-def test_settings_that_do_not_fit_are_refused_elsewhere_too(parser):
-    with pytest.raises(UserError, match=r"max_position_embeddings \(32\)"):
-        check(parser, "--seq-length 64", elsewhere=True)
 
 
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
         (KeyError("a bug"), r"failed: KeyError: KeyError\(.a bug.\); the traceback is in"),
-        (AssertionError("ours"), r"failed: AssertionError: ours; the traceback is in"),
         (
             CheckpointException("a", {7: (ValueError("a bug"), None)}),
             r"CheckpointException: rank 7: a bug; the trace",
@@ -166,12 +117,9 @@ class Command:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("optimizer", [MUON, ("--optimizer", "adam")])
 @pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
 @pytest.mark.parametrize("where", [".metadata", "args"])
-def test_arguments_of_a_checkpoint_are_taken_without_running_it(
-    parser, tmp_path, optimizer, flag, where
-):
+def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path, flag, where):
     """With --use-checkpoint-args, `train --dry-run` ran whatever the checkpoint's pickles named."""
     made, folder = tmp_path / "made-by-the-pickle", tmp_path / "iter_0000001"
     state = {"args": Command(made), "iteration": 1, "checkpoint_version": 3.0}
@@ -179,15 +127,8 @@ def test_arguments_of_a_checkpoint_are_taken_without_running_it(
     if where == ".metadata":
         (folder / where).write_bytes(pickle.dumps(Command(made)))
     (tmp_path / folders.TRACKER).write_text("1")
-    argv = [
-        *MODEL,
-        *optimizer,
-        "--ckpt-format",
-        "fsdp_dtensor",
-        flag,
-        str(tmp_path),
-        "--use-checkpoint-args",
-    ]
+    load = ("--ckpt-format", "fsdp_dtensor", flag, str(tmp_path), "--use-checkpoint-args")
+    argv = [*MODEL, *MUON, *load]
     args = arguments.parse(parser, [*arguments.missing_defaults(parser, argv, device="cpu"), *argv])
     with pytest.raises(
         UserError,

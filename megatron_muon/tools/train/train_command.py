@@ -20,8 +20,8 @@ from megatron_muon.tools.train.watcher import Watcher
 DESCRIPTION = """\
 Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load
 unchanged): launches torchrun with pretrain_gpt.py, shows a line for each log interval, and writes
-config.yaml, run.json, train.log (all output of the ranks), tensorboard/ and summary.json to the
-run's folder.
+config.yaml, run.json, train.log (all output of the ranks), tensorboard/, checkpoints/ and
+summary.json to the run's folder.
 """
 
 EXAMPLES = """\
@@ -48,39 +48,18 @@ def configure(parser: CommandParser) -> None:
         " the file's, and --unset FLAG removes one of the file's"
     )
     add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="experiment file; optional with --resume --out DIR",
-    )
-    add(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="ranks on this machine (one for each GPU, or 1 without GPUs)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the run's folder, for all that no flag places elsewhere (runs/NAME-TIME)",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue from the run's own checkpoint, if there is one",
-    )
-    add(
-        "--no-save",
-        action="store_true",
-        help="write no checkpoint (by default a run saves at its end and on Ctrl-C or SIGTERM)",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check and show all settings; start and write nothing",
-    )
+    words = "experiment file; optional with --resume --out DIR"
+    add("--config", type=Path, metavar="FILE", help=words)
+    words = "ranks on this machine (one for each GPU, or 1 without GPUs)"
+    add("--nproc", type=positive, metavar="N", help=words)
+    words = "the run's folder, for all that no flag places elsewhere (runs/NAME-TIME)"
+    add("--out", type=Path, metavar="DIR", help=words)
+    words = "continue from the run's own checkpoint, if there is one"
+    add("--resume", action="store_true", help=words)
+    words = "write no checkpoint (by default a run saves at its end and on Ctrl-C or SIGTERM)"
+    add("--no-save", action="store_true", help=words)
+    words = "check and show all settings; start and write nothing"
+    add("--dry-run", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:

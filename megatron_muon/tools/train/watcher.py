@@ -97,12 +97,7 @@ class Watcher:
         if text in self._noted:  # every rank says the same
             return
         self._noted.add(text)
-        style = ""
-        if text.startswith("pretrain_gpt.py: error"):
-            style = "red"
-        elif ": warning: " in text:
-            style = "yellow"
-        self.screen.print(text, style)
+        self.screen.print(text, "" if ": note: " in text else "yellow")
 
 
 def heading(experiment: Experiment) -> list[str]:
