@@ -9,7 +9,6 @@ import contextlib
 import io
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -18,8 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
-
-_SECONDS_BETWEEN_LINES = 10.0
 
 _UNREAD = contextlib.suppress(OSError)
 """The reader left (`| head`), or the terminal was closed: the run continues, or saves and ends."""
@@ -61,23 +58,14 @@ class Screen:
 
 
 @contextlib.contextmanager
-def progress(doing: str, unit: str) -> Iterator[Callable[[float, float], None]]:
-    """Shows on stderr how much is done: a bar on a terminal, else a line every few seconds."""
+def progress(doing: str) -> Iterator[Callable[[float, float], None]]:
+    """Shows on stderr how much is done: a bar on a terminal, else a line at the start."""
     console = Console(stderr=True, highlight=False)
-    printed = time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
         if bar.disable:
             console.print(f"{doing} ...")
-
-        def show(done: float, total: float) -> None:
-            nonlocal printed
-            bar.update(task, completed=done, total=total)
-            if bar.disable and time.monotonic() - printed >= _SECONDS_BETWEEN_LINES:
-                printed = time.monotonic()
-                console.print(f"{doing}: {done:,.0f} of {total:,.0f} {unit}")
-
-        yield show
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 _FIGURES = {

@@ -108,7 +108,7 @@ CASES |= {
         (
             "unwritable save",
             (*RUN, "--save", "a-file/below", "--save-interval", "2"),
-            ("cannot write there",),
+            ("cannot be read (Not a directory)",),
         ),
         # Story: each was a traceback, or a training that never ended well.
         (

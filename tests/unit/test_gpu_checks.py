@@ -18,9 +18,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
 from megatron_muon.fsdp.muon import Muon
-from megatron_muon.megatron import provenance
 from megatron_muon.offload.codecs import Codec
-from megatron_muon.tools.doctor import gpu_checks, gpu_report, step_checks
+from megatron_muon.tools.doctor import gpu_checks, gpu_report, private_names, step_checks
 from megatron_muon.tools.doctor.gpu_checks import Context
 from megatron_muon.tools.plan import estimate
 
@@ -261,7 +260,7 @@ MODULE = "megatron_muon/tools/doctor/gpu_report.py"
     ],
 )
 def test_a_report_has_no_names_and_folders(text: str, shown: str) -> None:
-    made = provenance.public({"ada": [text], "seconds": 1.0}, {"node-17", "ada"})
+    made = private_names.public({"ada": [text], "seconds": 1.0}, {"node-17", "ada"})
     assert made == {"ada": [shown], "seconds": 1.0}
 
 
@@ -275,7 +274,7 @@ def test_a_user_without_a_name_is_no_error(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.corp.example.com")
-    assert provenance.private_names() == {"node-17.corp.example.com", "node-17"}
+    assert private_names.private_names() == {"node-17.corp.example.com", "node-17"}
 
 
 def test_plan_reads_a_profile(

@@ -4,6 +4,7 @@ recorded.
 
 from __future__ import annotations
 
+import argparse
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,9 @@ from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import refuse_taken
 from megatron_muon.tools.train import resolve, train
 from megatron_muon.tools.train.processes import Ended
-from megatron_muon.tools.train.resolve import Experiment, Request, Setting
-from megatron_muon.tools.train.run_folder import config_text, name_of, refuse_foreign_config
-from megatron_muon.tools.train.train_command import request_of
+from megatron_muon.tools.train.resolve import Experiment, Setting
+from megatron_muon.tools.train.run_folder import config_text
+from megatron_muon.tools.train.train_command import complete
 
 TB = "--tensorboard-dir"
 MODEL = """\
@@ -44,13 +45,15 @@ MODEL_ARGS:
 
 @pytest.fixture
 def requested(tmp_path, monkeypatch):
-    """The request of a command line, where run.yaml is."""
+    """A parsed command line, where run.yaml is."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(MODEL)
 
-    def parse(line: str) -> Request:
+    def parse(line: str) -> argparse.Namespace:
         argv = ["train", *line.split()]
-        return request_of(cli._build_parser(argv)[0].parse_args(argv))
+        args = cli._build_parser(argv)[0].parse_args(argv)
+        complete(args)
+        return args
 
     return parse
 
@@ -92,13 +95,14 @@ def test_where_a_run_goes(requested, monkeypatch, line, file, expected):
     Path("o").mkdir()
     for path in ("run.yaml", "o/config.yaml"):
         Path(path).write_text(MODEL + (f"  {file}\n" if file else ""))
-    monkeypatch.setattr(resolve, "_validated", lambda request, placed, replaced: placed)
+    monkeypatch.setattr(resolve, "_validated", lambda line, root, placed, replaced: placed)
     assert " ".join(resolve.resolve(requested(line))) == expected
 
 
-def test_a_run_is_named_after_its_file_and_a_time(requested):
-    assert name_of(Path("gpt3_tp2/model_config.yaml")) == "gpt3_tp2"
-    assert requested("--config run.yaml").out.name.startswith("run-20")
+def test_a_run_is_named_after_its_file_and_a_time(requested, monkeypatch):
+    assert resolve.name_of(Path("gpt3_tp2/model_config.yaml")) == "gpt3_tp2"
+    monkeypatch.setattr(resolve, "_validated", lambda line, root, placed, replaced: root)
+    assert resolve.resolve(requested("--config run.yaml")).name.startswith("run-20")
 
 
 @pytest.fixture
@@ -124,7 +128,8 @@ def test_a_start_without_a_step_may_be_repeated(tmp_path, taken):
 def experiment_of(root: Path, *, resume: bool = False, **args: object) -> Experiment:
     given = {"save": str(root / "ck"), "tensorboard_dir": str(root / "tb"), "train_iters": 20}
     return Experiment(
-        request=Request(config=Path("x.yaml"), out=root, resume=resume),
+        root=root,
+        resumes=resume,
         settings=(Setting("--lr", ("1",), "x.yaml"),),
         env={},
         notes=(),
@@ -150,10 +155,10 @@ def test_a_run_is_neither_overwritten_nor_started_twice(tmp_path, taken):
 def test_a_file_that_train_has_not_written_is_never_replaced(tmp_path):
     """`train --config config.yaml --out .` wrote the resolved settings over that config.yaml."""
     (tmp_path / "config.yaml").write_text("MODEL_ARGS: {}")
-    with pytest.raises(UserError, match=r"config.yaml was not written by .* --out DIR"):
+    with pytest.raises(UserError, match=r"config.yaml is not of a run; .* --out DIR"):
         train.execute(experiment_of(tmp_path), show=print)
     (tmp_path / "run.json").write_text("{}")
-    refuse_foreign_config(tmp_path)
+    experiment_of(tmp_path).check_free()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megatron_muon.tools.screen import Screen, step_line, validation_line
-from megatron_muon.tools.train.resolve import FILLED_IN, Experiment, Request, Setting
+from megatron_muon.tools.train.resolve import FILLED_IN, Experiment, Setting
 from megatron_muon.tools.train.watcher import Watcher
 
 STEP = {
@@ -56,7 +56,8 @@ def test_lines_show_what_is_known_and_nothing_else(line, expected):
 
 
 EXPERIMENT = Experiment(
-    request=Request(Path("configs/my.yaml"), Path("x")),
+    root=Path("x"),
+    resumes=False,
     settings=(
         Setting("--lr", ("0.008",), "my.yaml"),
         Setting("--no-rope-fusion", (), FILLED_IN),
@@ -81,7 +82,7 @@ EXPERIMENT = Experiment(
 SHOWN = """\
 checking the settings of configs/my.yaml ...
 megatron-muon: environment wins over my.yaml: A=1, not 2
-configs/my.yaml: muon
+x: muon
   model       num_layers 32, hidden_size 4096
   ranks       8 on cpu, Megatron-FSDP optim
   steps       1000, 512 sequences of 8192

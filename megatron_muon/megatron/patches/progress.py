@@ -138,18 +138,16 @@ class Progress:
 
     def _warn_of_skipped(self) -> None:
         """Name the matrices whose updates were not finite since the last log."""
-        if not isinstance(self._optimizer, MuonChainedOptimizer):
-            return
-        skipped = self._optimizer.skipped_updates()
-        if not skipped:
-            return
-        named = [f"{name} ({count})" for name, count in skipped.items()]
-        shown = ", ".join(named[:_SHOWN_MATRICES])
-        print_rank_last(
-            f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of"
-            f" {len(skipped)} matrices, which kept their weights: {shown}. If this goes on, their"
-            " momentum is not finite either: resume from an earlier checkpoint"
-        )
+        skipped = {}
+        if isinstance(self._optimizer, MuonChainedOptimizer):
+            skipped = self._optimizer.skipped_updates()
+        if skipped:
+            named = ", ".join(list(skipped)[:_SHOWN_MATRICES])
+            print_rank_last(
+                f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of"
+                f" {len(skipped)} matrices, which kept their weights: {named}. If this goes on,"
+                " their momentum is not finite either: resume from an earlier checkpoint"
+            )
 
     def _write_facts(self, folder: str | None) -> None:
         """Write the facts of the run, whose keys `FACTS` lists. Collective."""
@@ -183,13 +181,11 @@ class Progress:
             speed["optimizer_share"] = (now.in_optimizer - last.in_optimizer) / seconds
         return speed
 
-    def name_evaluation(
-        self, call: Callable[..., Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> Any:
+    def name_evaluation(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `evaluate_and_print_results`, which evaluates one or several sets."""
-        given = inspect.signature(call).bind(prefix, *args, **kwargs).arguments
-        self._evaluation = {"step": given["iteration"], "at": prefix}
-        return call(prefix, *args, **kwargs)
+        given = inspect.signature(call).bind(*args, **kwargs).arguments
+        self._evaluation = {"step": given["iteration"], "at": given["prefix"]}
+        return call(*args, **kwargs)
 
     def evaluate(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Wraps `evaluate`, which evaluates one set."""

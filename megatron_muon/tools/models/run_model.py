@@ -183,7 +183,7 @@ def evaluate(args: argparse.Namespace) -> None:
         )
     sums = []
     first = loaded.tokenizer.eos_token_id
-    with progress("evaluating", "tokens") as show:
+    with progress("evaluating") as show:
         for loss, done in losses(loaded.model, ids, first=first, length=length):
             sums.append(loss)
             show(done, ids.size)

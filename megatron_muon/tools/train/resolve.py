@@ -10,10 +10,11 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_muon.errors import quiet_imports
+from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags import flag_names as names
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, given_flags
@@ -21,6 +22,7 @@ from megatron_muon.megatron.places import (
     CHECKPOINTS,
     CONFIG,
     EVENTS,
+    RUN,
     SAVE,
     TENSORBOARD,
     refuse_taken,
@@ -31,20 +33,6 @@ FROM_LINE, FROM_FOLDER, FILLED_IN = "command line", "run folder", "filled in"
 
 _NEVER = "1000000000"
 """A --save-interval that no training reaches; it still saves at its end."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line of `train`."""
-
-    config: Path  # experiment file
-    out: Path  # the run's folder
-    flags: Sequence[str] = ()  # flags of pretrain_gpt.py
-    ranks: int | None = None  # by default one for each GPU, or one without GPUs
-    takes_all: bool = False  # --out: the file's --save and --tensorboard-dir do not count
-    saves: bool = True  # also without --save: at the end, and before a signal ends the run
-    resume: bool = False
-    dry_run: bool = False
 
 
 class Setting(NamedTuple):
@@ -59,7 +47,8 @@ class Setting(NamedTuple):
 class Experiment:
     """A run with every setting resolved."""
 
-    request: Request
+    root: Path  # its folder
+    resumes: bool
     settings: tuple[Setting, ...]
     env: Mapping[str, str]  # ENV_VARS of the files
     notes: tuple[str, ...]  # for the user
@@ -68,38 +57,55 @@ class Experiment:
     args: argparse.Namespace  # Megatron's arguments
 
     def check_free(self) -> None:
-        """Raises a UserError if the run would overwrite another."""
-        if not self.request.resume:
+        """Raises a UserError if the run would overwrite another, or a config.yaml of the user's."""
+        config = self.root / CONFIG
+        if config.exists() and not (self.root / RUN).exists():
+            raise UserError(f"{config} is not of a run; give another --out DIR")
+        if not self.resumes:
             remedy = "give another --out DIR, go on with that run with --resume"
             refuse_taken(self.args.save, self.args.tensorboard_dir, remedy=remedy)
 
 
-def resolve(request: Request) -> Experiment:
-    """Resolves a run; a UserError for a mistake of the user, or a folder that is taken."""
-    typed = given_flags(request.flags)
+def resolve(line: argparse.Namespace) -> Experiment:
+    """Resolves a command line of `train`.
+
+    A UserError is a mistake of the user, or a folder that is taken.
+    """
+    typed = given_flags(line.flags)
+    root = line.out
     replaced = {*typed}
-    if request.takes_all and request.config != request.out / CONFIG:
-        replaced |= {SAVE, EVENTS}
-    if not request.saves:
+    if root is None:
+        stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # unique
+        root = Path("runs", f"{name_of(line.config)}-{stamp}")
+    elif line.config != root / CONFIG:
+        replaced |= {SAVE, EVENTS}  # of another run
+    if line.no_save:
         replaced.add(SAVE)
-    config = config_file.load_config(request.config, overridden=replaced)
+    config = config_file.load_config(line.config, overridden=replaced)
     if known := names.kept():  # before the imports that take seconds
         config_file.check_flags(config, known)
-        config_file.refuse_unknown_flags(request.flags, {*known, UNSET_FLAG})
-    placed = place(request, {*typed, *dict(config.flags)})
+        config_file.refuse_unknown_flags(line.flags, {*known, UNSET_FLAG})
+    placed = place(root, {*typed, *dict(config.flags)}, saves=not line.no_save)
     with quiet_imports():
-        return _validated(request, placed, replaced)
+        return _validated(line, root, placed, replaced)
 
 
-def place(request: Request, given: set[str]) -> list[str]:
+def name_of(config: Path) -> str:
+    """A run's name: that of its file, or the folder of a model_config.yaml."""
+    if config.stem in ("model_config", "config"):
+        return config.resolve().parent.name
+    return config.stem
+
+
+def place(root: Path, given: set[str], *, saves: bool) -> list[str]:
     """Flags that put a run's files into its folder, unless these flags are `given`."""
     flags = []
     if EVENTS not in given:
-        flags += [EVENTS, str(request.out / TENSORBOARD)]
-    if not request.saves:
+        flags += [EVENTS, str(root / TENSORBOARD)]
+    if not saves:
         return [*flags, UNSET_FLAG, SAVE]
     if SAVE not in given:
-        flags += [SAVE, str(request.out / CHECKPOINTS)]
+        flags += [SAVE, str(root / CHECKPOINTS)]
     if "--save-interval" not in given:
         flags += ["--save-interval", _NEVER]
     if "--exit-signal-handler" not in given:
@@ -107,7 +113,9 @@ def place(request: Request, given: set[str]) -> list[str]:
     return flags
 
 
-def _validated(request: Request, placed: Sequence[str], replaced: set[str]) -> Experiment:
+def _validated(
+    line: argparse.Namespace, root: Path, placed: Sequence[str], replaced: set[str]
+) -> Experiment:
     """Validates the run as a rank would. Sets the environment, installs the CPU backend."""
     import torch
 
@@ -116,17 +124,18 @@ def _validated(request: Request, placed: Sequence[str], replaced: set[str]) -> E
 
     has_gpus = torch.cuda.is_available() and not cpu.installed()
     gpus = torch.cuda.device_count() if has_gpus else 0
-    ranks = request.ranks or gpus or 1
-    argv = ["--config", str(request.config), *request.flags, *placed]
-    argv += ["--resume"] if request.resume and request.saves else []
+    ranks = line.nproc or gpus or 1
+    argv = ["--config", str(line.config), *line.flags, *placed]
+    if line.resume and not line.no_save:
+        argv.append("--resume")
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        opened = prepare.open_line(argv, writes=not request.dry_run, overridden=replaced)
+        opened = prepare.open_line(argv, writes=not line.dry_run, overridden=replaced)
         actions = opened.parser._option_string_actions
         if not names.kept():
             names.keep(actions)
         config_file.refuse_unknown_flags(opened.rest, {*actions, UNSET_FLAG})
-        checked = prepare.check(opened, opened.merged(), writes=not request.dry_run)
+        checked = prepare.check(opened, opened.merged(), writes=not line.dry_run)
         notes = prepare.validate(checked.args, world_size=ranks, elsewhere=opened.elsewhere)
     finally:
         del os.environ["WORLD_SIZE"]
@@ -134,14 +143,15 @@ def _validated(request: Request, placed: Sequence[str], replaced: set[str]) -> E
     assert config is not None
     settings = [Setting(flag, values, str(config.origins[flag])) for flag, values in config.flags]
     layers = {
-        FROM_LINE: config_file.pairs(request.flags, actions),
+        FROM_LINE: config_file.pairs(line.flags, actions),
         FROM_FOLDER: config_file.pairs(placed, actions),
         FILLED_IN: config_file.pairs(checked.defaults, actions),
     }
     for source, flags in layers.items():
         settings += [Setting(flag, values, source) for flag, values in flags]
     experiment = Experiment(
-        request=request,
+        root=root,
+        resumes=line.resume,
         settings=tuple(settings),
         env=config.env,
         notes=(*notes, *checked.notes),

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, their formats, and who may use it. Plain files, no torch."""
+"""The formats of the files in a run's folder."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ from typing import Any
 import msgspec
 
 from megatron_muon.checkpoint import folders
-from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import Flag
-from megatron_muon.megatron.places import CONFIG, RUN
 
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 """Needs no quotes in an experiment file."""
 
 _WORDS = ("null", "true", "false")
 """Need quotes there, as they have a meaning of their own."""
-
-
-def name_of(config: Path) -> str:
-    """A run's name: that of its file, or the folder of a model_config.yaml."""
-    if config.stem in ("model_config", "config"):
-        return config.resolve().parent.name
-    return config.stem
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -39,13 +30,6 @@ def json_text(content: Any) -> str:
     """Indented JSON, with null for numbers that are not finite."""
     text = msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2)
     return text.decode() + "\n"
-
-
-def refuse_foreign_config(root: Path) -> None:
-    """Raises a UserError if `root` has a config.yaml that no run wrote and this one would."""
-    file = root / CONFIG
-    if file.exists() and not (root / RUN).exists():
-        raise UserError(f"{file} was not written by `megatron-muon train`; give another --out DIR")
 
 
 def config_text(flags: Iterable[Flag], env: Mapping[str, str], *, heading: str) -> str:

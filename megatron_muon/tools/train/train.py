@@ -30,7 +30,7 @@ from megatron_muon.megatron.provenance import origin
 from megatron_muon.tools.train import node, processes
 from megatron_muon.tools.train.processes import Show
 from megatron_muon.tools.train.resolve import FILLED_IN, FROM_FOLDER, Experiment
-from megatron_muon.tools.train.run_folder import config_text, refuse_foreign_config, write_json
+from megatron_muon.tools.train.run_folder import config_text, write_json
 
 _SECONDS_TO_SAVE = 600.0
 """Time for the ranks to finish their step and save, after a signal."""
@@ -45,12 +45,11 @@ _OUTCOMES = {
 
 def torchrun(experiment: Experiment) -> list[str]:
     """The arguments of torchrun: the resolved file, and the places that it leaves out."""
-    request = experiment.request
-    program = [*processes.pretrain_program(), "--config", str(request.out / CONFIG)]
+    program = [*processes.pretrain_program(), "--config", str(experiment.root / CONFIG)]
     for flag, values, source in experiment.settings:
         if source == FROM_FOLDER and flag in (EVENTS, SAVE):
             program += [flag, *values]
-    if request.resume and request.saves:
+    if experiment.resumes and experiment.args.save is not None:
         program.append("--resume")
     return processes.torchrun(experiment.ranks, *program)
 
@@ -61,9 +60,7 @@ def execute(experiment: Experiment, *, show: Show) -> dict[str, Any]:
     Raises:
         UserError: another run uses the folder, or has used it since the experiment was resolved.
     """
-    request = experiment.request
-    root = request.out
-    refuse_foreign_config(root)
+    root = experiment.root
     with locked(Path(experiment.args.tensorboard_dir)):
         experiment.check_free()
         run = {
@@ -74,7 +71,7 @@ def execute(experiment: Experiment, *, show: Show) -> dict[str, Any]:
             "ranks": experiment.ranks,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        before = read_json(root / SUMMARY) if request.resume else {}
+        before = read_json(root / SUMMARY) if experiment.resumes else {}
         root.mkdir(parents=True, exist_ok=True)
         (root / SUMMARY).unlink(missing_ok=True)
         write_json(root / RUN, run)
@@ -109,11 +106,11 @@ def _run_ranks(experiment: Experiment, show: Show) -> tuple[int, dict[str, Any]]
         reports = Path(folder, "events.jsonl")
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *torchrun(experiment)],
-            experiment.request.out / LOG,
+            experiment.root / LOG,
             env={**env, REPORTS: str(reports)},
             show=take,
             reports=reports,
-            append=experiment.request.resume,
+            append=experiment.resumes,
             grace_s=_SECONDS_TO_SAVE,
         )
     if ended.signal == signal.SIGINT:
@@ -148,6 +145,5 @@ def summary_of(
         **figures,
         "train_iters": experiment.args.train_iters,
         "diverged": is_rejected or not is_finite,
-        "optimizer": experiment.args.optimizer,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from datetime import datetime
 from pathlib import Path
 
 from megatron_muon.errors import ExitStatus, UserError, settling
@@ -12,8 +11,7 @@ from megatron_muon.megatron.flags.config_file import given_flags
 from megatron_muon.megatron.places import CONFIG, RUN, SAVE, read_json
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import sigterm_unwinds
-from megatron_muon.tools.train.resolve import Request, resolve
-from megatron_muon.tools.train.run_folder import name_of
+from megatron_muon.tools.train.resolve import resolve
 from megatron_muon.tools.train.train import execute, torchrun
 from megatron_muon.tools.train.watcher import Watcher
 
@@ -64,12 +62,12 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
-    request = request_of(args)
+    complete(args)
     watcher = Watcher()
     with watcher.screen:
-        watcher.enter(f"checking the settings of {request.config}")
+        watcher.enter(f"checking the settings of {args.config}")
         with sigterm_unwinds(), settling("checking the settings"):
-            experiment = resolve(request)
+            experiment = resolve(args)
         command = shlex.join(["torchrun", *torchrun(experiment)])
         watcher.head(experiment, command, all_settings=args.dry_run)
         if args.dry_run:
@@ -77,31 +75,18 @@ def run(args: argparse.Namespace) -> int:
             return ExitStatus.OK
         watcher.enter(f"starting the ranks ({experiment.ranks})")
         summary = execute(experiment, show=watcher.event)
-    watcher.end(summary, request.out)
+    watcher.end(summary, experiment.root)
     return int(summary["status"])
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """The request of a command line; a UserError for arguments that exclude each other."""
+def complete(args: argparse.Namespace) -> None:
+    """Completes the arguments of --resume; a UserError for some that exclude each other."""
     if args.no_save and SAVE in given_flags(args.flags):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    config = args.config
-    ranks = args.nproc
     if args.resume:
         if args.out is None:
             raise UserError("--resume continues the run in a folder; give --out DIR")
-        config = config or args.out / CONFIG
-        ranks = ranks or read_json(args.out / RUN).get("ranks")
-    if config is None:
+        args.config = args.config or args.out / CONFIG
+        args.nproc = args.nproc or read_json(args.out / RUN).get("ranks")
+    if args.config is None:
         raise UserError("give --config FILE, or --resume --out DIR to continue a run")
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # unique
-    return Request(
-        config=config,
-        out=args.out or Path("runs", f"{name_of(config)}-{stamp}"),
-        flags=args.flags,
-        ranks=ranks,
-        takes_all=args.out is not None,
-        saves=not args.no_save,
-        resume=args.resume,
-        dry_run=args.dry_run,
-    )

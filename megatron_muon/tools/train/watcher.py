@@ -111,7 +111,7 @@ def heading(experiment: Experiment) -> list[str]:
         + (sharding if args.use_megatron_fsdp else ""),
         "steps": f"{steps}, {args.global_batch_size} sequences of {args.seq_length}",
         "environment": " ".join(f"{name}={value}" for name, value in experiment.env.items()),
-        "run folder": experiment.request.out,
+        "run folder": experiment.root,
     }
-    lines = [f"{experiment.request.config}: {args.optimizer}"]
+    lines = [f"{experiment.root.name}: {args.optimizer}"]
     return lines + [f"  {name:<11} {value}" for name, value in rows.items() if value]
