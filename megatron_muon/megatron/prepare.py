@@ -1,9 +1,7 @@
 """Resolves and checks a command line: everything before torch.distributed.
 
 The order is that in which later parts need it: the environment before torch, the device before
-megatron-core. `check` applies this package's rules. megatron-core refuses settings by assertions on
-the way from flags to a training; `validate` goes that way with a copy of the arguments, for
-`train`, and shows a refusal in Megatron's words. The ranks show the remaining ones alike.
+megatron-core. `check` applies this package's rules; `validate` those of megatron-core, for `train`.
 """
 
 from __future__ import annotations
@@ -77,13 +75,13 @@ def prepare(argv: Sequence[str]) -> Launch:
 
     A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
-    note = None
-    if not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}:
+    is_unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
+    if is_unnamed:
         places = (SAVE, f"{UNNAMED}/checkpoints", EVENTS, f"{UNNAMED}/tensorboard")
         argv = ["--config", str(QUICKSTART), *places, *argv]
-        note = f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
     opened = open_line(argv, writes=True)
-    if note is not None:
+    if is_unnamed:
+        note = f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
         opened.notes.insert(0, note)
     launch = check(opened, opened.merged(), writes=True)
     if not opened.resumes and STATUS_FOLDER not in os.environ:
@@ -130,8 +128,7 @@ def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
     """Read a command line's config, set its environment, choose the device and make the parser.
 
-    A run that `writes` starts on this machine. Flags of the command line, and `overridden` ones,
-    may be unusable in the config.
+    A run that `writes` starts on this machine. `overridden` flags may be unusable in the config.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
@@ -146,9 +143,8 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         overrides = {*config_file.given_flags(rest), *overridden}
         config = config_file.load_config(given.config, overridden=overrides)
         notes = _apply(config)
-        in_file = dict(config.flags).get("--device")
-        if device is None and in_file:
-            device = in_file[0]
+        (in_file,) = dict(config.flags).get("--device", (None,))
+        device = device or in_file
     with quiet_imports():  # missing packages show in the defaults that are filled in for them
         device = settle_device(device or "auto", on_paper=not writes)
 
@@ -158,15 +154,8 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         parser = arguments.build_parser()
     if config is not None:
         config_file.check_flags(config, parser._option_string_actions)
-    return Opened(
-        config=config,
-        rest=rest,
-        resumes=given.resume,
-        device=device,
-        elsewhere=device == "cuda" and cpu.installed(),
-        parser=parser,
-        notes=notes,
-    )
+    elsewhere = device == "cuda" and cpu.installed()
+    return Opened(config, rest, given.resume, device, elsewhere, parser, notes)
 
 
 def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
@@ -199,29 +188,24 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
     if config.ignored:
         notes.append(f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}")
     for name, value in config.env.items():
-        present = os.environ.get(name)
-        if present is None:
-            os.environ[name] = value
-            notes.append(f"environment from {config.path}: {name}={value}")
-        elif present != value:
-            notes.append(f"environment wins over {config.path}: {name}={present}, not {value}")
+        present = os.environ.setdefault(name, value)
+        notes.append(f"environment from {config.path}: {name}={value}")
+        if present != value:
+            notes[-1] = f"environment wins over {config.path}: {name}={present}, not {value}"
     return notes
 
 
 def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False) -> list[str]:
-    """Apply megatron-core's own validation, without data, a process group or a change of `args`.
-
-    A run with `--yaml-cfg`, whose settings are not in the flags, is validated by its ranks.
+    """Apply megatron-core's own validation to a copy of `args`, without data or a process group.
 
     Raises a UserError for the first refusal; for a run that starts `elsewhere` it is returned as a
     note, as it may depend on packages that this machine lacks.
     """
-    from megatron.core import num_microbatches_calculator as calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_muon.megatron.model.gpt import gpt_config
 
-    if args.yaml_cfg is not None:
+    if args.yaml_cfg is not None:  # holds the settings, which the ranks validate
         return []
     checked = copy.deepcopy(args)
     checked.rank = 0
@@ -230,16 +214,6 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
     try:
         with _as_in_training():
             _validate(checked)
-            calculator.init_num_microbatches_calculator(
-                rank=checked.rank,
-                global_batch_size=checked.global_batch_size,
-                micro_batch_size=checked.micro_batch_size,
-                data_parallel_size=checked.data_parallel_size * checked.gtp_weight_remat_size,
-                decrease_batch_size_if_needed=checked.decrease_batch_size_if_needed,
-                step_batch_size_schedule=checked.step_batch_size_schedule,
-                seq_length=checked.seq_length,
-            )
-            calculator.unset_num_microbatches_calculator()
             pretrain_cfg_container_from_args(checked, gpt_config(checked))
     except UserError as error:
         if not elsewhere:

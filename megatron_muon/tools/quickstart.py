@@ -30,11 +30,7 @@ Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N
 EXAMPLES = """\
 examples:
   megatron-muon quickstart
-  megatron-muon quickstart --muon-lr 0.01 --train-iters 50
-  megatron-muon quickstart --nproc 4 --micro-batch-size 2
-
-exit status:
-  that of the first step that fails, or 0
+  megatron-muon quickstart --nproc 4 --micro-batch-size 2 --train-iters 50
 """
 
 

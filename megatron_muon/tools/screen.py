@@ -1,4 +1,4 @@
-"""Output of commands: lines, one live line below them on a terminal, progress bars, and wording.
+"""Output of `train`: lines, one live line below them on a terminal, and their wording.
 
 In a pipe, in a log and on a dumb terminal only plain lines are printed.
 """
@@ -9,7 +9,7 @@ import contextlib
 import io
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ from rich.table import Column
 from rich.text import Text
 
 _UNREAD = contextlib.suppress(OSError)
-"""The reader left (`| head`), or the terminal was closed: the run continues, or saves and ends."""
+"""The reader left (`| head`), or the terminal was closed: the run goes on."""
 
 
 class Screen:
@@ -57,17 +57,6 @@ class Screen:
             self._progress.update(self._task, description=text, completed=done, total=total)
 
 
-@contextlib.contextmanager
-def progress(doing: str) -> Iterator[Callable[[float, float], None]]:
-    """Shows on stderr how much is done: a bar on a terminal, else a line at the start."""
-    console = Console(stderr=True, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        if bar.disable:
-            console.print(f"{doing} ...")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 _FIGURES = {
     "loss": "loss {:.4f}",
     "grad_norm": "grad norm {:.4g}",
@@ -80,7 +69,6 @@ _FIGURES = {
 """Format of the figures of the event `step`, in the order of a line."""
 
 LIVE_FIGURES = ("loss", "tokens_per_s", "seconds_left")
-"""Figures of the live line."""
 
 
 def step_line(event: Mapping[str, Any], figures: Iterable[str] = tuple(_FIGURES)) -> str:

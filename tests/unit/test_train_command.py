@@ -21,7 +21,6 @@ from megatron_muon.megatron.places import refuse_taken
 from megatron_muon.tools.train import resolve, train
 from megatron_muon.tools.train.processes import Ended
 from megatron_muon.tools.train.resolve import Experiment, Setting
-from megatron_muon.tools.train.run_folder import config_text
 from megatron_muon.tools.train.train_command import complete
 
 TB = "--tensorboard-dir"
@@ -221,7 +220,7 @@ def test_the_resolved_file_says_the_same(tmp_path):
     flags += [("--bf16", ()), ("--data-path", ("0.3", "a b", "null", "it's $5"))]
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PLAIN": "1"}
     path = tmp_path / "config.yaml"
-    path.write_text(config_text(flags, env, heading="made for\na test"), "utf-8")
+    path.write_text(train.config_text(flags, env, heading="made for\na test"), "utf-8")
     read = load_config(path, {})
     assert read.flags == tuple(flags)
     assert read.env == env

@@ -53,15 +53,6 @@ class Clock(NamedTuple):
     in_steps: float
     in_optimizer: float | None
 
-    @classmethod
-    def at(cls, iteration: int) -> Clock:
-        """The time now, just after a log; the optimizer's timer needs --timing-log-level 1."""
-        timers = get_timers()
-        in_optimizer = None
-        if get_args().timing_log_level >= 1:
-            in_optimizer = timers("optimizer", log_level=1).active_time()
-        return cls(iteration, time.monotonic(), timers("interval-time").active_time(), in_optimizer)
-
 
 def show_progress(patches: Patches) -> None:
     """Report stages, speed and time left, and log Muon's metrics."""
@@ -69,9 +60,8 @@ def show_progress(patches: Patches) -> None:
     around = functools.partial(patches.around, training)
     around("get_megatron_optimizer")(progress.keep_optimizer)
     around("train_step", takes=["iteration"])(step)
-    around("training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
-        progress.log
-    )
+    takes = ["loss_dict", "iteration", "skipped_iter", "grad_norm"]
+    around("training_log", takes=takes)(progress.log)
     around("evaluate", takes=["data_iterator", "model"])(progress.evaluate)
     around("evaluate_and_print_results", takes=["prefix", "iteration"])(progress.name_evaluation)
     around("save_checkpoint_and_time", takes=["iteration"])(save)
@@ -112,7 +102,13 @@ class Progress:
         if rate is not None and iteration % settings.tensorboard_log_interval == 0:
             values["muon/learning-rate"] = rate
         if is_first or is_interval:
-            speed = self._speed(settings, Clock.at(iteration))
+            timers = get_timers()
+            in_steps = timers("interval-time").active_time()
+            in_optimizer = None
+            if settings.timing_log_level >= 1:
+                in_optimizer = timers("optimizer", log_level=1).active_time()
+            now = Clock(iteration, time.monotonic(), in_steps, in_optimizer)
+            speed = self._speed(settings, now)
             tell(
                 "step",
                 step=iteration,

@@ -26,7 +26,6 @@ from megatron_muon.tools.models.hf_model import (
 )
 from megatron_muon.tools.models.weights import Weights
 from megatron_muon.tools.parser import write_json
-from megatron_muon.tools.screen import progress
 
 _MAX_SAMPLE = 2048
 """Most tokens of a sample for an exported folder, which does not record training's length."""
@@ -183,10 +182,8 @@ def evaluate(args: argparse.Namespace) -> None:
         )
     sums = []
     first = loaded.tokenizer.eos_token_id
-    with progress("evaluating") as show:
-        for loss, done in losses(loaded.model, ids, first=first, length=length):
-            sums.append(loss)
-            show(done, ids.size)
+    for loss, _ in losses(loaded.model, ids, first=first, length=length):
+        sums.append(loss)
     nats = math.fsum(sums)
     loss = nats / ids.size
     if not math.isfinite(loss):

@@ -2,10 +2,8 @@
 
     python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
-`megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node. torchrun
-itself kills workers 30 seconds after SIGTERM, and its status is always 1. On the nodes of a cluster
-the same command continues the run: `--resume` is added. Under SLURM the first node holds the
-rendezvous.
+`megatron-muon train` starts it, and scripts/slurm/pretrain.sbatch once on each node, with
+`--resume`. torchrun itself kills workers 30 seconds after SIGTERM, and its status is always 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Starts torchrun and its ranks, reports their output, and leaves none of them behind. No torch.
 
-The ranks run in sessions of their own, so Ctrl-C reaches this process alone. It sends SIGTERM to
-the process that it launched, which forwards it to the ranks. What has not ended in time is killed;
-a second signal kills everything at once.
+The ranks run in sessions of their own, so Ctrl-C reaches this process alone, which sends SIGTERM to
+the process that it launched. A second signal kills everything at once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import psutil
 
@@ -80,23 +79,15 @@ def pretrain_program() -> tuple[str, ...]:
     return ("-m", "megatron_muon.pretrain_gpt")
 
 
-class Lines:
-    """Reads the lines that other processes append to a file, from `position` bytes on."""
-
-    def __init__(self, file: Path, position: int = 0) -> None:
-        self._file = file
-        self._position = position
-        self._rest = b""
-
-    def new(self) -> list[str]:
-        """Whole lines since the last call."""
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as stream:
-            stream.seek(self._position)
-            *lines, self._rest = (self._rest + stream.read()).split(b"\n")
-            self._position = stream.tell()
-        return [line.decode("utf-8", "replace") for line in lines]
+def _new_lines(file: BinaryIO) -> Iterator[str]:
+    """Lines that others have appended to a file; an unfinished one is left for the next call."""
+    start = file.tell()
+    for line in iter(file.readline, b""):
+        if not line.endswith(b"\n"):
+            file.seek(start)
+            return
+        start = file.tell()
+        yield line[:-1].decode("utf-8", "replace")
 
 
 def watch(
@@ -114,26 +105,27 @@ def watch(
     Args:
         log: receives stdout and stderr; `append` keeps its contents.
         show: receives each event within a twentieth of a second.
-        reports: file to which processes of the command write events, a line of JSON each.
+        reports: existing file to which processes of the command write events, a line of JSON each.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
     """
     mark = uuid.uuid4().hex
     received: list[int] = []
     deadline = math.inf
-    events = Lines(reports)
 
     def show_new() -> None:
-        for line in lines.new():
+        for line in _new_lines(lines):
             show({"event": "line", "line": line})
-        for line in events.new():
+        for line in _new_lines(events):
             with contextlib.suppress(ValueError):  # cut short on a full disk
                 show(json.loads(line))
 
     with (
         signals_handled(lambda number, _: received.append(number)),
         log.open("ab" if append else "wb") as output,
+        log.open("rb") as lines,
+        reports.open("rb") as events,
     ):
-        lines = Lines(log, output.tell())
+        lines.seek(output.tell())
         process = subprocess.Popen(
             command,
             env={**env, _MARK: mark},

@@ -1,8 +1,4 @@
-"""Reads what Megatron's training loop wrote to TensorBoard. Needs neither torch nor megatron-core.
-
-Each start of a run writes an event file, which takes over from its first iteration; later points of
-earlier files are dropped.
-"""
+"""Reads what Megatron's training loop wrote to TensorBoard, without torch."""
 
 from __future__ import annotations
 
@@ -20,16 +16,13 @@ _TEXT_SUFFIX = "/text_summary"  # appended to the tag by torch's SummaryWriter.a
 
 @dataclass
 class RunEvents:
-    """The events of a run.
-
-    Attributes:
-        scalars: points (`step`, `value`, `wall_time`) by tag, in the order written. For tags that
-            end in " vs samples" the steps are samples.
-        args: Megatron's arguments as strings, by name (`seq_length`).
-    """
+    """The events of a run."""
 
     scalars: dict[str, list[ScalarEvent]] = field(default_factory=dict)
+    """Points by tag, in the order written; of tags in " vs samples" the steps are samples."""
+
     args: dict[str, str] = field(default_factory=dict)
+    """Megatron's arguments as strings, by name (`seq_length`)."""
 
     def points(self, tag: str) -> list[ScalarEvent]:
         """The points of a tag; none if it was never written."""
@@ -37,7 +30,10 @@ class RunEvents:
 
 
 def read_events(directory: Path) -> RunEvents:
-    """Reads all event files of a TensorBoard directory; empty if there are none."""
+    """Reads all event files of a TensorBoard directory; empty if there are none.
+
+    Each start of a run writes a file, which takes over from its first iteration.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = RunEvents()

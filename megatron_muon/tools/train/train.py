@@ -1,23 +1,19 @@
 """Runs one resolved experiment: writes its folder, runs its ranks, and summarizes its end.
 
-It prints nothing: `execute` passes on each event of the run (`Show`).
-
-    config.yaml     every setting, but for the folder's own places; `--resume` reads it
-    run.json        command, ranks, machine, versions, commit, start
-    train.log       all output of the ranks
-    tensorboard/    Megatron's events, and facts.json
-    checkpoints/
-    summary.json    written at the end: `summary_of`
+It prints nothing: `execute` passes on each event of the run (`Show`). `--resume` reads config.yaml,
+which has every setting but for the folder's own places.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +21,16 @@ from typing import Any
 from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import REPORTS
+from megatron_muon.megatron.flags.config_file import Flag
 from megatron_muon.megatron.places import CONFIG, EVENTS, LOG, RUN, SAVE, SUMMARY, read_json
 from megatron_muon.megatron.provenance import origin
+from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.train import node, processes
 from megatron_muon.tools.train.processes import Show
 from megatron_muon.tools.train.resolve import FILLED_IN, FROM_FOLDER, Experiment
-from megatron_muon.tools.train.run_folder import config_text, write_json
+
+_PLAIN = re.compile(r"(?!(null|true|false)\Z)[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z", re.IGNORECASE)
+"""Needs no quotes in an experiment file."""
 
 _SECONDS_TO_SAVE = 600.0
 """Time for the ranks to finish their step and save, after a signal."""
@@ -104,6 +104,7 @@ def _run_ranks(experiment: Experiment, show: Show) -> tuple[int, dict[str, Any]]
     env = processes.environment(experiment.ranks)
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         reports = Path(folder, "events.jsonl")
+        reports.touch()
         ended = processes.watch(
             [sys.executable, "-m", node.__name__, *torchrun(experiment)],
             experiment.root / LOG,
@@ -147,3 +148,30 @@ def summary_of(
         "diverged": is_rejected or not is_finite,
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def config_text(flags: Iterable[Flag], env: Mapping[str, str], *, heading: str) -> str:
+    """An experiment file that `load_config` reads back as exactly these flags and variables."""
+    lines = [f"# {line}" for line in heading.splitlines()]
+    if env:
+        lines.append("ENV_VARS:")
+        lines += [f"  {name}: {_quoted(value)}" for name, value in env.items()]
+    lines.append("MODEL_ARGS:")
+    lines += [f"  {flag}: {_yaml(values)}" for flag, values in flags]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(values: tuple[str, ...]) -> str:
+    if not values:
+        return "true"
+    items = [_quoted(value) for value in values]
+    is_switch = values[0].lower() in ("true", "false")
+    if len(values) == 1 and not is_switch and not values[0].startswith("["):
+        return items[0]
+    return f"[{', '.join(items)}]"
+
+
+def _quoted(text: str) -> str:
+    if _PLAIN.match(text):
+        return text
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)

@@ -30,9 +30,7 @@ examples:
   megatron-muon train --resume --out runs/first
 
 exit status:
-  that of the run: 0 finished, 1 failed, 2 a user's mistake, 16 the loss is not a number (Megatron),
-  75 stopped by SIGTERM after a checkpoint (continue with --resume), 130 Ctrl-C,
-  143 SIGTERM without a checkpoint
+  that of the run; 75: stopped by SIGTERM after a checkpoint, continue with --resume
 """
 
 
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Completes the arguments of --resume; a UserError for some that exclude each other."""
+    """Completes the arguments; a UserError for some that exclude each other."""
     if args.no_save and SAVE in given_flags(args.flags):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
     if args.resume:
