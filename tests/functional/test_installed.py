@@ -101,26 +101,12 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
     started: list[subprocess.Popen[bytes]] = []
 
     def start(rank: int) -> subprocess.Popen[bytes]:
-        env = {
-            **environment(installed),
-            "OMP_NUM_THREADS": "1",
-            "NODES": "2",
-            "GPUS": "1",
-            "RANK": str(rank),
-        }
-        env |= {
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": port,
-            "WORLD_SIZE": "2",
-            "PYTHONUNBUFFERED": "1",
-        }
-        env |= {
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "1",
-            "PET_NODE_RANK": str(rank),
-            "PET_MASTER_PORT": port,
-        }
-        env |= {"PET_MASTER_ADDR": "localhost", "GLOO_SOCKET_IFNAME": "lo"}
+        given = f"""
+            OMP_NUM_THREADS=1 NODES=2 GPUS=1 RANK={rank} MASTER_ADDR=localhost MASTER_PORT={port}
+            WORLD_SIZE=2 PYTHONUNBUFFERED=1 PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK={rank}
+            PET_MASTER_PORT={port} PET_MASTER_ADDR=localhost GLOO_SOCKET_IFNAME=lo
+        """
+        env = environment(installed) | dict(word.split("=") for word in given.split())
         with (tmp_path / f"pod-{rank}.log").open("ab") as log:
             command = [*container["command"], script]
             started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log))

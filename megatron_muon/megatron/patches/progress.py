@@ -1,8 +1,7 @@
 """Reports of a run: metrics for TensorBoard and Weights & Biases, and events for a launcher.
 
-The last rank writes metrics that Megatron lacks, under the same names for both, and events
-(`megatron.REPORTS`). Facts of the run that tools need go to `facts.json`, next to TensorBoard's
-files.
+The last rank writes metrics that Megatron lacks, and events (`megatron.REPORTS`). Facts of the run
+go to `facts.json`, next to TensorBoard's files.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ _STAGES = {
 
 
 _TAGS = {"tokens_per_s": "tokens-per-second", "optimizer_share": "optimizer-share"}
-"""TensorBoard tags of figures of the event `step`."""
-
 _SHOWN_MATRICES = 5
 
 
@@ -52,6 +49,15 @@ class Clock(NamedTuple):
     wall: float
     in_steps: float
     in_optimizer: float | None
+
+
+def clock(iteration: int) -> Clock:
+    """The time now, just after a log; the optimizer's timer needs --timing-log-level 1."""
+    timers = get_timers()
+    in_optimizer = None
+    if get_args().timing_log_level >= 1:
+        in_optimizer = timers("optimizer", log_level=1).active_time()
+    return Clock(iteration, time.monotonic(), timers("interval-time").active_time(), in_optimizer)
 
 
 def show_progress(patches: Patches) -> None:
@@ -102,13 +108,7 @@ class Progress:
         if rate is not None and iteration % settings.tensorboard_log_interval == 0:
             values["muon/learning-rate"] = rate
         if is_first or is_interval:
-            timers = get_timers()
-            in_steps = timers("interval-time").active_time()
-            in_optimizer = None
-            if settings.timing_log_level >= 1:
-                in_optimizer = timers("optimizer", log_level=1).active_time()
-            now = Clock(iteration, time.monotonic(), in_steps, in_optimizer)
-            speed = self._speed(settings, now)
+            speed = self._speed(settings, clock(iteration))
             tell(
                 "step",
                 step=iteration,
@@ -120,6 +120,8 @@ class Progress:
                 **speed,
             )
             self._warn_of_skipped()
+            if is_interval:
+                self._losses.clear()
             for name, tag in _TAGS.items():
                 if name in speed:
                     values[tag] = speed[name]
@@ -127,8 +129,6 @@ class Progress:
         if metrics is not None and metrics.step != self._last_measured:
             self._last_measured = metrics.step
             values |= {f"muon/{name}": value for name, value in metrics.values.items()}
-        if is_interval:
-            self._losses.clear()
         write(values, iteration)
         return result
 
@@ -140,9 +140,9 @@ class Progress:
         if skipped:
             named = ", ".join(list(skipped)[:_SHOWN_MATRICES])
             print_rank_last(
-                f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}, of"
-                f" {len(skipped)} matrices, which kept their weights: {named}. If this goes on,"
-                " their momentum is not finite either: resume from an earlier checkpoint"
+                f"megatron-muon: warning: updates of {len(skipped)} matrices were not finite, so"
+                f" they kept their weights: {named}. If this goes on, their momentum is not finite"
+                " either: resume from an earlier checkpoint"
             )
 
     def _write_facts(self, folder: str | None) -> None:

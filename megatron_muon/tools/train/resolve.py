@@ -1,7 +1,6 @@
 """Resolves a run before it is launched: its flags and their sources, its folder, device and ranks.
 
-All flags are validated as a rank does it (`megatron.prepare`), in this process, which imports torch
-but touches no GPU.
+All flags are validated as by a rank (`megatron.prepare`), in this process, which touches no GPU.
 """
 
 from __future__ import annotations
@@ -15,18 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.megatron import places
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags import flag_names as names
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, given_flags
-from megatron_muon.megatron.places import (
-    CHECKPOINTS,
-    CONFIG,
-    EVENTS,
-    RUN,
-    SAVE,
-    TENSORBOARD,
-    refuse_taken,
-)
 
 FROM_LINE, FROM_FOLDER, FILLED_IN = "command line", "run folder", "filled in"
 """Sources of settings that no file holds."""
@@ -58,29 +49,26 @@ class Experiment:
 
     def check_free(self) -> None:
         """Raises a UserError if the run would overwrite another, or a config.yaml of the user's."""
-        config = self.root / CONFIG
-        if config.exists() and not (self.root / RUN).exists():
+        config = self.root / places.CONFIG
+        if config.exists() and not (self.root / places.RUN).exists():
             raise UserError(f"{config} is not of a run; give another --out DIR")
         if not self.resumes:
             remedy = "give another --out DIR, go on with that run with --resume"
-            refuse_taken(self.args.save, self.args.tensorboard_dir, remedy=remedy)
+            places.refuse_taken(self.args.save, self.args.tensorboard_dir, remedy=remedy)
 
 
 def resolve(line: argparse.Namespace) -> Experiment:
-    """Resolves a command line of `train`.
-
-    A UserError is a mistake of the user, or a folder that is taken.
-    """
+    """Resolves a command line of `train`; a UserError for a mistake, or a folder that is taken."""
     typed = given_flags(line.flags)
     root = line.out
     replaced = {*typed}
     if root is None:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # unique
-        root = Path("runs", f"{name_of(line.config)}-{stamp}")
-    elif line.config != root / CONFIG:
-        replaced |= {SAVE, EVENTS}  # of another run
+        root = Path("runs", f"{line.config.stem}-{stamp}")
+    elif line.config != root / places.CONFIG:
+        replaced |= {places.SAVE, places.EVENTS}  # of another run
     if line.no_save:
-        replaced.add(SAVE)
+        replaced.add(places.SAVE)
     config = config_file.load_config(line.config, overridden=replaced)
     if known := names.kept():  # before the imports that take seconds
         config_file.check_flags(config, known)
@@ -90,22 +78,15 @@ def resolve(line: argparse.Namespace) -> Experiment:
         return _validated(line, root, placed, replaced)
 
 
-def name_of(config: Path) -> str:
-    """A run's name: that of its file, or the folder of a model_config.yaml."""
-    if config.stem in ("model_config", "config"):
-        return config.resolve().parent.name
-    return config.stem
-
-
 def place(root: Path, given: set[str], *, saves: bool) -> list[str]:
     """Flags that put a run's files into its folder, unless these flags are `given`."""
     flags = []
-    if EVENTS not in given:
-        flags += [EVENTS, str(root / TENSORBOARD)]
+    if places.EVENTS not in given:
+        flags += [places.EVENTS, str(root / places.TENSORBOARD)]
     if not saves:
-        return [*flags, UNSET_FLAG, SAVE]
-    if SAVE not in given:
-        flags += [SAVE, str(root / CHECKPOINTS)]
+        return [*flags, UNSET_FLAG, places.SAVE]
+    if places.SAVE not in given:
+        flags += [places.SAVE, str(root / places.CHECKPOINTS)]
     if "--save-interval" not in given:
         flags += ["--save-interval", _NEVER]
     if "--exit-signal-handler" not in given:
