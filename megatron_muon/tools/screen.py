@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -82,12 +81,3 @@ def step_line(event: Mapping[str, Any], figures: Iterable[str] = tuple(_FIGURES)
         if value is not None:
             line += "  " + _FIGURES[name].format(value)
     return line
-
-
-def validation_line(event: Mapping[str, Any]) -> str:
-    """An evaluation: the event `validation`."""
-    loss = event["loss"]
-    line = f"validation loss {loss:.4f}"
-    if loss < 20:
-        line += f"  perplexity {math.exp(loss):,.2f}"
-    return f"{line}  at {event['at']}"

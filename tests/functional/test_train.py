@@ -153,7 +153,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     assert [int(step) for step, _ in steps] == [1, 2, 4, 6]
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
     assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*:\d\d left$", run.output, re.MULTILINE)
-    validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
+    validations = re.findall(r"^validation loss (\d\.\d{4})  at", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
     assert "\ncheckpoint of step 6  runs/one/checkpoints\n" in run.output
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_muon.tools.screen import Screen, step_line, validation_line
+from megatron_muon.tools.screen import Screen, step_line
 from megatron_muon.tools.train.resolve import FILLED_IN, Experiment, Setting
 from megatron_muon.tools.train.watcher import Watcher
 
@@ -48,7 +48,6 @@ WARNING = "megatron-muon: warning: updates that were not finite: 3"
             "step 7  lr 2.0e-02  12 days, 0:00:03 left",
         ),
         (step_line({"step": 1, "steps": 200, "loss": math.nan}), "step   1/200  loss nan"),
-        (validation_line(VALIDATION | {"loss": math.nan}), "validation loss nan  at iteration 130"),
     ],
 )
 def test_lines_show_what_is_known_and_nothing_else(line, expected):
@@ -91,7 +90,7 @@ x: muon
 building the model ...
 step   1/200  loss 5.5948  lr 8.0e-04
 step 130/200  loss 2.0123  grad norm 0.8123  lr 8.0e-03  2,351 tokens/s  optimizer 21%  0:01:02 left
-validation loss 1.9190  perplexity 6.81  at iteration 130
+validation loss 1.9190  at iteration 130
 checkpoint of step 2000  runs/x/checkpoints
 megatron-muon: warning: updates that were not finite: 3
 pretrain_gpt.py: error: --lr 0 is wrong

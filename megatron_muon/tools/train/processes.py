@@ -66,9 +66,8 @@ def environment(ranks: int, *, port: int | None = None) -> dict[str, str]:
 
 def torchrun(ranks: int, *program: str) -> list[str]:
     """Arguments of torchrun for `program`, a script or `-m MODULE`, on `ranks` processes."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    rendezvous += ["--local-addr", "127.0.0.1"]
-    return ["--nnodes", "1", "--nproc-per-node", str(ranks), *rendezvous, *program]
+    local = ["--standalone", "--local-addr", "127.0.0.1"]
+    return [*local, "--nproc-per-node", str(ranks), *program]
 
 
 def pretrain_program() -> tuple[str, ...]:

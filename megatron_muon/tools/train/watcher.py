@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.megatron.places import LOG, SUMMARY
-from megatron_muon.tools.screen import LIVE_FIGURES, Screen, step_line, validation_line
+from megatron_muon.tools.screen import LIVE_FIGURES, Screen, step_line
 
 if TYPE_CHECKING:
     from megatron_muon.tools.train.resolve import Experiment
@@ -71,7 +71,8 @@ class Watcher:
                 self.screen.print(step_line(event))
                 self.enter(step_line(event, LIVE_FIGURES))
             case "validation":
-                self.screen.print(validation_line(event), "bold")
+                line = f"validation loss {event['loss']:.4f}  at {event['at']}"
+                self.screen.print(line, "bold")
             case "saved":
                 self.screen.print(f"checkpoint of step {event['step']}  {event['folder']}")
 
