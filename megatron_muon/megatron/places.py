@@ -16,7 +16,6 @@ TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 SAVE, LOAD, EVENTS = "--save", "--load", "--tensorboard-dir"
 
 EVENT_FILES = "events.out.tfevents.*"
-"""The files of a TensorBoard folder."""
 
 
 def refuse_taken(save: str | None, tensorboard: str | None, *, remedy: str) -> None:

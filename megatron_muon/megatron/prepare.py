@@ -29,11 +29,8 @@ from megatron_muon.megatron.provenance import check_versions
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
-UNNAMED = Path("runs/pretrain_gpt")
-"""Folder of a run without a model and without a folder."""
-
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
-"""Values that validation takes for arguments that were not given."""
+UNNAMED = Path("runs/pretrain_gpt")  # folder of a run without a model and without a folder
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # of arguments that were not given
 
 FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng")
 """Flags for a run's first start, as is --ckpt-step, not for a continuation from its checkpoint."""
@@ -90,13 +87,11 @@ def prepare(argv: Sequence[str]) -> Launch:
 
 
 def _refuse_taken(args: argparse.Namespace) -> None:
-    """Keep ranks that no launcher started off another run; all find the same, as none has begun.
-
-    A run that continues another's checkpoint may log to the same place, but saves elsewhere.
-    """
+    """Keep ranks that no launcher started off another run; all find the same, as none has begun."""
     continues = args.load is not None and not args.finetune
     if continues and args.save in (None, args.load):
         return
+    # one that continues another's checkpoint may log to the same place
     events = None if continues else args.tensorboard_dir
     remedy = f"give another {SAVE} DIR and {EVENTS} DIR, go on with that run with --resume"
     refuse_taken(args.save, events, remedy=remedy)
@@ -223,7 +218,7 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Validate in place, for a plan, what a model depends on; a UserError says what is refused.
+    """Validate in place, for a plan, what a model depends on.
 
     The vocabulary's size is `--vocab-size`, or else that of the tokenizer. If neither is known it
     is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
@@ -259,10 +254,7 @@ def _validate(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Validate as a training does, with its patches; prints are suppressed.
-
-    `--use-checkpoint-args` loads a part of the checkpoint, which is not trusted here either.
-    """
+    """Validate as a training does, with its patches; no pickle of a checkpoint is run."""
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
     from megatron_muon.patching import Patches

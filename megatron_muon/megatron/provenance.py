@@ -1,7 +1,4 @@
-"""Provenance of figures and runs: machine, package versions, commit. Imports none of the packages.
-
-It also checks the version of megatron-core before anything heavy is imported.
-"""
+"""Provenance of figures and runs: machine, package versions, commit. Imports none of them."""
 
 from __future__ import annotations
 
@@ -47,11 +44,7 @@ def provenance(program: str) -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """`machine`, `versions`, `commit`, and `dirty`: whether tracked files differ from it.
-
-    The commit is that of the checkout that the package runs from, else of the working folder's, or
-    None.
-    """
+    """`machine`, `versions`, `commit` of the checkout or the working folder, and `dirty`."""
     machine = {
         "processor": _processor(),
         "cores": cores(),

@@ -15,13 +15,8 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
 Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on
-two ranks, in the current folder, without a GPU or a download. Two free CPU cores take about three
-minutes; the lines of the steps say how long this machine needs:
-
-  1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
-  2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
-  3. megatron-muon compare runs/quickstart
-  4. megatron-muon generate --checkpoint runs/quickstart --untrained: text before and after
+two ranks, in the current folder, without a GPU or a download, in about three minutes on two free
+CPU cores, by the commands data prepare, train, compare and generate.
 
 Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter;
 --exit-duration-in-mins N ends training after N minutes. Both save, and show the text.

@@ -61,7 +61,7 @@ EXPERIMENT = Experiment(
         Setting("--lr", ("0.008",), "my.yaml"),
         Setting("--no-rope-fusion", (), FILLED_IN),
     ),
-    env={"PYTHON_EXEC": "/tmp/python", "A": "2"},
+    env={},
     notes=("environment wins over my.yaml: A=1, not 2",),
     device="cpu",
     ranks=8,
@@ -69,8 +69,6 @@ EXPERIMENT = Experiment(
         optimizer="muon",
         num_layers=32,
         hidden_size=4096,
-        use_megatron_fsdp=True,
-        data_parallel_sharding_strategy="optim",
         train_iters=1000,
         global_batch_size=512,
         seq_length=8192,
@@ -81,12 +79,10 @@ EXPERIMENT = Experiment(
 SHOWN = """\
 checking the settings of configs/my.yaml ...
 megatron-muon: environment wins over my.yaml: A=1, not 2
-x: muon
-  model       num_layers 32, hidden_size 4096
-  ranks       8 on cpu, Megatron-FSDP optim
-  steps       1000, 512 sequences of 8192
-  environment PYTHON_EXEC=/tmp/python A=2
-  run folder  x
+model       32 layers of 4096
+ranks       8 on cpu
+steps       1000, 512 sequences of 8192, muon
+run folder  x
 building the model ...
 step   1/200  loss 5.5948  lr 8.0e-04
 step 130/200  loss 2.0123  grad norm 0.8123  lr 8.0e-03  2,351 tokens/s  optimizer 21%  0:01:02 left

@@ -27,7 +27,7 @@ from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state_report import report_state
 from megatron_muon.patching import Patches
 
-_STAGES = {
+_STAGES = {  # by the function of Megatron's module
     "setup_model_and_optimizer": "building the model",
     "load_checkpoint": "loading the checkpoint",
     "build_train_valid_test_data_iterators": "reading the data",
@@ -35,7 +35,6 @@ _STAGES = {
     "evaluate_and_print_results": "evaluating",
     "save_checkpoint_and_time": "saving a checkpoint",
 }
-"""Stages of a run, by the function of Megatron's module that they take."""
 
 
 _TAGS = {"tokens_per_s": "tokens-per-second", "optimizer_share": "optimizer-share"}

@@ -31,11 +31,8 @@ from megatron_muon.megatron.places import read_json
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-ERROR = "node: error: "
-"""Prefix of the line with the error of the rank that failed first."""
-
-_REQUEUED = (ExitStatus.TEMPFAIL, 128 + signal.SIGTERM)
-"""Exit statuses with which a cluster starts the run again."""
+ERROR = "node: error: "  # begins the line with the error of the rank that failed first
+_REQUEUED = (ExitStatus.TEMPFAIL, 128 + signal.SIGTERM)  # a cluster starts the run again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,11 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def set_options(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
     """Sets torchrun's options from SLURM's variables SLURM_NODEID and SLURMD_NODENAME."""
-    # torchrun's own "auto" starts a rank for each core of a machine without GPUs
-    if args.nproc_per_node == "auto":
-        import torch
-
-        args.nproc_per_node = str(torch.cuda.device_count() or 1)
     node = environ.get("SLURM_NODEID")
     if node is not None and args.rdzv_backend == "c10d":
         # torchrun compares names; those of SLURM, DNS and the machine may differ

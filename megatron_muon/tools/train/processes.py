@@ -1,7 +1,6 @@
 """Starts torchrun and its ranks, reports their output, and leaves none of them behind. No torch.
 
-The ranks run in sessions of their own, so Ctrl-C reaches this process alone, which sends SIGTERM to
-the process that it launched. A second signal kills everything at once.
+Ranks run in sessions of their own, so Ctrl-C reaches this process alone, which sends them SIGTERM.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import psutil
 
 from megatron_muon.megatron.provenance import cores
 
-ROOT = Path(__file__).resolve().parents[3]
-"""Holds the package, and pretrain_gpt.py in a checkout."""
+ROOT = Path(__file__).resolve().parents[3]  # a checkout has pretrain_gpt.py there
 
 type Show = Callable[[Mapping[str, Any]], object]
 """Receives each event of a run: those of `megatron.REPORTS`; `line`, a line of the ranks' output;
@@ -33,8 +31,7 @@ and `signal`, once, with the number of the signal that this process received."""
 
 _SECONDS_TO_END = 15.0  # where there is nothing to save
 _SECONDS_BETWEEN_LOOKS = 0.05
-_MARK = "MEGATRON_MUON_LAUNCH"
-"""Environment variable shared by all processes of one launch; finds orphans, too."""
+_MARK = "MEGATRON_MUON_LAUNCH"  # variable shared by all processes of one launch, orphans too
 
 
 class Ended(NamedTuple):
@@ -73,9 +70,7 @@ def torchrun(ranks: int, *program: str) -> list[str]:
 def pretrain_program() -> tuple[str, ...]:
     """The program that trains: pretrain_gpt.py of a checkout, or the installed module."""
     script = ROOT / "pretrain_gpt.py"
-    if script.is_file():
-        return (str(script),)
-    return ("-m", "megatron_muon.pretrain_gpt")
+    return (str(script),) if script.is_file() else ("-m", "megatron_muon.pretrain_gpt")
 
 
 def _new_lines(file: BinaryIO) -> Iterator[str]:
@@ -148,9 +143,7 @@ def watch(
             process.wait()
             show_new()
     status = process.returncode
-    if status < 0:
-        status = 128 - status
-    return Ended(status, received[0] if received else None)
+    return Ended(status if status >= 0 else 128 - status, received[0] if received else None)
 
 
 def _kill(launched: subprocess.Popen[bytes], mark: str) -> None:

@@ -19,11 +19,9 @@ from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags import flag_names as names
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, given_flags
 
-FROM_LINE, FROM_FOLDER, FILLED_IN = "command line", "run folder", "filled in"
-"""Sources of settings that no file holds."""
+FROM_LINE, FROM_FOLDER, FILLED_IN = "command line", "run folder", "filled in"  # sources
 
-_NEVER = "1000000000"
-"""A --save-interval that no training reaches; it still saves at its end."""
+_NEVER = "1000000000"  # a --save-interval that no training reaches; it still saves at its end
 
 
 class Setting(NamedTuple):
@@ -32,6 +30,11 @@ class Setting(NamedTuple):
     flag: str
     values: tuple[str, ...]
     source: str
+
+    @property
+    def is_place(self) -> bool:
+        """A place in the run's folder, which config.yaml leaves out: the folder may be copied."""
+        return self.source == FROM_FOLDER and self.flag in (places.EVENTS, places.SAVE)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Runs one resolved experiment: writes its folder, runs its ranks, and summarizes its end.
 
-It prints nothing: `execute` passes on each event of the run (`Show`). `--resume` reads config.yaml,
-which has every setting but for the folder's own places.
+`--resume` reads config.yaml, which has every setting but for the folder's own places.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import REPORTS
 from megatron_muon.megatron.flags.config_file import Flag
-from megatron_muon.megatron.places import CONFIG, EVENTS, LOG, RUN, SAVE, SUMMARY, read_json
+from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, read_json
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.tools.parser import write_json
 from megatron_muon.tools.train import node, processes
 from megatron_muon.tools.train.processes import Show
-from megatron_muon.tools.train.resolve import FILLED_IN, FROM_FOLDER, Experiment
+from megatron_muon.tools.train.resolve import FILLED_IN, Experiment
 
+# needs no quotes in an experiment file
 _PLAIN = re.compile(r"(?!(null|true|false)\Z)[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z", re.IGNORECASE)
-"""Needs no quotes in an experiment file."""
-
-_SECONDS_TO_SAVE = 600.0
-"""Time for the ranks to finish their step and save, after a signal."""
+_SECONDS_TO_SAVE = 600.0  # after a signal
 
 _OUTCOMES = {
     ExitStatus.OK: "finished",
@@ -46,9 +43,9 @@ _OUTCOMES = {
 def torchrun(experiment: Experiment) -> list[str]:
     """The arguments of torchrun: the resolved file, and the places that it leaves out."""
     program = [*processes.pretrain_program(), "--config", str(experiment.root / CONFIG)]
-    for flag, values, source in experiment.settings:
-        if source == FROM_FOLDER and flag in (EVENTS, SAVE):
-            program += [flag, *values]
+    for setting in experiment.settings:
+        if setting.is_place:
+            program += [setting.flag, *setting.values]
     if experiment.resumes and experiment.args.save is not None:
         program.append("--resume")
     return processes.torchrun(experiment.ranks, *program)
@@ -57,8 +54,7 @@ def torchrun(experiment: Experiment) -> list[str]:
 def execute(experiment: Experiment, *, show: Show) -> dict[str, Any]:
     """Runs an experiment to its end and writes its folder; returns the contents of summary.json.
 
-    Raises:
-        UserError: another run uses the folder, or has used it since the experiment was resolved.
+    A UserError if another run uses the folder, or has used it since the experiment was resolved.
     """
     root = experiment.root
     with locked(Path(experiment.args.tensorboard_dir)):
@@ -75,13 +71,11 @@ def execute(experiment: Experiment, *, show: Show) -> dict[str, Any]:
         root.mkdir(parents=True, exist_ok=True)
         (root / SUMMARY).unlink(missing_ok=True)
         write_json(root / RUN, run)
-        flags = []
-        for flag, values, source in experiment.settings:
-            is_own = source == FROM_FOLDER and flag in (EVENTS, SAVE)
-            if source != FILLED_IN and not is_own:
-                flags.append((flag, values))
+        kept = [each for each in experiment.settings if not each.is_place]
+        flags = [(each.flag, each.values) for each in kept if each.source != FILLED_IN]
         heading = f"Resolved at {run['started']}; runs alone:\n{run['torchrun']}"
-        (root / CONFIG).write_text(config_text(flags, experiment.env, heading=heading), "utf-8")
+        text = config_text(flags, experiment.env, heading=heading)
+        (root / CONFIG).write_text(text, "utf-8")
         status, last = _run_ranks(experiment, show)
         summary = summary_of(experiment, status, last, before)
         write_json(root / SUMMARY, summary)

@@ -28,9 +28,6 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --resume --out runs/first
-
-exit status:
-  that of the run; 75: stopped by SIGTERM after a checkpoint, continue with --resume
 """
 
 

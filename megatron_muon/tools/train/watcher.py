@@ -40,10 +40,15 @@ class Watcher:
     def head(self, experiment: Experiment, command: str, *, all_settings: bool) -> None:
         """Shows the run's size and places, and if requested all settings and the command."""
         for note in experiment.notes:
-            if all_settings or not note.startswith(("environment from ", "defaults filled in")):
+            if all_settings or not note.startswith("defaults filled in"):
                 self._note(f"megatron-muon: {note}")
-        for line in heading(experiment):
-            self.screen.print(line)
+        args = experiment.args
+        steps = args.train_iters or f"{args.train_samples} samples"
+        batch = f"{args.global_batch_size} sequences of {args.seq_length}"
+        self.screen.print(f"model       {args.num_layers} layers of {args.hidden_size}")
+        self.screen.print(f"ranks       {experiment.ranks} on {experiment.device}")
+        self.screen.print(f"steps       {steps}, {batch}, {args.optimizer}")
+        self.screen.print(f"run folder  {experiment.root}")
         if not all_settings:
             return
         self.screen.print("\nsettings")
@@ -99,20 +104,3 @@ class Watcher:
             return
         self._noted.add(text)
         self.screen.print(text, "" if ": note: " in text else "yellow")
-
-
-def heading(experiment: Experiment) -> list[str]:
-    """The size and the places of a run, in a few lines."""
-    args = experiment.args
-    sharding = f", Megatron-FSDP {args.data_parallel_sharding_strategy}"
-    steps = args.train_iters or f"{args.train_samples} samples"
-    rows = {
-        "model": f"num_layers {args.num_layers}, hidden_size {args.hidden_size}",
-        "ranks": f"{experiment.ranks} on {experiment.device}"
-        + (sharding if args.use_megatron_fsdp else ""),
-        "steps": f"{steps}, {args.global_batch_size} sequences of {args.seq_length}",
-        "environment": " ".join(f"{name}={value}" for name, value in experiment.env.items()),
-        "run folder": experiment.root,
-    }
-    lines = [f"{experiment.root.name}: {args.optimizer}"]
-    return lines + [f"  {name:<11} {value}" for name, value in rows.items() if value]
