@@ -18,8 +18,7 @@ Train a small GPT on the source of Python's standard library, with Muon under Me
 two ranks, in the current folder, without a GPU or a download, in about three minutes on two free
 CPU cores, by the commands data prepare, train, compare and generate.
 
-Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter;
---exit-duration-in-mins N ends training after N minutes. Both save, and show the text.
+Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter.
 """
 
 EXAMPLES = """\
@@ -35,8 +34,7 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
-    words = "any flag of pretrain_gpt.py, here or after --; they win over the file's"
-    parser.take_megatron_flags(words)
+    parser.take_megatron_flags("any flag of pretrain_gpt.py; they win over the file's")
 
 
 def run(args: argparse.Namespace) -> int:
