@@ -88,7 +88,8 @@ class Run:
         self.state_mb = sum(read_json(place / FACTS).get("state_bytes", {}).values()) / 1e6 or None
 
     def _median(self, tag: str) -> float:
-        return statistics.median(point.value for point in self.events.points(tag))
+        values: list[float] = [point.value for point in self.events.points(tag)]
+        return statistics.median(values)
 
     def _validation(self) -> list[Validation]:
         """The curve; the test set's loss, under the tag and step of the last one, is left out."""

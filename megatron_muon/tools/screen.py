@@ -29,9 +29,8 @@ class Screen:
         self.live = console.is_interactive
         one_line = Column(no_wrap=True, overflow="ellipsis")
         text = TextColumn("{task.description}", markup=False, table_column=one_line)
-        columns = (BarColumn(12), text, TimeElapsedColumn())
-        how = {"console": console, "transient": True, "disable": not self.live}
-        self._progress = Progress(*columns, **how)
+        bar = (BarColumn(12), text, TimeElapsedColumn())
+        self._progress = Progress(*bar, console=console, transient=True, disable=not self.live)
         self._task = self._progress.add_task("", total=None)
 
     def __enter__(self) -> Screen:

@@ -32,7 +32,7 @@ from megatron_muon.tools.train.resolve import FILLED_IN, Experiment
 _PLAIN = re.compile(r"(?!(null|true|false)\Z)[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z", re.IGNORECASE)
 _SECONDS_TO_SAVE = 600.0  # after a signal
 
-_OUTCOMES = {
+_OUTCOMES: dict[int, str] = {
     ExitStatus.OK: "finished",
     ExitStatus.USAGE: "refused",
     ExitStatus.TEMPFAIL: "stopped",
