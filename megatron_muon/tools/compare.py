@@ -7,6 +7,7 @@ from `facts.json`. Runs that differ only in their seed are one setting.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -79,17 +80,17 @@ class Run:
         self.folder = folder
         self.events = read_events(place)
         self.args = self.events.args
-        if not (self.events.points(VALIDATION) and self.events.points(SPEED)):
+        if not self.events.points(VALIDATION):
             raise UserError(f"{folder} has no validation loss; lower its --eval-interval")
         self.tokens_per_second = self._median(SPEED)
-        self.optimizer_share = self._median(SHARE) if self.events.points(SHARE) else None
+        self.optimizer_share = self._median(SHARE)
         self.validation = self._validation()
         self.loss = self.validation[-1].loss
         self.state_mb = sum(read_json(place / FACTS).get("state_bytes", {}).values()) / 1e6 or None
 
-    def _median(self, tag: str) -> float:
+    def _median(self, tag: str) -> float | None:
         values: list[float] = [point.value for point in self.events.points(tag)]
-        return statistics.median(values)
+        return statistics.median(values) if values else None
 
     def _validation(self) -> list[Validation]:
         """The curve; the test set's loss, under the tag and step of the last one, is left out."""
@@ -97,7 +98,7 @@ class Run:
         samples = self.events.points(f"{VALIDATION} vs samples")
         for point, at in zip(self.events.points(VALIDATION), samples, strict=False):
             tokens = at.step * int(self.args["seq_length"])
-            hours = tokens / self.tokens_per_second / 3600
+            hours = tokens / (self.tokens_per_second or math.nan) / 3600
             found.setdefault(point.step, Validation(point.step, tokens, hours, point.value))
         return sorted(found.values())
 
