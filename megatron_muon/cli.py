@@ -48,7 +48,7 @@ GROUPS = {
         "eval": Command(
             "models.model_commands", "loss and bits per byte of a checkpoint on any text"
         ),
-        "export": Command("models.model_commands", "checkpoint to Hugging Face or torch_dist"),
+        "export": Command("models.model_commands", "checkpoint to Hugging Face"),
         "import": Command(
             "models.model_commands", "Hugging Face model to a checkpoint, to go on with"
         ),

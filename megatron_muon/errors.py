@@ -49,7 +49,7 @@ class SaveError(RuntimeError):
 
 
 class OffloadError(RuntimeError):
-    """State that could not be read or written, with its file. The last step is finished."""
+    """State that could not be read or written, with its file; it is lost."""
 
 
 class RunFailedError(RuntimeError):

@@ -153,13 +153,11 @@ def compare(
         if STEP in state and setting(whole, STEP) in entries:
             held |= {STEP}
         before, now = optimizer_of(held), optimizer_of(frozenset(state))
-        # Lion's groups have no eps
-        is_damaged_adam = before == "lion" and setting(whole, "eps") in entries and now == "adam"
         names = {f"{parameter}.{slot}" for slot in state}
         if state.keys() <= held and (before, now) != ("adam", "lion"):
             if other_shapes(f"{_STATE}{parameter}.", state, entries):  # another second moment
                 replaced |= names
-        elif held and before != now and not is_damaged_adam:
+        elif held and before != now:
             replaced |= names
         else:
             absent |= names

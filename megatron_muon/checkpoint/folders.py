@@ -74,15 +74,13 @@ def latest(save_dir: Path) -> int | str | None:
         text = file.read_text("utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
-    except OSError as error:
-        wrong = f"cannot be read ({error.strerror})"
-    else:
-        if text == "release":
-            return text
-        if text.isdecimal():
-            return int(text)
-        wrong = f"holds {text[:40]!r} instead of an iteration"
-    raise UserError(f"{file} {wrong}; {resume_hint(save_dir, tracker=file)}")
+    if text == "release":
+        return text
+    if text.isdecimal():
+        return int(text)
+    newest = newest_complete(save_dir)
+    remedy = f"type echo {newest} > {file}" if newest else "delete it"
+    raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {remedy}")
 
 
 def find(directory: Path) -> Path:
@@ -101,17 +99,13 @@ def find(directory: Path) -> Path:
     raise UserError(f"{directory} has no {TRACKER}; {resume_hint(directory)}")
 
 
-def resume_hint(
-    save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None
-) -> str:
-    """How to resume from the newest complete checkpoint, or to fix the tracker file."""
+def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
+    """How to resume from the newest complete checkpoint."""
     found = newest_complete(save_dir, but=but)
     if found is None:
         return f"{save_dir} holds no complete checkpoint to resume from"
-    remedy = f"resume with --load {save_dir} --ckpt-step {found}"
-    if tracker is not None:  # --ckpt-step is no help: megatron-core reads the file all the same
-        remedy = f"type echo {found} > {tracker}"
-    return f"the newest complete checkpoint is iteration {found}: {remedy}"
+    newest = f"the newest complete checkpoint is iteration {found}"
+    return f"{newest}: resume with --load {save_dir} --ckpt-step {found}"
 
 
 def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str]:
@@ -248,15 +242,6 @@ def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
     aside.rename(folder)
     _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def recover(save_dir: Path) -> None:
-    """Complete a `finish` that was killed between its renames: one save gets its name back."""
-    for replaced in save_dir.glob(f"iter_*{_REPLACED}"):
-        folder = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-        aside = _with_ending(folder, UNFINISHED)
-        if not folder.exists():
-            (replaced if problems(aside) else aside).rename(folder)
 
 
 @contextlib.contextmanager

@@ -73,10 +73,9 @@ def make_exchange(
     team_rules = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     if plan is None:
-        flops = next((rule.flops for rule in rules if rule.flops is not None), orthogonalizer.flops)
         plan = make_plan(
             layout,
-            [flops(matrix) for matrix in layout.matrices],
+            [orthogonalizer.flops(matrix) for matrix in layout.matrices],
             memory=Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside),
             buffer_bytes=buffer_bytes,
             rules=None if team_rules is None else team_rules.possible(),
@@ -195,7 +194,7 @@ def _team_rules(
     """Which teams may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
     for rule in rules:
-        if rule.normalize is not None or rule.solve is not None:
+        if rule.normalize is not None:
             if size > 1:
                 raise SettingError(
                     "muon_team_size",

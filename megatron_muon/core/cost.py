@@ -22,7 +22,6 @@ Coefficients = Sequence[tuple[float, float, float]]
 STANDARD = "standard"
 GRAM = "gram"
 AUTO = "auto"
-METHODS = (AUTO, STANDARD, GRAM)
 
 PROVEN_STEPS = {
     "simple": range(1, 13),
@@ -203,9 +202,6 @@ class Iteration:
         proven = PROVEN_STEPS.get(self._set)
         if not isinstance(self.coefficient_type, str):
             self._check_coefficients(self.coefficient_type)
-        if self.method not in METHODS:
-            remedy = f"choose one of {', '.join(METHODS)}"
-            raise SettingError("muon_ns", self.method, "does not exist", remedy)
         if self._set in REVERSING_SETS:
             reason = "turns updates round where one direction dominates a matrix"
             raise SettingError(*coefficients, reason, "use another, such as quintic")

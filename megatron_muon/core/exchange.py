@@ -65,7 +65,7 @@ class Exchange:
     Args:
         scheme: OWNER, SHARED, LOCAL or GATHERED.
         layout: who holds which rectangle of each matrix; the same on every rank of `group`.
-        rules: some of which change whole blocks, or whole updates.
+        rules: one of which may change whole updates.
         routes: this rank's part in each wave that travels, in the order of all ranks.
         local: waves that do not travel; they are spread over the others.
         wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the
@@ -73,9 +73,6 @@ class Exchange:
             does not depend on who holds what.
         teams: those that this rank is in.
         unmet: a setting that these ranks cannot have.
-
-    Raises:
-        ValueError: the layout is for another number of ranks.
     """
 
     def __init__(
@@ -94,10 +91,6 @@ class Exchange:
         teams: collectives.Teams | None = None,
         unmet: Unmet | None = None,
     ) -> None:
-        if group.size() != layout.world_size:
-            raise ValueError(
-                f"the layout is for {layout.world_size} ranks, the process group has {group.size()}"
-            )
         self.scheme, self.layout, self.group, self.plan, self.unmet = (
             scheme,
             layout,
@@ -109,7 +102,6 @@ class Exchange:
         self._normalize = next(
             (rule.normalize for rule in rules if rule.normalize is not None), None
         )
-        self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
         self._buffers, self._order = buffers, schedule(len(routes), len(local))
         moments = moments_of(self._order)
@@ -229,12 +221,9 @@ class Exchange:
         marks = []
         for stack, of in zip(wave.stacks, wave.route.stacks, strict=True):
             team = self._teams[of.kind.ranks] if of.kind.ranks else None
-            if self._solve is not None:
-                marks.append(self._solve(stack, of))
-            else:
-                marks.append(
-                    self._orthogonalizer.orthogonalize_stack(stack, of.kind, team, probe, wave.work)
-                )
+            marks.append(
+                self._orthogonalizer.orthogonalize_stack(stack, of.kind, team, probe, wave.work)
+            )
         probe.orthogonalized(wave.route.slots)
         if wave.agreements:
             self._agree(wave, marks)

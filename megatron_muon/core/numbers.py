@@ -59,9 +59,6 @@ RANGES = {
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""
 
-_INFINITE = ("grad_norm_skip_threshold",)
-"""Fields of megatron-core's OptimizerConfig that are infinite unless they are set."""
-
 
 def number_of(value: Any) -> Any:
     """A numpy scalar, or an array or tensor of one element, as a Python number; any other value as it is.
@@ -88,14 +85,11 @@ def check_number(name: str, value: Any, *, setting: str = "") -> None:
 
 
 def check_numbers(values: Any) -> None:
-    """The same for all numbers of parsed flags or of a config: ranges, nothing NaN, no lowest rate above its peak."""
+    """The same for all numbers of parsed flags or of a config: ranges, and no lowest rate above its peak."""
     given = {name: number_of(value) for name, value in vars(values).items() if value is not None}
     for name, value in given.items():
         if name in RANGES:
             check_number(name, value)
-        for number in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(number, (int, float)) and name not in _INFINITE:
-                _finite(name, number, "choose a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         # Muon takes the common rate where its own is not given.
         low, high = (

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.exchange import LOCAL, Exchange
 from megatron_muon.core.group_numbers import read_group
-from megatron_muon.core.numbers import check_number, number_of
+from megatron_muon.core.numbers import number_of
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.core.rules.rule import Part, Rule, Step
@@ -77,8 +77,7 @@ class ShardedMuon(torch.optim.Optimizer):
             number for each matrix in a step.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or a rule
-            refuses a group.
+        ValueError: a parameter is neither 2D nor 3D, or a rule refuses a group.
     """
 
     def __init__(
@@ -94,8 +93,6 @@ class ShardedMuon(torch.optim.Optimizer):
         momentum: Mapping[int, torch.Tensor] | None = None,
         skip_missing: bool = False,
     ) -> None:
-        for name, value in defaults.items():
-            check_number(f"muon_{name}" if name == "momentum" else name, value)
         super().__init__(list(params), {name: number_of(value) for name, value in defaults.items()})
         self._matrices = [parameter for group in self.param_groups for parameter in group["params"]]
         self._group_of = [
@@ -178,14 +175,12 @@ class ShardedMuon(torch.optim.Optimizer):
                 state[MOMENTUM] = shown
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """One update of every matrix from its gradient. Collective, unless the exchange is local.
 
         Raises:
             RuntimeError: a shard with rows has no gradient.
         """
-        if closure is not None:
-            raise ValueError("Muon takes no closure")
         self.update_matrices()
 
     def update_matrices(self) -> None:
@@ -374,11 +369,6 @@ class ShardedMuon(torch.optim.Optimizer):
 def _finite_norms(gradients: list[torch.Tensor]) -> torch.Tensor:
     """A norm of each gradient, `(count,)`, which is finite if and only if all its elements are.
 
-    Of the largest magnitude, as a sum of finite numbers may overflow. A CPU takes ten times as long
-    for that as for the Euclidean norm, which answers for all that are not huge.
+    Of the largest magnitude, as a sum of finite numbers may overflow.
     """
-    if gradients[0].device.type == "cpu":
-        norms = torch.stack(torch._foreach_norm(gradients))
-        if norms.isfinite().all():
-            return norms
     return torch.stack(torch._foreach_norm(gradients, ord=math.inf))

@@ -18,7 +18,6 @@ from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.collectives import TeamGroup
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix
-from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.route import Stack
 from megatron_muon.core.slices import BlockKind, BlockSlice
@@ -89,7 +88,7 @@ class Orthogonalizer:
             `row_scales`.
 
     Raises:
-        ValueError: a setting is out of range, or the iteration is not proven.
+        ValueError: the iteration is not proven.
     """
 
     iteration: Iteration = field(default_factory=Iteration)
@@ -100,7 +99,6 @@ class Orthogonalizer:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        check_number("muon_extra_scale_factor", self.extra_scale_factor)
         self.iteration.check()
         # an unknown set is refused here
         ns.coefficients(self.iteration.coefficient_type, self.iteration.steps)

@@ -166,16 +166,6 @@ class Plan:
         return tuple((received * self.memory.element_bytes).tolist())
 
 
-def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
-    """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
-    missing = np.full(
-        layout.world_size, sum(matrix.numel for matrix in layout.matrices), dtype=np.int64
-    )
-    for held in layout.holders:
-        missing[held.ranks] -= held.elements[held.numbers]
-    return tuple((missing * element_bytes).tolist())
-
-
 def make_plan(
     layout: Layout,
     costs: Sequence[float],

@@ -175,10 +175,6 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
         made: dist.ProcessGroup = dist.new_group(
             members, _timeout(), dist.get_backend(group), use_local_synchronization=True, **order
         )
-    except TypeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__} makes no group of the ranks {members} in this order"
-        ) from error
     finally:
         c10d._hash_ranks_to_str, default.bound_device_id = hashed, device
     if (found := c10d._world.pg_names[made]) != name:

@@ -61,7 +61,8 @@ def make_parts(
     rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
     store = None
     if offload is not None:
-        store = offload.make_store(held.layout, held.group.rank(), device)
+        names_of_matrices = [matrix.name for matrix in held.layout.matrices]
+        store = offload.make_records(names_of_matrices, held.shards, device)
     exchange = make_exchange(
         scheme,
         held.layout,

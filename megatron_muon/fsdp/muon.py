@@ -162,7 +162,6 @@ class Muon(MuonState):
         for name in ("self", "params", "__class__"):
             given.pop(name, None)
         self._run: OffloadRun | None = None
-        self._warned = set[str]()
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, override
 
@@ -19,7 +18,7 @@ from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import make_state
 from megatron_muon.offload.run import OffloadRun
-from megatron_muon.offload.store import RecordStore, worst_failure
+from megatron_muon.offload.store import RecordStore, first_failure
 
 type Slots = dict[str, Any]
 
@@ -31,7 +30,6 @@ class MuonState(torch.optim.Optimizer):
     selection: Selection
     _settings: dict[str, Any]  # the arguments of `Muon`
     _run: OffloadRun | None  # keeps momentum off the device; None once it is closed
-    _warned: set[str]
     _state_groups: list[Any]  # the ranks that agree on failures, in one order on all of them
 
     def _follow_exchanged(self) -> None:
@@ -71,22 +69,16 @@ class MuonState(torch.optim.Optimizer):
             self.initialize_state()
 
     def refuse_lost_state(self, group: Any = None) -> None:
-        """Raise an OffloadError on every rank if one has lost state; warn of failed writes.
+        """Raise an OffloadError on every rank if one has lost state.
 
         Collective over `group`, or all ranks that have matrices together, where momentum is in
         files.
         """
         groups = self._state_groups if group is None else [group]
-        failures = [worst_failure(self.stores, each) for each in groups]
-        failure = min((each for each in failures if each is not None), default=None)
-        if failure is None:
-            return
-        nothing_is_lost, text = failure
-        if not nothing_is_lost:
-            raise OffloadError(text)
-        if text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(f"{text}; save a checkpoint and look at the disk", stacklevel=3)
+        failures = [first_failure(self.stores, each) for each in groups]
+        failure = next(filter(None, failures), None)
+        if failure is not None:
+            raise OffloadError(failure)
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """As `ShardedMuon.momentum_state`, for each parameter.

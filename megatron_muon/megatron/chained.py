@@ -22,7 +22,7 @@ from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
-from megatron_muon.offload.store import RecordStore, worst_failure
+from megatron_muon.offload.store import RecordStore, first_failure
 from megatron_muon.settings import word_as_flags
 
 
@@ -63,20 +63,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: AttentionLogits | None = None
         self._has_stepped = False
-        # set once the step in which it happened is finished
-        self.offload_failure: OffloadError | None = None
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
         `updated` is False where a gradient was not finite: weights and momentum are unchanged.
-        Raises an OffloadError on every rank if one cannot read its state, before the model gets new
-        weights. A failed write is raised in the next step: this one is finished on every rank, so
-        that a checkpoint can be saved.
+        Raises an OffloadError on every rank if one cannot read or write its state, before the model
+        gets new weights.
         """
-        if self.offload_failure is not None:
-            raise self.offload_failure
         for store in self.stores:
             store.verify()
         self._look_for_failures()
@@ -165,16 +160,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return dict(sorted(skipped.items()))
 
     def _look_for_failures(self) -> None:
-        """Raise an OffloadError on every rank if one has lost state; keep one that lost nothing.
-
-        Collective with files alone.
-        """
-        failure = worst_failure(self.stores)
+        """Raise an OffloadError on every rank if one has lost state. Collective if it has files."""
+        failure = first_failure(self.stores)
         if failure is not None:
-            nothing_is_lost, text = failure
-            self.offload_failure = OffloadError(text)
-            if not nothing_is_lost:
-                raise self.offload_failure
+            raise OffloadError(failure)
 
     def state_dict(self) -> Any:
         """Refused: megatron-core's has no momentum. `sharded_state_dict` has everything."""
@@ -218,8 +207,6 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for member in self._members:
             self._load_member(member, state_dict["state"], state_dict["param_to_group_meta"])
         self._look_for_failures()
-        if self.offload_failure is not None:
-            raise self.offload_failure
 
     def _load_member(
         self, member: MegatronOptimizer, state: dict[str, Any], settings: dict[str, Any]

@@ -166,7 +166,7 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
     is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
     if is_quickstart and writes:
         stdlib = corpus.CorpusSettings(stdlib=corpus.STDLIB)
-        corpus.prepare([], QUICKSTART_DATA, stdlib, overwrite=True)
+        corpus.prepare([], QUICKSTART_DATA, stdlib)
     arguments.check_settings(
         args,
         device=opened.device,

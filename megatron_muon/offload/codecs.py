@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import override
+from typing import NamedTuple, override
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ _CHUNK_CPU = 1 << 17
 _CHUNK_DEVICE = 1 << 22  # few launches
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Position of a rectangle: `matrix_key` of the matrix's name, first row and column in it."""
 
     key: int
@@ -217,44 +215,36 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of rows with random numbers (rows, cols), int32, uniform in [-2^15, 2^15).
 
-    The caller may overwrite them; they are valid until the next. A hash of the row and a hash of
-    the column are joined by xor and mixed again: otherwise the numbers would form a matrix of low
-    rank, and orthogonalisation would amplify it.
+    The caller may overwrite them. A hash of the row and a hash of the column are joined by xor and
+    mixed again: otherwise the numbers would form a matrix of low rank, and orthogonalisation would
+    amplify it.
     """
-    of_rows, of_cols = _hashes(values, place, step=step)
+    seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
+    rows, cols = values.shape
+    of_rows = _hashes(place.row, rows, seed[:4], values.device)
+    of_cols = _hashes(place.col, cols, seed[4:], values.device)
     first, second = _MULTIPLIERS
-    chunks = _chunks(values)
-    largest = chunks[0].stop if chunks else 0
-    buffers = of_rows.new_empty(2, largest, values.shape[1])
-    for chunk in chunks:
-        numbers, shifted = buffers[:, : chunk.stop - chunk.start]
+    for chunk in _chunks(values):
         # The input is a hash already and only the upper bits are used: lowbias32's first and last
         # shifts are left out.
-        torch.bitwise_xor(of_rows[chunk, None], of_cols, out=numbers)
+        numbers = of_rows[chunk, None] ^ of_cols
         numbers.mul_(first)
-        _xor_shift(numbers, 15, shifted)
+        _xor_shift(numbers, 15)
         numbers.mul_(second)
         yield chunk, numbers.bitwise_right_shift_(16)
 
 
-def _hashes(values: Tensor, place: Place, *, step: int) -> tuple[Tensor, Tensor]:
-    """lowbias32 of each row's and each column's number xor a seed: (rows,) and (cols,) int32."""
-    seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
-    rows, cols = values.shape
-    of_rows = torch.arange(place.row, place.row + rows, dtype=torch.int32, device=values.device)
-    of_cols = torch.arange(place.col, place.col + cols, dtype=torch.int32, device=values.device)
-    of_rows.bitwise_xor_(int.from_bytes(seed[:4], "little", signed=True))
-    of_cols.bitwise_xor_(int.from_bytes(seed[4:], "little", signed=True))
-    numbers = torch.cat((of_rows, of_cols))
-    shifted = torch.empty_like(numbers)
+def _hashes(first: int, count: int, seed: bytes, device: torch.device) -> Tensor:
+    """lowbias32 of each number from `first` on xor a seed: (count,) int32."""
+    numbers = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    numbers.bitwise_xor_(int.from_bytes(seed, "little", signed=True))
     for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
-        _xor_shift(numbers, shift, shifted)
+        _xor_shift(numbers, shift)
         numbers.mul_(multiplier)
-    _xor_shift(numbers, 16, shifted)
-    return numbers[:rows], numbers[rows:]
+    _xor_shift(numbers, 16)
+    return numbers
 
 
-def _xor_shift(numbers: Tensor, shift: int, shifted: Tensor) -> None:
+def _xor_shift(numbers: Tensor, shift: int) -> None:
     """numbers ^= numbers >> shift, filled with zeros, not with the sign as torch's shift does."""
-    torch.bitwise_right_shift(numbers, shift, out=shifted)
-    numbers.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
+    numbers.bitwise_xor_((numbers >> shift) & ((1 << (32 - shift)) - 1))

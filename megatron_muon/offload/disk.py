@@ -7,12 +7,12 @@ first step. It is scratch: no run reads the file of another. No collectives here
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -67,25 +67,18 @@ def unlock(locked: list[torch.Tensor] | None, streams: Sequence[Any], process: i
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError if that has no room for it.
 
-    With `direct`, reads and writes bypass the page cache, so that errors show at once.
+    Reads and writes bypass the page cache, if possible, so that errors show at once.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
         self.directory, self.size = directory, size
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
         descriptor = self._file.fileno()
-        try:
-            if size:  # 0 is an invalid size
-                os.posix_fallocate(descriptor, 0, size)
-        except OSError:
-            self.close()
-            raise
+        if size:  # 0 is an invalid size
+            os.posix_fallocate(descriptor, 0, size)
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        try:
+        with contextlib.suppress(OSError):  # a file system without direct I/O
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-            self.direct = True
-        except OSError:  # a file system without direct I/O
-            self.direct = False
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, page-aligned whole pages, from `offset`."""
@@ -117,8 +110,8 @@ LOST_BYTE = 0xFF
 class DiskRecords:
     """Records in a file; a failing disk raises no errors. One thread at a time for each record.
 
-    When a write fails, the record stays in memory. When a read fails twice, the record is lost: it
-    reads as NaN in every storage format, so that no matrix is updated by it.
+    A record that cannot be read or written is lost: it reads as NaN in every storage format, so
+    that no matrix is updated by it.
 
     Args:
         file: of all records; None if there are none.
@@ -127,7 +120,7 @@ class DiskRecords:
 
     Attributes:
         lost: indices of lost records.
-        failure: a message on the first failure, or the first loss; None without failures.
+        failure: a message on the first failure; None without failures.
     """
 
     def __init__(
@@ -143,70 +136,41 @@ class DiskRecords:
             self._offsets[index] = end
             end += in_pages(size)
         self._names, self._what = names, what
-        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
-        self._guard = threading.Lock()
 
     def __contains__(self, index: int) -> bool:
         return index in self._offsets
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, whole pages, with a record."""
-        if index in self._kept:
-            buffer.copy_(self._kept[index])
-        elif index not in self.lost:
-            self._read_twice(index, buffer)
+        if index not in self.lost:
+            try:
+                self._file.read(self._offsets[index], buffer)
+            except OSError as error:
+                self._lose(index, "read", error)
         if index in self.lost:
             buffer.fill_(LOST_BYTE)
 
-    def _read_twice(self, index: int, buffer: torch.Tensor) -> None:
-        offset = self._offsets[index]
-        try:
-            self._file.read(offset, buffer)
-        except OSError as first:
-            try:
-                self._file.read(offset, buffer)
-            except OSError:
-                lost = f"{self._what} of {self._names[index]} is lost on this rank"
-                outcome = f"{lost}; start again from a checkpoint"
-                self._fail("read", index, first, outcome, is_lost=True)
-            else:
-                self._fail("read", index, first, "nothing is lost, a second try worked")
-
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
-        if index in self.lost:
-            return
-        try:
-            self._file.write(self._offsets[index], buffer)
-            self._kept.pop(index, None)
-        except OSError as error:
-            self._kept[index] = buffer.clone()
-            self._fail("write", index, error, "nothing is lost, the record stays in memory")
+        if index not in self.lost:
+            try:
+                self._file.write(self._offsets[index], buffer)
+            except OSError as error:
+                self._lose(index, "write", error)
 
-    def _fail(
-        self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False
-    ) -> None:
-        with self._guard:
-            if self.failure is None or (is_lost and not self.lost):
-                place = f"a file of {self._file.directory} at offset {self._offsets[index]:,}"
-                why = error.strerror or str(error)
-                self.failure = f"cannot {doing} {self._what} in {place}: {why}; {outcome}"
-            if is_lost:
-                self.lost.add(index)
+    def _lose(self, index: int, doing: str, error: OSError) -> None:
+        self.lost.add(index)
+        if self.failure is None:
+            place = f"a file of {self._file.directory} at offset {self._offsets[index]:,}"
+            failure = f"cannot {doing} {self._what} in {place}: {error.strerror or error}"
+            lost = f"{self._what} of {self._names[index]} is lost on this rank"
+            self.failure = f"{failure}; {lost}; start again from a checkpoint"
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Memory for fp32 tensors of `sizes` elements, in a file that vanishes with them.
-
-    If the directory has no room they are in main memory, with a warning: a checkpoint comes first.
-    """
+    """Memory for fp32 tensors of `sizes` elements, in a file that vanishes with them."""
     size = max(4 * sum(sizes), 4)
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
-    except OSError as error:
-        why = f"no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
-        print(f"megatron-muon: warning: {directory} has {why}; using main memory", flush=True)
-        memory = torch.empty(size // 4, dtype=torch.float32)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
     return list(memory[: sum(sizes)].split(list(sizes)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.layout import Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.core.user_errors import SettingError
 from megatron_muon.offload.codecs import CODECS
@@ -38,12 +38,6 @@ class OffloadRun:
     group: dist.ProcessGroup | None = None
     """The ranks that make stores together; None is all of them."""
     stores: list[RecordStore] = field(default_factory=list, init=False)
-
-    def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
-        """A store for the momentum that `rank` holds of a layout, as `make_records`."""
-        return self.make_records(
-            [matrix.name for matrix in layout.matrices], layout.held(rank), device
-        )
 
     def make_records(
         self,

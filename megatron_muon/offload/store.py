@@ -7,8 +7,8 @@ one `borrow` that fit. A step requests the same batches as the step before it, s
 is free, the next batch is read into it.
 
 A record that a disk fails to read or write ends no step, because other ranks wait in it: see
-`disk.DiskRecords`. The caller runs `verify` before a step and checks `failure` after it, on all
-ranks together (`worst_failure`).
+`disk.DiskRecords`. The caller runs `verify` before a step, and `first_failure` before and after it,
+on all ranks together.
 """
 
 from __future__ import annotations
@@ -149,29 +149,29 @@ class RecordStore(MomentumStore):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._keys = [matrix_key(name) for name in names]
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
-        by_place: dict[str, list[int]] = {place: [] for place in PLACES}
-        for index, place in enumerate(places):
-            if self._sizes[index]:
-                by_place[place].append(index)
-        on_disk = {index: self._sizes[index] for index in by_place[DISK]}
+        stored = [index for index, size in enumerate(self._sizes) if size]
+        on_disk = {index: self._sizes[index] for index in stored if places[index] == DISK}
         self.disk = DiskRecords(file, on_disk, names, what)
         # to the GPU, and back
         self._streams: list[Any] = [torch.cuda.Stream(device) for _ in range(2) if self._on_gpu]
         self._locked: list[torch.Tensor] | None = [] if self._on_gpu else None
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
-        self._home: dict[int, torch.Tensor] = {}  # records in memory
-        staged = by_place[HOST] if self._on_gpu else []
+        staged = [index for index in stored if self._on_gpu and places[index] == HOST]
         self._pages = {index: in_pages(self._sizes[index]) for index in (*staged, *on_disk)}
-        self._take_memory(staged, by_place[DEVICE] + by_place[HOST])
+        pages = [self._pages[index] for index in staged]
+        memory = transfer_memory(sum(pages), locked=self._locked).split(pages)
+        self._home = dict(zip(staged, memory, strict=True))  # records in memory
+        for index in stored:
+            if index not in self._pages:
+                size = self._sizes[index]
+                self._home[index] = torch.zeros(size, dtype=torch.uint8, device=device)
         self._slots = self._make_slots(staging_bytes)
         host = sum(slot.host.numel() for slot in self._slots)
         on_device = sum(slot.device.numel() for slot in self._slots)
         self.staging_bytes = host + on_device
-        self.bytes = {
-            DEVICE: sum(self._sizes[index] for index in by_place[DEVICE]) + on_device,
-            HOST: sum(self._sizes[index] for index in by_place[HOST]) + host,
-            DISK: sum(self._pages[index] for index in on_disk),
-        }
+        self.bytes = {DEVICE: on_device, HOST: host, DISK: 0}
+        for size, place in zip(self._sizes, places, strict=True):
+            self.bytes[place] += in_pages(size) if place == DISK else size
         self._idle = deque(self._slots)  # the slot that was left first is the first
         self._ahead: deque[_Slot] = deque()  # slots that are read for the next batches
         self._order: list[tuple[int, ...]] = []  # batches of the step before
@@ -222,7 +222,7 @@ class RecordStore(MomentumStore):
 
     @override
     def read(self, index: int) -> torch.Tensor:
-        """Read momentum; NaN, and an entry in `disk.failure`, if a disk fails."""
+        """Read momentum; NaN, and a message in `disk.failure`, if a disk fails."""
         self._settle()
         if index not in self.disk:
             return self._decode(index, self._home[index]).clone()
@@ -232,7 +232,7 @@ class RecordStore(MomentumStore):
 
     @override
     def write(self, index: int, values: torch.Tensor) -> None:
-        """Write momentum; it stays in memory, with an entry in `disk.failure`, if a disk fails."""
+        """Write momentum; it is lost, with a message in `disk.failure`, if a disk fails."""
         self._settle()
         on_disk = index in self.disk
         record = transfer_memory(self._pages[index]) if on_disk else self._home[index]
@@ -254,16 +254,6 @@ class RecordStore(MomentumStore):
         self._unlock()
         if self.disk.file is not None:
             self.disk.file.close()
-
-    def _take_memory(self, staged: Sequence[int], in_memory: Sequence[int]) -> None:
-        """Take memory for records; those `staged` to a GPU in locked host memory of whole pages."""
-        pages = [self._pages[index] for index in staged]
-        memory = transfer_memory(sum(pages), locked=self._locked)
-        self._home = dict(zip(staged, memory.split(pages), strict=True))
-        for index in in_memory:
-            if index not in self._home:
-                size = self._sizes[index]
-                self._home[index] = torch.zeros(size, dtype=torch.uint8, device=self._device)
 
     def _make_slots(self, staging_bytes: int) -> list[_Slot]:
         largest, total = max(self._pages.values(), default=0), sum(self._pages.values())
@@ -374,19 +364,15 @@ class RecordStore(MomentumStore):
                 self.disk.write(index, host)
 
 
-def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[bool, str] | None:
-    """The worst failure of all ranks: is nothing lost, and a message with the rank; None without.
+def first_failure(stores: Iterable[RecordStore], group: Any = None) -> str | None:
+    """A message on state that a rank has lost, the same on every rank; None if all have theirs.
 
     Collective if state is on disk, over `group` or all ranks: one number from each, as long as
     nothing has failed.
     """
-    on_disk = [store.disk for store in stores if store.disk.file is not None]
-    if not on_disk:
-        return None
-    found = [(not disk.lost, disk.failure) for disk in on_disk if disk.failure is not None]
-    everyone = of_all_ranks_if_any(min(found, default=None), group)
-    failures = [(*failure, rank) for rank, failure in enumerate(everyone) if failure is not None]
+    failures = [store.disk.failure for store in stores if store.disk.file is not None]
     if not failures:
         return None
-    nothing_is_lost, text, rank = min(failures)
-    return nothing_is_lost, f"rank {rank} {text}"
+    everyone = of_all_ranks_if_any(next(filter(None, failures), None), group)
+    found = (f"rank {rank} {failure}" for rank, failure in enumerate(everyone) if failure)
+    return next(found, None)

@@ -3,17 +3,13 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
-from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import STDLIB, CorpusSettings, prepare
 from megatron_muon.megatron.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 
 EXAMPLES = """\
 examples:
   megatron-muon data prepare --stdlib --output data/stdlib
-  megatron-muon data prepare --input ~/src/project --suffix .py .md --output data/project
+  megatron-muon data prepare --input src/*.py docs --output data/project
   megatron-muon data prepare --input part-*.jsonl --json-key content --output data/parts
   megatron-muon data prepare --input book.txt --output data/book \\
       --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2
@@ -25,7 +21,8 @@ Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-pa
 A text file is one document, and so is a line of a JSONL file (.jsonl, .ndjson). A single document
 is cut at paragraphs into up to 100, because --split divides documents. Directories are searched in
 sorted order, without hidden files, __pycache__, site-packages and dist-packages; files that are not
-UTF-8 text are skipped and counted.
+UTF-8 text are skipped and counted. For corpora that take hours, Megatron-LM's
+tools/preprocess_data.py uses several processes.
 """
 
 
@@ -44,67 +41,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--stdlib", action="store_true", help="the running Python's standard library, about 30 MB"
     )
-    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    add(
-        "--overwrite", action="store_true", help="replace existing output that holds something else"
-    )
-    add(
-        "--suffix",
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="file name endings to take from directories (all)",
-    )
-    add(
-        "--json-key",
-        default="text",
-        metavar="KEY",
-        help="the field of a JSONL line that holds the text (text)",
-    )
-    add(
-        "--tokenizer-type",
-        choices=TOKENIZER_TYPES,
-        default=BYTE_LEVEL,
-        metavar="TYPE",
-        help=f"{', '.join(TOKENIZER_TYPES)} (the first)",
-    )
-    add(
-        "--tokenizer-model",
-        metavar="MODEL",
-        help="file, directory or name, as Megatron's flag of this name",
-    )
-    add("--vocab-size", type=int, metavar="N", help="as Megatron's flag of this name")
+    output = add("--output", type=Path, required=True, metavar="PREFIX")
+    output.help = "write PREFIX.bin and PREFIX.idx"
+    json_key = add("--json-key", default="text", metavar="KEY")
+    json_key.help = "the field of a JSONL line that holds the text (text)"
+    tokenizer = add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE")
+    tokenizer.help = f"{', '.join(TOKENIZER_TYPES)} (the first)"
+    model = add("--tokenizer-model", metavar="MODEL")
+    model.help = "file, directory or name, as Megatron's flag of this name"
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the data; print its size and the flags that train on it."""
-    # Data may have a folder of its name: Megatron-LM caches its indices in PREFIX/cache.
-    is_folder = Path(args.output).is_dir() and not Path(f"{args.output}.bin").exists()
-    if is_folder or args.output.endswith("/"):
-        raise UserError(
-            f"--output {args.output} is a directory; give a prefix in it, such as data/corpus"
-        )
     settings = CorpusSettings(
-        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model),
         stdlib=STDLIB if args.stdlib else "",
-        suffixes=tuple(args.suffix),
         json_key=args.json_key,
     )
-    made = prepare(
-        args.input,
-        Path(args.output),
-        settings,
-        overwrite=args.overwrite,
-        watch=lambda files: track(
-            files, "tokenizing", console=Console(stderr=True), transient=True
-        ),
-    )
-    print(
-        f"{args.output}: {made.documents:,} documents, {made.tokens:,} tokens; skipped:"
-        f" {made.skipped or 'nothing'}"
-    )
-    print(
-        f"train with: --data-path {args.output}"
-        f" {' '.join(made.settings.tokenizer.in_training().flags())}"
-    )
+    made = prepare(args.input, args.output, settings)
+    skipped = made.skipped or "nothing"
+    print(f"{args.output}: {made.documents:,} documents, {made.tokens:,} tokens; skipped:", skipped)
+    flags = made.settings.tokenizer.in_training().flags()
+    print(f"train with: --data-path {args.output}", *flags)
     return 0

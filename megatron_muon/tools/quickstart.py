@@ -44,12 +44,11 @@ def run(args: argparse.Namespace) -> int:
     out = Path("runs/quickstart")
     if out.exists():
         out = Path(f"{out}-{datetime.now():%Y%m%d-%H%M%S}")
-    # --overwrite replaces the text of another Python's library; a current one is kept
-    data = f"data prepare --stdlib --output {QUICKSTART_DATA} --overwrite".split()
+    data = f"data prepare --stdlib --output {QUICKSTART_DATA}".split()
     train = f"train --config {QUICKSTART} --nproc {args.nproc} --out {out}".split()
     if args.flags:
         train += ["--", *args.flags]
-    generate = ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained"]
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def "]
     for arguments in (data, train, ["compare", str(out)], generate):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
             print(f"transformers is not installed, so no text is shown; {install('hf')}")

@@ -25,8 +25,7 @@ BUFFER_MB = 0.04  # ten pages: what a rank holds goes through in several parts
 
 MOMENTUM = {
     "optim": (2, Case(strategy="optim")),
-    "optim_grads": (2, Case(strategy="optim_grads")),
-    "optim_grads_params": (2, Case(strategy="optim_grads_params")),
+    "int8": (2, Case(optimizer={"muon_momentum_dtype": "int8"})),
     "allgather": (2, Case(optimizer={"muon_exchange": "allgather"})),
     "without nesterov": (
         2,
@@ -38,27 +37,19 @@ MOMENTUM = {
     "HSDP 2 x DP 2": (4, Case(instances=2, layers=1)),
 }
 ALL = {
-    "optim": (2, Case(strategy="optim", bf16=True)),
-    "optim_grads": (2, Case(strategy="optim_grads", bf16=True)),
-    "optim_grads_params": (2, Case(strategy="optim_grads_params", bf16=True)),
-    "one rank": (1, Case(strategy="optim_grads_params", bf16=True)),
-    "four ranks, of which some hold no rows": (4, Case(ffn=47, bf16=True)),
-    "fp32": (2, Case(strategy="optim_grads_params")),
-    "frozen": (2, Case(bf16=True, frozen=("embedding",))),
-    "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
-    "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
-    "HSDP with outer optim": (
-        4,
-        Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True),
-    ),
-    **{
-        name: (
-            size,
-            case.but(bf16=True),
-        )
-        for name, (size, case) in cases.LAYOUTS.items()
-    },
+    "optim": (2, Case(strategy="optim")),
+    "optim_grads_params": (2, Case(strategy="optim_grads_params")),
+    "one rank": (1, Case(strategy="optim_grads_params")),
+    "four ranks, of which some hold no rows": (4, Case(ffn=47)),
+    "frozen": (2, Case(frozen=("embedding",))),
+    "cautious decay": (2, Case(optimizer={"muon_cautious_weight_decay": True})),
+    "lion": (2, Case(optimizer={"muon_scalar_optimizer": "lion"})),
+    "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, overlap=True)),
+    **cases.LAYOUTS,
 }
+for name, (size, case) in ALL.items():
+    ALL[name] = size, case.but(bf16=True)
+ALL["fp32"] = 2, Case(strategy="optim_grads_params")
 LAYOUTS = {"momentum": MOMENTUM, "all": ALL}
 
 
@@ -91,7 +82,6 @@ def train(
         updated = [trainer.step(poisoned if step == 3 else gradient_of)[0] for step in range(STEPS)]
         assert updated == [True, True, True, False, True]
         results.append(bits_of(trainer))
-        assert trainer.optimizer.offload_failure is None
     return results
 
 
@@ -172,30 +162,6 @@ def test_the_comparison_can_fail(ranks: Pool, tmp_path: Path) -> None:
         assert not any("layers" in name for name in wrong), "Muon counts no steps"
 
 
-@pytest.mark.usefixtures("every_way")
-@pytest.mark.wide
-def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    case = Case(strategy="optim_grads_params", layers=1)
-    for dtype in ("bf16", "int8"):
-        settings = offloads(tmp_path / "momentum", muon_momentum_dtype=dtype)
-        of_ranks = ranks(2, train, case=case, settings=settings)
-        for of_rank in of_ranks:
-            for offloaded in of_rank[1:]:
-                assert differing(of_rank[0], offloaded) == []
-        alone = ranks(1, train, case=case, settings=settings[:1])[0][0]
-        for name, whole in alone.items():
-            if not name.endswith((":model", ":step")):
-                parts = [of_rank[0][name] for of_rank in of_ranks]
-                # The iteration's products of blocks in other batches round differently in fp32:
-                # five steps of that, and where it moves a value over the edge of two stored ones,
-                # one spacing of the storage format.
-                torch.testing.assert_close(
-                    torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}"
-                )
-
-
 # ------------------------------------------------------------------------------------------------
 # checkpoints
 
@@ -222,17 +188,14 @@ FLAGS = {
     "all on nvme": (*DISK, "--muon-offload-state", "all"),
 }
 MOVES = [
-    ("fp32", "none", "momentum on nvme"),
-    ("fp32", "momentum on nvme", "momentum on cpu"),
-    ("fp32", "momentum on nvme", "none"),
     ("bf16", "none", "all on nvme"),
-    ("bf16", "all on nvme", "none"),
-    ("bf16", "momentum on cpu", "all on cpu"),
     ("bf16", "all on nvme", "momentum on cpu"),
+    ("bf16", "momentum on cpu", "all on cpu"),
+    ("fp32", "momentum on nvme", "none"),
 ]
 
 
-@pytest.mark.parametrize(("precision", "before", "after"), wide_but([MOVES[3]], MOVES))
+@pytest.mark.parametrize(("precision", "before", "after"), wide_but([MOVES[0]], MOVES))
 def test_checkpoints_are_the_same_wherever_state_lives(
     training: Trainings, every_way: str, precision: str, before: str, after: str
 ) -> None:
@@ -270,48 +233,6 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings) -> No
     assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
 
 
-@pytest.mark.usefixtures("two_memories_too")
-@pytest.mark.wide
-@pytest.mark.parametrize("ranks_after", [1, 4])
-def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after: int) -> None:
-    """Both with it and without it, a run on other ranks goes on from the same checkpoint to the
-    same one.
-    """
-    training("--bf16", *FLAGS["all on nvme"], "--save", "two").checked()
-    for where in ("none", "all on nvme"):
-        flags = (
-            "--bf16",
-            *FLAGS[where],
-            *cli.words("--load two --ckpt-step 2 --save"),
-            f"other {where}",
-        )
-        assert warnings(training(*flags, ranks=ranks_after).checked()) == []
-    assert (
-        differences(saved(training, "other all on nvme", 4), saved(training, "other none", 4)) == []
-    )
-
-
-@pytest.mark.usefixtures("two_memories_too")
-@pytest.mark.wide
-def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> None:
-    """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint,
-    none at all.
-    """
-    training(*cli.words("--bf16 --optimizer adam --save adam")).checked()
-    for flags in (("--no-load-optim",), ("--finetune",), ("--override-opt-param-scheduler",)):
-        found = []
-        for where in ("none", "all on nvme"):
-            load = (
-                "--bf16",
-                *FLAGS[where],
-                *cli.words("--load adam --ckpt-step 2 --save"),
-                f"{flags[0]} {where}",
-            )
-            training(*load, *flags).checked()
-            found.append(saved(training, f"{flags[0]} {where}", 4))
-        assert differences(*found) == []
-
-
 # ------------------------------------------------------------------------------------------------
 # memory
 
@@ -335,20 +256,15 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
     before = anonymous_bytes()
     run = OffloadRun(offload, "fp32", directory=directory, buffer_mb=6)
     shards = layout.held(rank)
-    store = run.make_store(layout, rank, torch.device("cpu"))
+    names = [matrix.name for matrix in layout.matrices]
+    store = run.make_records(names, shards, torch.device("cpu"))
     for _ in range(3):
         for _, borrowed in store.borrow(range(len(shards))):
             for momentum in borrowed:
                 momentum.add_(1.0)
         store.end_step()
     grown = anonymous_bytes() - before
-    assert all(
-        torch.equal(
-            store.read(i),
-            torch.full((s.rows, s.cols), 3.0),
-        )
-        for i, s in enumerate(shards)
-    )
+    assert all((store.read(index) == 3.0).all() for index in range(len(shards)))
     figures = {"grown": grown, "staging": store.staging_bytes, **store.bytes}
     run.close()
     return figures

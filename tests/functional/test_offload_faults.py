@@ -4,15 +4,10 @@ how little memory.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +15,8 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint import folders
-from tests.functional.test_checkpoints import differences, saved
+from megatron_muon.errors import UserError
 from tests.support import cli
-from tests.support.case import Case
 from tests.support.killable import Killable, wait_for_iteration
 from tests.support.pool import Pool
 from tests.support.training import Trainings, train
@@ -78,53 +72,25 @@ def error_of(run: cli.Run, *, status: int) -> str:
 # in a step
 
 
-def full_disk(store: Any) -> Callable[[], None]:
-    """No file may grow, or be written, beyond the middle of the first one; the answer makes room
-    again.
-    """
-    file = store.disk.file
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.size // 2, before[1]))
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def full_for_good(store: Any) -> Callable[[], None]:
-    """As a full disk, for checkpoints too."""
-    full_disk(store)
-    return lambda: None
-
-
-def unreadable(store: Any) -> Callable[[], None]:
-    """What the store has open takes writes alone."""
-    file = store.disk.file
-    other = os.open(
-        f"/proc/self/fd/{file._file.fileno()}", os.O_WRONLY | (os.O_DIRECT if file.direct else 0)
-    )
-    os.dup2(other, file._file.fileno())
-    return lambda: None
-
-
-def train_with(
-    rank: int, world_size: int, *, fault: str, on_rank: int, what: str, saving: bool, **run: Any
+def train_with_fault(
+    rank: int, world_size: int, *, what: str, saving: bool, **run: Any
 ) -> tuple[int, str]:
-    """In a worker: a training run whose store of `what` meets a fault on one rank: at the start of
-    its fourth step, or after it, where the save has begun.
+    """In a worker: a training whose store of `what` can no longer be read on rank 0: from the start
+    of its fourth step, or from the save after it.
     """
     from megatron_muon.megatron.chained import MuonChainedOptimizer
 
-    step, at_hand = (
-        MuonChainedOptimizer.step_with_ready_grads,
-        MuonChainedOptimizer.main_weights_at_hand,
-    )
-    undo: list[Callable[[], None]] = []
+    step = MuonChainedOptimizer.step_with_ready_grads
+    at_hand = MuonChainedOptimizer.main_weights_at_hand
     done: list[int] = []
 
     def meet_fault(self: Any) -> None:
-        if rank == on_rank and len(done) == FAULTY_STEP:
-            store = next(store for store in self.stores if store.what == what)
-            undo.append(globals()[fault](store))
+        if rank == 0 and len(done) == FAULTY_STEP:
+            descriptor = next(each for each in self.stores if each.what == what).disk.file._file
+            other = os.open(f"/proc/self/fd/{descriptor.fileno()}", os.O_WRONLY)
+            os.dup2(other, descriptor.fileno())
 
-    def save_with_fault(self: Any, **how: Any) -> Any:
+    def save(self: Any, **how: Any) -> Any:
         meet_fault(self)
         return at_hand(self, **how)
 
@@ -132,63 +98,12 @@ def train_with(
         done.append(1)
         if not saving:
             meet_fault(self)
-        updated = bool(step(self))
-        while undo:
-            undo.pop()()
-        return updated
+        return bool(step(self))
 
     MuonChainedOptimizer.step_with_ready_grads = step_with_fault
     if saving:
-        MuonChainedOptimizer.main_weights_at_hand = save_with_fault
+        MuonChainedOptimizer.main_weights_at_hand = save
     return train(rank, world_size, **run)
-
-
-def with_fault(
-    training: Trainings,
-    fault: str,
-    *flags: str,
-    on_rank: int = 1,
-    what: str = "momentum",
-    saving: bool = False,
-) -> str:
-    """The error of a run that meets a fault."""
-    run = {"argv": [*training.flags, *KINDS[what], *flags], "folder": str(training.folder)}
-    answers = training.ranks(
-        2, train_with, **run, fault=fault, on_rank=on_rank, what=what, saving=saving
-    )
-    assert len({status for status, _ in answers}) == 1, "\n".join(
-        text[-3000:] for _, text in answers
-    )
-    assert lying_there(training) == []
-    return error_of(
-        cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0),
-        status=1,
-    )
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("what", KINDS)
-def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> None:
-    """The step is finished, its checkpoint is whole, and the run that goes on from it is the
-    undisturbed one.
-    """
-    training(*KINDS[what], "--save", "whole").checked()
-    assert lying_there(training) == []
-
-    error = with_fault(training, "full_disk", "--save", "ck", what=what)
-    # the limit holds for both files of all state
-    first = "momentum" if what == "momentum" else "main weights"
-    assert (
-        f"rank 1 cannot write {first} in a file of {training.folder}/momentum at offset " in error
-    )
-    assert "File too large; nothing is lost, the record stays in memory" in error
-    assert error.endswith("Iteration 4 was finished and saved in ck")
-    assert folders.latest(training.folder / "ck") == FAULTY_STEP
-    assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
-
-    run = training(*KINDS[what], *cli.words("--load ck --save resumed")).checked()
-    assert [iteration.number for iteration in run.iterations] == [5, 6]
-    assert differences(saved(training, "resumed"), saved(training, "whole")) == []
 
 
 @pytest.mark.parametrize("saving", wide_but([False], [False, True]))
@@ -197,7 +112,14 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
     """Story: the run went on from zeros and saved them. What is lost is named, and no checkpoint is
     made without it.
     """
-    error = with_fault(training, "unreadable", "--save", "ck", on_rank=0, what=what, saving=saving)
+    argv = [*training.flags, *KINDS[what], "--save", "ck"]
+    folder = str(training.folder)
+    answers = training.ranks(
+        2, train_with_fault, argv=argv, folder=folder, what=what, saving=saving
+    )
+    assert lying_there(training) == []
+    output = "".join(text for _, text in answers)
+    error = error_of(cli.Run(answers[0][0], output, 0.0), status=1)
     assert f"rank 0 cannot read {what} in " in error
     assert f"Bad file descriptor; {what} of " in error
     assert error.endswith(" is lost on this rank; start again from a checkpoint")
@@ -207,108 +129,42 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
     assert [iteration.number for iteration in run.iterations] == [3, 4]
 
 
-def test_a_checkpoint_that_finds_no_room_either(training: Trainings) -> None:
-    """Both are told in one line, with the checkpoint to go back to."""
-    error = with_fault(training, "full_for_good", "--save", "ck")
-    assert "rank 1 cannot write momentum in " in error
-    assert (
-        "Iteration 4 was finished, and is lost: the checkpoint of iteration 4 could not be written"
-        " to ck" in error
-    )
-    assert "resume with --load ck --ckpt-step 2" in error
-    assert folders.latest(training.folder / "ck") == 2
-
-
-def test_without_a_place_to_save(training: Trainings) -> None:
-    error = with_fault(training, "full_disk", on_rank=0)
-    assert "rank 0 cannot write momentum in " in error
-    assert error.endswith("Iteration 4 was finished; without --save it is lost")
-
-
 # ------------------------------------------------------------------------------------------------
 # before the first
 
 
-@pytest.fixture
-def small_disk(training: Trainings) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    folder = training.folder / "momentum"
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("only root can mount a small file system")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("this machine mounts no tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None:
-    (small_disk / "weights.bin").write_bytes(b"somebody's")
-    run = training()
-    error = error_of(run, status=2)
-    assert "--muon-offload-dir" in error
-    assert "cannot take momentum of a rank on " in error
-    assert re.search(
-        r"[\d,]{6,} bytes \(No space left on device\); choose a directory with room", error
-    )
-    assert run.iterations == []
-    assert lying_there(training) == ["weights.bin"]
-
-
-def make_stores(
-    rank: int, world_size: int, *, folder: str, limit: int | None
-) -> tuple[str | None, list[bool]]:
-    """In a worker: two stores of a run of which rank 1 alone has momentum; the refusal, and which
-    are on disk.
-    """
-    from megatron_muon.core.layout import Layout, row_sharded
-    from megatron_muon.errors import UserError
+def make_stores(rank: int, world_size: int, *, folder: str, limit: int) -> list[bool]:
+    """In a worker: two stores of a run of which rank 1 alone has momentum; which are on disk."""
+    from megatron_muon.core.layout import Shard
     from megatron_muon.offload.run import OffloadRun
 
-    if limit is not None and rank == 1:
+    if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     run = OffloadRun("nvme", "fp32", directory=folder)
-    try:
-        for rows in ([16, 16], [16, 256]):
-            layout = Layout(
-                2,
-                tuple(
-                    row_sharded(
-                        f"w{i}",
-                        (n, 256),
-                        [0, n],
-                    )
-                    for i, n in enumerate(rows)
-                ),
-            )
-            run.make_store(layout, rank, torch.device("cpu"))
-    except UserError as refusal:
-        return str(refusal), []
+    for rows in (16, 272):
+        shard = Shard(rank, 0, rank * rows, 0, 256)
+        run.make_records(["w"], [shard], torch.device("cpu"))
     on_disk = [store.disk.file is not None for store in run.stores]
     run.close()
-    return None, on_disk
+    return on_disk
+
+
+def refusal_of_stores(rank: int, world_size: int, **settings: Any) -> str:
+    """In a worker: the error of `make_stores`."""
+    with pytest.raises(UserError) as refused:
+        make_stores(rank, world_size, **settings)
+    return str(refused.value)
 
 
 def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
     """Story: they did not ask for failures with the others, who waited."""
-    assert (
-        ranks(
-            2,
-            make_stores,
-            folder=str(tmp_path),
-            limit=None,
-        )
-        == [(None, [True, True])] * 2
-    )
+    folder = str(tmp_path)
+    assert ranks(2, make_stores, folder=folder, limit=1 << 20) == [[True, True]] * 2
     assert list(tmp_path.iterdir()) == []
-
-    answers = ranks(2, make_stores, folder=str(tmp_path), limit=1 << 17)
-    (refusal, _), (again, _) = answers
+    refusal, again = ranks(2, refusal_of_stores, folder=folder, limit=1 << 17)
     assert again == refusal
-    assert [on_disk for _, on_disk in answers] == [[], []]
-    assert (
-        f", {(16 + 256) * 1024:,} bytes (File too large); choose a directory with room" in refusal
-    )
+    assert re.match("muon_offload_dir .* cannot take momentum of a rank on ", refusal)
+    assert f", {272 * 1024:,} bytes (File too large); choose a directory with room" in refusal
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,70 +194,5 @@ def test_a_second_run_in_the_directory_of_one_that_is_killed(
 # ------------------------------------------------------------------------------------------------
 # memory
 
-LARGE = Case(
-    hidden=256,
-    heads=4,
-    query_groups=4,
-    ffn=1024,
-    layers=1,
-    vocabulary=16384,
-    bf16=True,
-)
-"""0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of
-main weights.
-"""
 
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of mallopt(3)
-
-LIMIT_MB = 100
-"""What a process may take beyond what it has once the model is there, with gradients and main
-weights.
-"""
-
-
-def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:
-    """In a worker: two steps of a large model in so much more memory; empty, or what torch says
-    when that ends.
-    """
-    from tests.support import model
-
-    make = model._optimizer
-
-    def make_within(*args: Any) -> Any:
-        status = Path("/proc/self/status").read_text().splitlines()
-        taken = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + limit_mb * 10**6, resource.RLIM_INFINITY))
-        return make(*args)
-
-    model._optimizer = make_within
-    threading.stack_size(1 << 19)  # which counts too
-    libc = ctypes.CDLL(None)
-    # what is freed goes back at once, however threads take turns
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    libc.mallopt(M_ARENA_MAX, 1)
-    try:
-        trainer = model.Trainer(LARGE.but(optimizer=setting))
-        for _ in range(2):
-            trainer.step(lambda name, shape, step: torch.full(tuple(shape), 1e-3))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.wide
-def test_a_model_whose_state_does_not_fit_trains_with_it_on_disk(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    nvme = {
-        "muon_offload": "nvme",
-        "muon_offload_dir": str(tmp_path),
-        "muon_offload_buffer_mb": 3.0,
-    }
-    settings = {"none": {}, "momentum": nvme, "all": {**nvme, "muon_offload_state": "all"}}
-    said = {
-        name: ranks(1, train_within, limit_mb=LIMIT_MB, setting=setting)[0]
-        for name, setting in settings.items()
-    }
-    assert "can't allocate memory" in said["none"]
-    assert "can't allocate memory" in said["momentum"]
-    assert said["all"] == ""

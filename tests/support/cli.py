@@ -79,6 +79,12 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+def sizes(text: str) -> dict[str, int]:
+    """Names and numbers, one after the other."""
+    parts = text.split()
+    return dict(zip(parts[::2], map(int, parts[1::2]), strict=True))
+
+
 @dataclass(frozen=True)
 class Iteration:
     """One line of Megatron's training log."""

@@ -9,40 +9,25 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig
 
+from tests.support.cli import sizes
+
 HEADS = 9
+TOKENS = sizes("vocab_size 32 bos_token_id 0 eos_token_id 0 pad_token_id 0")
 SMALL: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 72,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 3,
+    **TOKENS,
+    **sizes("hidden_size 72 intermediate_size 40 num_hidden_layers 2"),
+    **sizes(f"num_attention_heads {HEADS} num_key_value_heads 3"),
     "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
 }
-LATENT: dict[str, Any] = {
-    **SMALL,
-    "num_key_value_heads": HEADS,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 5,
-}
-GPT2: dict[str, Any] = {
-    **{name: value for name, value in SMALL.items() if name.endswith("token_id")},
+LATENT = SMALL | sizes(
+    f"num_key_value_heads {HEADS} moe_intermediate_size 16 n_routed_experts 4 num_experts_per_tok 2"
+    " n_group 2 topk_group 1 first_k_dense_replace 1 kv_lora_rank 12 qk_rope_head_dim 4"
+    " qk_nope_head_dim 6 v_head_dim 5"
+)
+GPT2 = {
+    **TOKENS,
+    **sizes(f"n_embd 72 n_head {HEADS} n_layer 2"),
     **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
-    "vocab_size": 32,
-    "n_embd": 72,
-    "n_head": HEADS,
-    "n_layer": 2,
     "initializer_range": 0.3,
 }
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -136,7 +136,6 @@ LION = {"exp_avg": torch.ones(2)}
     [
         (LION, {**ADAM, "step": torch.tensor(0.0)}, {"lr": 1.0}, "replaced"),
         ({**ADAM, "step": torch.tensor(7.0)}, LION, {"eps": 1e-8}, "replaced"),
-        (LION, {**ADAM, "step": torch.tensor(0.0)}, {"eps": 1e-8}, "absent"),  # Adam's, damaged
         (LION, LION, {"lr": 1.0}, None),
     ],
 )
@@ -211,9 +210,9 @@ def test_what_is_missing() -> None:
     adaptive = content.compare({"a": {"momentum_buffer": 0, "moment2_buffer": 0}}, entries)
     assert adaptive == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
     replaced, absent = content.compare(wanted, entries)
-    assert replaced == {"b.momentum_buffer"}
-    # half a state is none
-    assert absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}
+    # half a state is none; Adam's without its second half may be Lion's
+    assert replaced == {"b.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}
+    assert absent == {"c.momentum_buffer"}
     meta = {name: {"lr": 1.0, "momentum": 0.9, "is_expert_parallel": True} for name in "abcd"}
     asked = content.without_fresh(
         {"state": wanted, "param_to_group_meta": meta}, {"b", "c", "d"}, entries

@@ -9,14 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_muon.offload import codecs
 from megatron_muon.offload.codecs import BLOCK_COLS, CODECS, Codec, Place, matrix_key
 from tests.unit.test_noise import random_numbers
 
@@ -25,6 +23,7 @@ HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
 SIZES = st.integers(0, 40)
 WIDTHS = st.integers(0, 300)
 SEEDS = st.integers(0, 2**16)
+STEPS = st.integers(0, 2**40)
 
 
 def random_values(rows: int, cols: int, seed: int = 0) -> Tensor:
@@ -47,20 +46,18 @@ def stored(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) 
 
 def bf16_spacing(values: Tensor) -> Tensor:
     """Distance of the two bf16 numbers around each value: 2^(exponent - 7)."""
-    return torch.from_numpy(
-        np.ldexp(np.float32(1.0), torch.frexp(values).exponent.numpy() - 8),
-    )
+    return torch.exp2((torch.frexp(values).exponent - 8).double())
 
 
 def int8_scales(values: Tensor) -> Tensor:
     """Largest magnitude of each 128 columns of a row over 127^2, repeated to the shape of the
     values.
     """
-    blocks = values.split(BLOCK_COLS, dim=1)
-    scales = [
-        block.abs().amax(dim=1, keepdim=True).expand_as(block) for block in blocks if block.numel()
-    ]
-    return torch.cat(scales, dim=1) / 127**2 if scales else values
+    scales = torch.empty_like(values)
+    for block, scale in zip(values.split(BLOCK_COLS, 1), scales.split(BLOCK_COLS, 1), strict=True):
+        if block.numel():
+            scale[:] = block.abs().amax(dim=1, keepdim=True) / 127**2
+    return scales
 
 
 def int8_spacing(values: Tensor) -> Tensor:
@@ -74,29 +71,13 @@ def spacing_of(codec: Codec, values: Tensor) -> Tensor:
     return bf16_spacing(values) if codec.name == "bf16" else int8_spacing(values)
 
 
-def to_nearest(codec: Codec, values: Tensor) -> Tensor:
-    """What the format would store without the random bits: the negative control."""
-    if codec.name == "bf16":
-        return values.bfloat16().float()
-    scales = int8_scales(values)
-    codes = torch.arange(128.0)
-    middles = (codes[:-1].square() + codes[1:].square()) / 2
-    nearest = torch.bucketize((values / scales).abs(), middles).float()
-    return nearest.square().copysign(values) * scales
-
-
 @given(rows=SIZES, cols=WIDTHS, seed=SEEDS)
 def test_fp32_keeps_every_bit_and_decodes_to_the_record_itself(
     rows: int, cols: int, seed: int
 ) -> None:
     """NaNs with payloads and subnormal numbers included."""
-    generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(
-        -(2**31),
-        2**31,
-        (rows, cols),
-        generator=generator,
-    ).to(torch.int32)
+    torch.manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (rows, cols)).int()
     record = encoded(CODECS["fp32"], bits.view(torch.float32))
     assert torch.equal(record.view(torch.int32), bits.flatten())
     CODECS["fp32"].decode(record, rows, cols).fill_(1.5)
@@ -115,22 +96,14 @@ def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) ->
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-@given(
-    rows=SIZES,
-    cols=WIDTHS,
-    seed=SEEDS,
-    step=st.integers(0, 2**40),
-    row=st.integers(0, 2**24),
-)
-@example(rows=2, cols=129, seed=0, step=0, row=0)
-def test_error_is_under_one_spacing(
-    name: str, rows: int, cols: int, seed: int, step: int, row: int
-) -> None:
+@given(rows=SIZES, cols=WIDTHS, seed=SEEDS, step=STEPS)
+@example(rows=2, cols=129, seed=0, step=0)
+def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, step: int) -> None:
     """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within
     2^-23 of up to 127^2.
     """
     codec, values = CODECS[name], random_values(rows, cols, seed)
-    found = stored(codec, values, Place(key=seed, row=row, col=0), step=step)
+    found = stored(codec, values, Place(key=seed, row=step >> 16, col=0), step=step)
     tolerance = 2e-5 if name == "int8" else 0.0
     assert ((found - values).abs() <= spacing_of(codec, values) * (1.0 + tolerance)).all()
 
@@ -149,28 +122,14 @@ def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) 
         assert torch.equal(encoded(codec, codec.decode(record, rows, cols), step=step), record)
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_strides_of_the_values_do_not_matter_and_bytes_behind_the_record_are_left_alone(
-    name: str,
-) -> None:
-    codec, values = CODECS[name], random_values(5, 130)
-    size = codec.record_bytes(5, 130)
-    padded = torch.full((size + 64,), 0xA5, dtype=torch.uint8)
-    codec.encode(values.T.contiguous().T, padded, HERE, step=0)
-    assert torch.equal(padded[:size], encoded(codec, values))
-    assert (padded[size:] == 0xA5).all()
-    assert torch.equal(codec.decode(padded, 5, 130), stored(codec, values))
-
-
 def test_bf16_keeps_nan_and_infinities() -> None:
     """A NaN whose bits are all ones plus random bits would carry over into -0; infinity must not
     become NaN.
     """
     nan_bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000])
     nans = nan_bits.to(torch.int32).view(torch.float32)
-    values = torch.cat(
-        (nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0])),
-    ).expand(64, -1)
+    others = torch.tensor([math.inf, -math.inf, 1.0, -0.0])
+    values = torch.cat((nans, others)).expand(64, -1)
     found = stored(CODECS["bf16"], values)
     torch.testing.assert_close(found, values, rtol=0.0, atol=0.0, equal_nan=True)
     many = torch.full((512, 512), math.inf)  # every one of the 2^16 random numbers about four times
@@ -188,96 +147,45 @@ def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
     assert torch.equal(~found.isfinite(), spoilt)
 
 
-@pytest.mark.parametrize("name", STOCHASTIC)
-def test_largest_and_smallest_magnitudes(name: str) -> None:
-    codec = CODECS[name]
-    magnitudes = torch.tensor([1e-45, 1e-39, 1e-37, 1.8e-34, 2e-34, 1e30, 3.3e38]).view(-1, 1)
-    values = magnitudes * torch.tensor([1.0, -1.0, 0.5, 0.0])
-    found = stored(codec, values)
-    assert found.isfinite().all()
-    bound = spacing_of(codec, values).double()
-    if name == "bf16":
-        bound = bound.clamp(min=2.0**-133)  # the spacing of subnormal numbers
-    else:
-        bound[:4] = 1.9e-34  # stored as zeros
-        assert (found[:4] == 0).all()
-        assert (found[4:, :2] != 0).all()
-    assert ((found.double() - values.double()).abs() <= bound * (1 + 2e-5)).all()
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
+def test_int8_does_not_wrap_at_the_largest_magnitude() -> None:
     """Where the largest value over its scale comes out above 127^2, the largest of the random
     numbers makes it 128.
     """
     candidates = 1.0 + torch.arange(1000) * 2.0**-23
     over = candidates * (candidates * (1.0 / 127**2)).reciprocal()
     assert over.max() > 127**2
-    values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
+    values = torch.full((512, 1024), -float(candidates[over.argmax()]))
     assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
     error = (stored(CODECS["int8"], values) - values).abs()
     assert (error <= int8_spacing(values) * (1 + 2e-5)).all()
 
 
-def test_int8_keeps_small_columns_beside_large_ones() -> None:
-    """Two columns of a block 60 times as large as the others: these keep a relative error under 6
-    %, where evenly spaced codes leave more than 15 %.
-    """
-    values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    values[:, ::64] = 60.0
-    small = torch.arange(512) % 64 != 0
-    found = stored(CODECS["int8"], values)
-    assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
-    # what 127 even steps up to the largest magnitude would be
-    step = (int8_scales(values) * 127).double()
-    even = (values / step + random_numbers(256, 512)).round() * step
-    assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
-
-
-def between(
-    codec: Codec,
-    part: float,
-    rows: int = 64,
-    cols: int = 128,
-) -> tuple[Tensor, float]:
-    """A matrix that holds one value `part` of a spacing above one that the format holds, and the
-    spacing.
+def halfway(codec: Codec) -> tuple[Tensor, float]:
+    """A matrix of one value in the middle of two that the format holds, and their distance.
 
     The first column makes int8's scale 1, so that 10^2 is followed by 11^2.
     """
     low, spacing = (1.0, 2.0**-7) if codec.name == "bf16" else (100.0, 21.0)
-    values = torch.full((rows, cols), low + part * spacing)
+    values = torch.full((64, 128), low + 0.5 * spacing)
     values[:, 0] = 127.0**2
     return values, spacing
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
-@pytest.mark.parametrize(
-    ("part", "sign"),
-    [(0.01, 1.0), (0.3, -1.0), (0.5, 1.0), (0.9, -1.0)],
-)
-def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -> None:
-    """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of
-    the mean allowed.
-    """
+@pytest.mark.parametrize("shift", [-0.49, -0.2, 0.0, 0.4])
+def test_the_mean_over_steps_is_the_value(name: str, shift: float) -> None:
+    """A rounding errs by a variance of p (1 - p) spacings; six deviations of a mean are allowed."""
     codec, steps = CODECS[name], 128
-    values, spacing = between(codec, part)
-    expected = sign * values[:, 1:]
-    found = torch.stack([stored(codec, sign * values, step=step) for step in range(steps)])
-    error = (found[:, :, 1:].double() - expected) / spacing
-    deviation = math.sqrt(part * (1 - part))
-    slack = 2e-5  # int8's rounded division and scale
-    assert abs(error.mean()) < 5 * deviation / math.sqrt(error.numel()) + slack
-    for kept in ((0,), (0, 1), (1, 2)):
-        means = error.mean(dim=kept)
+    values, spacing = halfway(codec)
+    values[:, 1:] += shift * spacing
+    deviation = math.sqrt((0.5 + shift) * (0.5 - shift))
+    found = torch.stack([stored(codec, values, step=step) for step in range(steps)])
+    error = ((found.double() - values) / spacing)[:, :, 1:]
+    for dims in ((0, 1, 2), (0, 1), (0,)):
+        means = error.mean(dim=dims)
         count = error.numel() / means.numel()
-        # 6 deviations are enough for the largest of 1e6 means
         bound = (6 * deviation + 3 / math.sqrt(count)) / math.sqrt(count)
-        assert means.abs().max() < bound + slack
-    # negative control: rounding to the nearest is off by 0.3 of a spacing
-    if part == 0.3:
-        nearest = (to_nearest(codec, sign * values)[:, 1:] - expected) / spacing
-        assert abs(nearest.double().mean()) > 0.29
+        assert means.abs().max() < bound + 2e-5  # int8's rounded division and scale
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -289,7 +197,8 @@ def test_rounding_does_not_depend_on_the_cut(
     block.
     """
     codec, values, key = CODECS[name], random_values(rows, cols, seed), matrix_key(str(seed))
-    row, col = data.draw(st.integers(0, 1000)), BLOCK_COLS * data.draw(st.integers(0, 5))
+    row = data.draw(st.integers(0, 1000))
+    col = BLOCK_COLS * data.draw(st.integers(0, 5))
     grid = BLOCK_COLS if name == "int8" else 1
     row_cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
     cuts = data.draw(st.lists(st.integers(0, cols // grid), max_size=3))
@@ -308,42 +217,18 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
     otherwise.
     """
     codec = CODECS[name]
-    values, _ = between(codec, 0.5)
-    others = [
-        Place(1, 0, 0),
-        Place(HERE.key, 1, 0),
-        Place(HERE.key, 0, 128),
-    ]
+    values, _ = halfway(codec)
+    others = [HERE._replace(key=1), HERE._replace(row=1), HERE._replace(col=128)]
     found = [stored(codec, values, place)[:, 1:] for place in (HERE, *others)]
     found.append(stored(codec, values, HERE, step=1)[:, 1:])
     for one, other in itertools.combinations(found, 2):
         assert 0.4 < (one == other).double().mean() < 0.6
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("shape", [(37, 300), (1, 5000)])
-def test_rounding_does_not_depend_on_the_chunks(name, shape, monkeypatch) -> None:
-    codec, values = CODECS[name], random_values(*shape)
-    whole = encoded(codec, values)
-    for chunk in (1, 1000, 4097):
-        monkeypatch.setattr(codecs, "_CHUNK_CPU", chunk)
-        assert torch.equal(encoded(codec, values), whole)
-        assert torch.equal(codec.decode(whole, *shape), stored(codec, values))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (257, 300),
-        (4, 128),
-        (1, 1),
-        (0, 5),
-        (5, 0),
-    ],
-)
+@pytest.mark.parametrize("shape", [(257, 300), (1, 1), (0, 5)])
 def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
     codec = CODECS[name]
     random = random_values(*shape)

@@ -20,107 +20,66 @@ from megatron_muon.core.user_errors import UserError
 Make = Callable[[float], Any]
 KINDS: dict[str, Make] = {
     "fraction": Fraction,
-    "numpy fp16": np.float16,
-    "numpy fp32": np.float32,
-    "numpy fp64": np.float64,
-    "array": np.array,
+    "numpy": np.float32,
     "array of one": lambda value: np.array([value]),
     "tensor": torch.tensor,
-    "tensor of one": lambda value: torch.tensor([value]),
     "tensor of 1 x 1": lambda value: torch.tensor([[value]]),
     "bf16": lambda value: torch.tensor([value], dtype=torch.bfloat16),
     "fp64": lambda value: torch.tensor([value], dtype=torch.float64),
 }
-PLACES = ("construction", "groups", "later", "loaded")
 VARIANTS: list[dict[str, Any]] = [
-    *({}, {"moment2_method": "adamuon", "beta2": 0.875, "moment2_eps": 2.0**-20}),
-    *({"cautious_weight_decay": True}, {"offload": "cpu"}, {"momentum_dtype": "int8"}),
+    {"moment2_method": "adamuon", "beta2": 0.875, "moment2_eps": 2.0**-20},
+    {"cautious_weight_decay": True, "offload": "cpu", "momentum_dtype": "int8"},
 ]
 
 
-def trained(make: Make, place: str, *, has_schedule: bool, **given: Any) -> list[torch.Tensor]:
+def trained(make: Make, place: str, **given: Any) -> list[torch.Tensor]:
     """A matrix and a vector after four steps, with numbers made by `make`, which all kinds have
-    exactly.
+    exactly; given at construction, in the groups, later, or loaded.
     """
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
     of_muon = {"lr": make(0.0625), "weight_decay": make(0.125), "momentum": make(0.875)}
-    betas = make(0.875), make(0.9375)
-    of_adamw = {
-        "lr": make(0.0625),
-        "weight_decay": make(0.125),
-        "betas": betas,
-        "eps": make(2.0**-20),
-    }
+    of_adamw = {"lr": make(0.0625), "weight_decay": make(0.125), "eps": make(2.0**-20)}
+    of_adamw["betas"] = make(0.875), make(0.9375)
     groups: list[dict[str, Any]] = [
         {"params": [matrix], "optimizer": "muon"},
         {"params": [vector], "optimizer": "adamw", "decay_vectors": True},
     ]
     if place == "construction":
-        settings = {f"adamw_{name}": value for name, value in of_adamw.items()} | of_muon
-        optimizer = megatron_muon.Muon(groups, **settings, **given)
+        given |= {f"adamw_{name}": value for name, value in of_adamw.items()} | of_muon
     elif place == "groups":
-        optimizer = megatron_muon.Muon(
-            [{**groups[0], **of_muon}, {**groups[1], **of_adamw}], **given
-        )
-    else:
-        optimizer = megatron_muon.Muon(groups, **given)
+        groups = [{**groups[0], **of_muon}, {**groups[1], **of_adamw}]
+    optimizer = megatron_muon.Muon(groups, **given)
+    if place in ("later", "loaded"):
         state = copy.deepcopy(optimizer.state_dict())
         for group, numbers in zip(optimizer.param_groups, (of_muon, of_adamw), strict=True):
             group.update(numbers)
-        if "moment2_method" in given:
-            optimizer.param_groups[0].update(beta2=make(0.875), eps=make(2.0**-20))
         if place == "loaded":
             state["param_groups"] = optimizer.state_dict()["param_groups"]
             optimizer = megatron_muon.Muon(groups, **given)
             optimizer.load_state_dict(state)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if has_schedule else None
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step in range(4):
         torch.manual_seed(step)
         matrix.grad, vector.grad = torch.randn(6, 8), torch.randn(8)
         optimizer.step()
-        if schedule is not None:
-            schedule.step()
+        schedule.step()
     return [matrix.detach(), vector.detach()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_number_trains_as_a_float(kind: str) -> None:
+@pytest.mark.parametrize("place", ["construction", "groups", "later", "loaded"])
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [*((kind, {}) for kind in KINDS), *(("array of one", variant) for variant in VARIANTS)],
+)
+def test_every_kind_of_number_trains_as_a_float(kind: str, variant: Any, place: str) -> None:
     """A learning rate of one element and one dimension was a RuntimeError in the step; a momentum,
     of any shape.
     """
-    for has_schedule in (False, True):
-        expected = trained(float, "construction", has_schedule=has_schedule)
-        for place in PLACES:
-            found = trained(KINDS[kind], place, has_schedule=has_schedule)
-            torch.testing.assert_close(
-                found, expected, rtol=1e-6, atol=1e-6, msg=lambda text, p=place: f"{p}: {text}"
-            )
-
-
-@pytest.mark.parametrize("given", VARIANTS[1:], ids=str)
-def test_so_it_does_in_every_variant(given: dict[str, Any]) -> None:
-    expected = trained(float, "construction", has_schedule=True, **given)
-    for kind in ("numpy fp32", "tensor of one"):
-        for place in PLACES:
-            found = trained(KINDS[kind], place, has_schedule=True, **given)
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_every_other_setting_takes_numpys_numbers_and_tensors() -> None:
-    p = nn.Parameter(torch.eye(4))
-    settings = {
-        "ns_steps": np.int64(6),
-        "eps": torch.tensor([0.0]),
-        "ns_coefficients": np.array([3.0, -3.2, 1.2]),
-    }
-    more = {
-        "adamw_betas": torch.tensor([0.5, 0.75]),
-        "offload_buffer_mb": np.float32(1.0),
-        "adamw_lr": np.float32(1),
-    }
-    optimizer = megatron_muon.Muon([p, nn.Parameter(torch.eye(3))], **settings, **more)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
+    expected = trained(float, "construction", **variant)
+    found = trained(KINDS[kind], place, **variant)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
@@ -140,12 +99,9 @@ def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
 
 WRONG: dict[str, Any] = {
     "two": torch.tensor([0.1, 0.2]),
-    "none": torch.tensor([]),
     "complex": torch.tensor(1j),
     "text": "0.1",
-    "nothing": None,
     "flag": True,
-    "nan": math.nan,
     "infinite": np.float32(math.inf),
 }
 
@@ -156,54 +112,31 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
     value = WRONG[wrong]
     w = nn.Parameter(torch.eye(4))
     b = nn.Parameter(torch.zeros(4))
-    if wrong != "nothing":
-        with pytest.raises(
-            UserError, match=r"^lr of parameter group 0 .* (is not a number|is not finite); choose"
-        ):
-            megatron_muon.Muon([{"params": [w], "lr": value}])
+    with pytest.raises(UserError, match=r"^lr of parameter group 0 .* is not .*; choose"):
+        megatron_muon.Muon([{"params": [w], "lr": value}])
     optimizer = megatron_muon.Muon([("w", w), ("b", b)])
     w.grad, b.grad = torch.ones(4, 4), torch.ones(4)
     of_muon, of_adamw = optimizer.param_groups
-    for group, name in (
-        (of_muon, "lr"),
-        (of_muon, "momentum"),
-        (of_muon, "weight_decay"),
-        (of_adamw, "eps"),
-    ):
+    for group, name in ((of_muon, "lr"), (of_muon, "momentum"), (of_adamw, "eps")):
         before = group[name]
         group[name] = value
-        with pytest.raises(
-            UserError, match=f"^{name} of a parameter group is .*; give one finite number"
-        ):
+        with pytest.raises(UserError, match=f"^{name} of a parameter .*; give one finite number"):
             optimizer.step()
         group[name] = before
     of_adamw["betas"] = (value, 0.9)
-    with pytest.raises(
-        UserError, match=r"^betas of a parameter group is .*; give one finite number"
-    ):
+    with pytest.raises(UserError, match=r"^betas of a parameter group .*; give one finite number"):
         optimizer.step()
     assert torch.equal(w.detach(), torch.eye(4)), "nothing has moved"
 
 
-@pytest.mark.parametrize(
-    "betas",
-    [
-        0.9,
-        (0.9,),
-        torch.tensor(0.9),
-        torch.tensor([0.9, 0.9, 0.9]),
-        None,
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("betas", [0.9, torch.ones(3), None], ids=repr)
 def test_betas_are_two_numbers(betas: Any) -> None:
     """One number in a group was a TypeError."""
     b = nn.Parameter(torch.zeros(4))
-    for group, given in (({"betas": betas}, {}), ({}, {"adamw_betas": betas})):
-        with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
-            megatron_muon.Muon(
-                [{"params": [b], "optimizer": "adamw", **group}, {"params": [b]}], **given
-            )
+    with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
+        megatron_muon.Muon([{"params": [b], "optimizer": "adamw", "betas": betas}])
+    with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
+        megatron_muon.Muon([b], adamw_betas=betas)
 
 
 def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:

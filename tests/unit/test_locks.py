@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -46,16 +45,6 @@ def holder(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def wait_until_free(take: Callable[[], None], refusal: type[Exception]) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            return take()
-        except refusal:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-
 def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
     with holder(file) as other:
         assert other.stdout.readline() == "held\n"
@@ -80,7 +69,7 @@ def test_a_fork_does_not_keep_a_lock(file):
             os._exit(0)
         other = os.open(file, os.O_RDWR)
     try:
-        wait_until_free(lambda: fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(other)
         os.kill(fork, 9)
@@ -122,23 +111,12 @@ def test_a_file_system_without_locks_is_reported_and_used(file, capsys, monkeypa
     assert note in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_the_users_to_change(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"\.lock: cannot write there \(.*\); choose a folder"):
-        lock_of(tmp_path / "file" / ".lock").__enter__()
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_the_place_of_a_lock_is_refused_and_its_target_keeps_its_bytes(
-    file, tmp_path, exists
-):
+def test_a_link_in_the_place_of_a_lock_is_refused_and_its_target_keeps_its_bytes(file, tmp_path):
     """The file that it pointed to was overwritten with the name of whoever took the lock."""
     victim = tmp_path / "victim"
-    if exists:
-        victim.write_text("precious")
+    victim.write_text("precious")
     file.parent.mkdir()
     file.symlink_to(victim)
-    with pytest.raises(UserError, match="Too many levels of symbolic links"):
+    with pytest.raises(UserError, match=r"cannot write there .Too many levels"):
         lock_of(file).__enter__()
-    assert victim.exists() == exists
-    assert not exists or victim.read_text() == "precious"
+    assert victim.read_text() == "precious"

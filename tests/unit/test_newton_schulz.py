@@ -4,11 +4,10 @@ emerging-optimizers.
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,7 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 
 from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core import orthogonalize
-from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
+from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
 from megatron_muon.core.route import make_stacks
@@ -28,59 +27,14 @@ from megatron_muon.core.slices import Team
 
 QUINTIC = ns.coefficients("quintic", 5)
 
-# bf16 costs the standard iteration itself up to 0.01 on these matrices, against fp32.
-ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.005}
-
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def conditioned(m: int, n: int, condition: float, seed: int = 0) -> torch.Tensor:
-    """A `(1, m, n)` fp32 block whose singular values fall evenly on a logarithmic scale from 1 to 1
-    / condition.
-    """
-    generator = seeded(seed)
-    u, _ = torch.linalg.qr(torch.randn(m, m, dtype=torch.double, generator=generator))
-    v, _ = torch.linalg.qr(torch.randn(n, m, dtype=torch.double, generator=generator))
-    values = torch.logspace(0, -math.log10(condition), m, dtype=torch.double)
-    return ((u * values) @ v.T).float()[None]
-
-
-def error(found: torch.Tensor, block: torch.Tensor) -> float:
-    """Distance from the polar factor of `block` in fp64, relative to its norm."""
-    u, _, vt = torch.linalg.svd(block.double(), full_matrices=False)
-    polar = u @ vt
-    return float((found.double() - polar).norm() / polar.norm())
-
-
 def started(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What the iterations take: the block in `dtype`, its largest magnitude near 1."""
     return to_unit_magnitude(block.clone(), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("condition", [1.0, 10.0, 1e2, 1e4, 1e6, 1e8])
-@pytest.mark.parametrize("shape", [(48, 48), (48, 96), (40, 160)])
-def test_gram_is_as_near_to_the_polar_factor_as_the_standard_iteration(
-    dtype: torch.dtype, condition: float, shape: tuple[int, int]
-) -> None:
-    """Squaring loses small singular values in half precision; without a restart the loss comes back
-    amplified.
-    """
-    block = conditioned(*shape, condition)
-    gram = error(ns.gram(started(block, dtype), QUINTIC), block)
-    standard = error(ns.standard(started(block, dtype), QUINTIC), block)
-    assert gram <= standard + ROUNDING[dtype]
-
-
-def test_without_a_restart_half_precision_is_unstable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the comparison above notices five steps in one run."""
-    block = conditioned(40, 160, 1e4)
-    standard = error(ns.standard(started(block, torch.bfloat16), QUINTIC), block)
-    monkeypatch.setattr(ns, "gram_runs", lambda steps, half: (steps,))
-    gram = error(ns.gram(started(block, torch.bfloat16), QUINTIC), block)
-    assert not gram <= standard + ROUNDING[torch.bfloat16]
 
 
 def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
@@ -93,10 +47,7 @@ def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(12, 20), (72, 72), (72, 200), (1, 9)],
-)
+@pytest.mark.parametrize("shape", [(12, 20), (72, 72), (1, 9)])
 @pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "aol"])
 def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     coefficient_type: str, shape: tuple[int, int]
@@ -111,37 +62,8 @@ def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5)
 
 
-def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
-    """A `(1, m, n)` block of rank 8 with a hundredth of noise, as momentum is in a run's first
-    steps.
-    """
-    generator = seeded(seed)
-    left, right, noise = (
-        torch.randn(
-            *shape,
-            generator=generator,
-        )
-        for shape in ((m, 8), (8, n), (m, n))
-    )
-    return (left @ right + 0.01 * noise)[None]
-
-
-@pytest.mark.parametrize(
-    "make", [lambda m, n, seed: torch.randn(1, m, n, generator=seeded(seed)), low_rank]
-)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (72, 72),
-        (72, 200),
-        (40, 160),
-        (128, 128),
-        pytest.param((400, 500), marks=pytest.mark.wide),
-    ],
-)
-def test_a_matrix_rounded_on_the_wire_is_rounded_once(
-    shape: tuple[int, int], make: Callable[[int, int, int], torch.Tensor]
-) -> None:
+@pytest.mark.parametrize("shape", [(72, 72), (40, 160), (128, 128)])
+def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) -> None:
     """Dividing the rounded matrix by its norm rounded it again: the error grew by up to 39 %
     against no_shard's.
 
@@ -149,8 +71,8 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(
     of upstream's on the fp32 matrix. The negative control divides by the norm.
     """
     ours, theirs, twice = [], [], []
-    for seed in range(4 if shape[0] == 400 else 40):
-        block = make(*shape, seed) * 1e-3 * (1 + 0.02 * seed)
+    for seed in range(40):
+        block = torch.randn(1, *shape, generator=seeded(seed)) * 1e-3 * (1 + 0.02 * seed)
         exact = polynomial(block[0], QUINTIC)
         wire = block.bfloat16()
         with eo_utils.fp32_matmul_precision("medium"):
@@ -163,89 +85,19 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(
     assert sum(twice) > 1.025 * sum(theirs)
 
 
-@pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_that_is_not_finite_becomes_nan_and_its_neighbours_do_not(iterate, dtype) -> None:
-    stack = torch.randn(4, 16, 24, generator=seeded(0)).to(dtype)
-    alone = iterate(stack, QUINTIC)
-    stack[1, 3, 4] = math.inf
-    stack[2, 0, 0] = math.nan
-    found = iterate(stack, QUINTIC)
-    assert found[1:3].isnan().all()
-    for index in (0, 3):
-        assert torch.equal(found[index], alone[index])
-
-
-@pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
-@pytest.mark.parametrize("steps", [1, 2, 5])
-def test_a_factor_on_the_last_coefficients_scales_the_result(iterate, steps: int) -> None:
-    block = torch.randn(2, 16, 24, generator=seeded(0))
-    *first, last = ns.coefficients("quintic", steps)
-    scaled = iterate(block, [*first, tuple(7.0 * value for value in last)])
-    torch.testing.assert_close(scaled, 7.0 * iterate(block, [*first, last]), rtol=1e-5, atol=1e-5)
-
-
-def test_first_steps_of_polar_express_are_runs_of_their_own_in_bf16() -> None:
-    assert Iteration("polar_express", 8).runs == (1, 1, 1, 2, 2, 1)
-    assert Iteration("polar_express", 8, "high").runs == gram_runs(8, half=False) == (3, 3, 2)
-    assert Iteration("quintic", 5).runs == (2, 2, 1)
-    assert gram_runs(2, half=True, alone=3) == (1, 1)
-    five = Iteration("polar_express", 5, method=GRAM)
-    assert (
-        five.flops(64, 256) == (16 * 4 + 16) * 64**3 < replace(five, method=STANDARD).flops(64, 256)
-    )
-
-
-def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
-    """Five steps: 20 a + 10 against 8 a + 28 (fp32) and 12 a + 22 (bf16) in units of n^3, equal at
-    1.5.
-    """
-    n = 64
-    for precision, gram in (
-        ("high", lambda a: 8 * a + 28),
-        ("medium", lambda a: 12 * a + 22),
-    ):
-        for ratio in (1, 2, 4, 8):
-            standard = Iteration(method=STANDARD, precision=precision).flops(n, ratio * n)
-            assert standard == (20 * ratio + 10) * n**3
-            assert (
-                Iteration(method=GRAM, precision=precision).flops(ratio * n, n)
-                == gram(ratio) * n**3
-            )
-            auto = Iteration(precision=precision)
-            assert auto.method_for(n, ratio * n) == (STANDARD if ratio == 1 else GRAM)
-            assert auto.flops(n, ratio * n) == min(standard, gram(ratio) * n**3)
-    assert Iteration(method=STANDARD).method_for(64, 256) == STANDARD
-    assert Iteration(method=GRAM).method_for(64, 64) == GRAM
-
-
-def test_the_device_decides_from_which_ratio_gram_pays() -> None:
-    """With a symmetric kernel the standard iteration gains most: 15 a + 5 against 9 a + 19, equal
-    at 7 / 3.
-    """
-    n = 4096
-    kernel, standard = Iteration(products=KERNEL), Iteration(method=STANDARD, products=KERNEL)
-    assert kernel.method_for(n, 18 * n // 8) == STANDARD
-    assert kernel.method_for(n, 19 * n // 8) == GRAM
-    assert Iteration(products=DENSE).method_for(n, 15 * n // 8) == GRAM
-    assert standard.flops(n, 4 * n) == (15 * 4 + 5) * n**3
-    assert (
-        Iteration(
-            method=GRAM,
-            products=KERNEL,
-        ).flops(n, 4 * n)
-        == (9 * 4 + 19) * n**3
-    )
-    small = KERNEL.from_rows - 8
-    assert kernel.flops(small, 4 * small) == Iteration(products=DENSE).flops(small, 4 * small)
-    assert standard.flops(n, n + 4) == 5 * 2 * n * n * (2 * (n + 4) + n // 2)  # of squares alone
-    assert (
-        Iteration(
-            method=STANDARD,
-            products=HALVES,
-        ).flops(512, 512)
-        == 5 * (1.5 + 1.5 + 2) * 512**3
-    )
+@pytest.mark.parametrize(
+    ("precision", "gram"),
+    [("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)],
+)
+def test_auto_takes_gram_where_it_needs_fewer_operations(precision, gram) -> None:
+    """Five steps: 20 a + 10 against `gram` in units of n^3, equal at 1.5."""
+    n, auto = 64, Iteration(precision=precision)
+    for ratio in (1, 2, 8):
+        standard = replace(auto, method=STANDARD).flops(n, ratio * n)
+        assert standard == (20 * ratio + 10) * n**3
+        assert replace(auto, method=GRAM).flops(ratio * n, n) == gram(ratio) * n**3
+        assert auto.method_for(n, ratio * n) == (STANDARD if ratio == 1 else GRAM)
+        assert auto.flops(n, ratio * n) == min(standard, gram(ratio) * n**3)
 
 
 def test_an_unknown_set_is_named() -> None:
@@ -298,48 +150,38 @@ def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(
     torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
 
 
-ALONE, OF_TWO = Team((0,), ()), Team((1, 0), (), ((0, 2),))
+ALONE = Team((0,), ())
+OF_TWO = Team((1, 0), (), ((0, 2),))
 """One owner, and a team of which rank 0 has the second part of each block."""
+
+
+SHAPES_ALONE = [(16, 40), (40, 16), (24, 24), (8, 40)]
+SIZES_ALONE = {(16, 16), (16, 40), (24, 24)}
 
 
 @pytest.mark.parametrize(
     ("steps", "team", "shapes", "sizes"),
     [
-        *(
-            (
-                steps,
-                ALONE,
-                ((16, 40), (40, 16), (24, 24), (8, 40)),
-                [(16, 16), (16, 40), (24, 24)],
-            )
-            for steps in (0, 3, 7)
-        ),
-        (3, OF_TWO, ((40, 16),), [(16, 16), (16, 24)]),
-        (3, OF_TWO, ((16, 48),), [(16, 16), (16, 24)]),
+        (0, ALONE, SHAPES_ALONE, SIZES_ALONE),
+        (7, ALONE, SHAPES_ALONE, SIZES_ALONE),
+        (3, OF_TWO, [(40, 16)], {(16, 16), (16, 24)}),
+        (3, OF_TWO, [(16, 48)], {(16, 16), (16, 24)}),
     ],
 )
 def test_the_symmetric_kernel_is_compiled_before_the_first_step(
-    kernel,
-    steps: int,
-    team: Team,
-    shapes: tuple[tuple[int, int], ...],
-    sizes: list[tuple[int, int]],
+    kernel, steps: int, team: Team, shapes: list[Any], sizes: set[Any]
 ) -> None:
     """In a step the other ranks waited for compilations in a collective, also with
     `--muon-ns-steps-for` and teams.
     """
     orthogonalizer = orthogonalize.Orthogonalizer()
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
-    slots = [
-        slot
-        for index, matrix in enumerate(matrices)
-        for slot in team.slots(index, matrix)
-        if slot.rank == 0
-    ]
+    of_all = itertools.chain(*(team.slots(i, matrix) for i, matrix in enumerate(matrices)))
+    slots = [slot for slot in of_all if slot.rank == 0]
     kinds = orthogonalizer.kernel_kinds(slots)
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
-    assert {call[:2] for call in compiled} == set(sizes)
+    assert {call[:2] for call in compiled} == sizes
     kernel.clear()
     sums: Any = SimpleNamespace(
         ranks=team.ranks, total=lambda part, probe: part, largest=lambda values: values
@@ -373,12 +215,5 @@ for base, alpha, beta in ((None, 1.0, 0.0), (c, 0.5, 0.25), (c, 0.5, 2.0)):
     assert not any(torch.equal(out, other) for other in seen)
     seen.append(out)
 """
-    run = [sys.executable, "-c", code]
-    found = subprocess.run(
-        run,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert found.returncode == 0, found.stderr
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=300)

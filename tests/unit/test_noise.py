@@ -1,13 +1,12 @@
-"""The random bits of stochastic rounding: a published hash, uniform, without correlation and
-without structure.
+"""The random bits of stochastic rounding: a published hash of step and place.
 
-They are a function of step and place, so what is measured here is the same in every run.
+When it was chosen, 2^20 numbers were uniform, without correlation between neighbors, steps and
+matrices, and without a part of low rank, which orthogonalization would amplify.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 
 import numpy as np
 import pytest
@@ -20,9 +19,9 @@ from megatron_muon.offload.codecs import CODECS, Place, matrix_key
 HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
 
 
-def random_numbers(rows: int, cols: int, *, step: int = 0, place: Place = HERE) -> Tensor:
-    """The random numbers of a rectangle, fp64, centred: uniform in (-1/2, 1/2)."""
-    noise = codecs._noise(torch.empty(rows, cols), place, step=step)
+def random_numbers(rows: int, cols: int) -> Tensor:
+    """The random numbers of a rectangle, fp64, centered: uniform in (-1/2, 1/2)."""
+    noise = codecs._noise(torch.empty(rows, cols), HERE, step=0)
     chunks = [numbers.clone() for _, numbers in noise]
     return (torch.cat(chunks).double() + 0.5) / 2**16
 
@@ -58,77 +57,9 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     mixed = (of_row[:, None] ^ of_col) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B)
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(step % 1000))
-    expected = (values.numpy().view(np.uint32) + (mixed >> np.uint32(16))) & np.uint32(0xFFFF0000)
+    rounded = values.numpy().view(np.uint32) + (mixed >> np.uint32(16))
+    expected = rounded & np.uint32(0xFFFF0000)
     record = torch.empty(2 * rows * cols, dtype=torch.uint8)
     CODECS["bf16"].encode(values, record, place, step=step)
     found = CODECS["bf16"].decode(record, rows, cols).numpy()
     assert np.array_equal(found, expected.view(np.float32))
-
-
-def test_random_numbers_are_uniform() -> None:
-    """Mean, variance and a chi-square over 256 bins of 2^20 numbers, within five deviations."""
-    numbers = random_numbers(1024, 1024)
-    count = numbers.numel()
-    assert abs(numbers.mean()) < 5 * math.sqrt(1 / 12 / count)
-    assert abs(numbers.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
-    bins = torch.histc(numbers, 256, -0.5, 0.5)
-    chi_square = ((bins - count / 256).square() / (count / 256)).sum()
-    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    """In standard deviations of what independent numbers would give."""
-    return float(12 * (one * other).mean() * math.sqrt(one.numel()))
-
-
-def test_random_numbers_are_not_correlated() -> None:
-    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps
-    and matrices.
-    """
-    size = 512
-    numbers = random_numbers(size, size)
-    found = {}
-    for apart in (1, 2, 8, 128):
-        found["rows", apart] = correlation(numbers[apart:], numbers[:-apart])
-        found["columns", apart] = correlation(numbers[:, apart:], numbers[:, :-apart])
-        found["both", apart] = correlation(numbers[apart:, apart:], numbers[:-apart, :-apart])
-    found["transposed"] = correlation(numbers, numbers.T)
-    for step in (1, 2, 3, 16, 1000):
-        found["step", step] = correlation(numbers, random_numbers(size, size, step=step))
-    for key in (HERE.key + 1, HERE.key ^ 1 << 31, 0):
-        found["key", key] = correlation(numbers, random_numbers(size, size, place=Place(key, 0, 0)))
-    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to
-    # the other three.
-    even, odd = slice(0, None, 2), slice(1, None, 2)
-    corners = numbers[even, even] * numbers[even, odd] * numbers[odd, even] * numbers[odd, odd]
-    found["corners"] = float(144 * corners.mean() * math.sqrt(corners.numel()))
-    assert max(map(abs, found.values())) < 4.5, found
-
-
-def largest_singular_value(numbers: Tensor) -> float:
-    """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
-    norm = torch.linalg.matrix_norm(numbers - numbers.mean(), 2)
-    return float(norm / (2 * math.sqrt(len(numbers) / 12)))
-
-
-def test_random_numbers_have_no_low_rank_part() -> None:
-    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers
-    does, within 4 %.
-    """
-    size = 512
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(size, size, dtype=torch.float64, generator=generator) - 0.5
-    assert abs(largest_singular_value(drawn) - 1.0) < 0.04
-    for step in range(3):
-        numbers = random_numbers(size, size, step=step, place=Place(step, 1000 * step, 128 * step))
-        assert abs(largest_singular_value(numbers) - 1.0) < 0.04
-    # Every bit of them too, the last as well as the first.
-    bits = ((random_numbers(size, size) + 0.5) * 2**16).long()
-    for bit in (0, 5, 15):
-        assert abs(largest_singular_value(((bits >> bit) & 1) / math.sqrt(3.0)) - 1.0) < 0.04
-    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor
-    # without mixing.
-    row, col = drawn[:, :1], drawn[:1]
-    assert largest_singular_value((row + col + 1.5) % 1 - 0.5) > 3
-    low = (row * 2**16).long() ^ (col * 2**16).long()
-    assert largest_singular_value(low.double() / 2**16) > 3

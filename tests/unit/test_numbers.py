@@ -7,26 +7,16 @@ from fractions import Fraction
 import pytest
 
 from benchmarks.command import buffer_mb
-from megatron_muon.core import numbers
-from megatron_muon.core.cost import Iteration
-from megatron_muon.core.numbers import RANGES, Range, check_number, check_numbers
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.numbers import RANGES, check_number, check_numbers
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
+from tests.support.cli import words
 
-RUN = (
-    "--optimizer",
-    "muon",
-    "--use-megatron-fsdp",
-    "--transformer-impl",
-    "local",
-    "--mock-data",
-    "--lr",
-    "0.02",
+RUN = words(
+    "--optimizer muon --use-megatron-fsdp --transformer-impl local --mock-data --lr 0.02"
+    " --data-parallel-sharding-strategy optim"
 )
-RUN = (*RUN, "--data-parallel-sharding-strategy", "optim")
 
 
 def check(parser, *argv: str) -> None:
@@ -36,23 +26,17 @@ def check(parser, *argv: str) -> None:
 
 OUTSIDE = [
     ("lr", "-1"),
-    ("min_lr", "-1e-5"),
     ("muon_lr", "-1"),
-    ("muon_min_lr", "-1"),
     ("weight_decay", "-0.1"),
     ("muon_momentum", "1"),
-    ("muon_extra_scale_factor", "-1"),
     ("muon_extra_scale_factor", "0"),
     ("muon_num_ns_steps", "0"),
     ("muon_metrics_interval", "-1"),
     ("muon_exchange_buffer_mb", "0"),
-    ("muon_exchange_buffer_mb", "1e-9"),
     ("muon_offload_buffer_mb", "0"),
-    ("muon_offload_fraction", "0"),
     ("muon_offload_fraction", "1.1"),
     ("adaptive_muon_beta2", "1"),
     ("adaptive_muon_eps", "0"),
-    ("log_interval", "0"),
     ("seed", "0"),
 ]
 FLOATS = [name for name, possible in RANGES.items() if not possible.whole]
@@ -97,13 +81,6 @@ def test_defaults_are_in_their_ranges(parser):
     check_numbers(MuonOptimizerConfig(lr=0.02))
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("flag", ["--clip-grad", "--init-method-std", "--lr-warmup-init"])
-def test_no_number_of_megatrons_is_nan_or_infinite(parser, flag, value):
-    with pytest.raises(UserError, match=rf"^{flag} {value} is not finite; choose a finite number$"):
-        check(parser, f"{flag}={value}")
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -128,24 +105,6 @@ def test_the_lowest_rate_is_at_most_the_peak(parser, argv, message):
     check(parser, "--muon-lr", "0.01", "--muon-min-lr", "0.01", "--min-lr", "0.02")
 
 
-def test_constructors_keep_to_the_rule():
-    good = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    for name, value, flag in (
-        ("lr", -1.0, "lr"),
-        ("lr", math.nan, "lr"),
-        ("momentum", math.nan, "muon_momentum"),
-    ):
-        with pytest.raises(ValueError, match=f"^{flag} {value:g} is (out of range|not finite)"):
-            ShardedMuon([], None, [], defaults={**good, name: value}, names={})
-    for settings in (
-        {"iteration": Iteration(steps=0)},
-        {"extra_scale_factor": -1.0},
-        {"extra_scale_factor": math.inf},
-    ):
-        with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
-            Orthogonalizer(**settings)
-
-
 @pytest.mark.parametrize("text", ["nan", "inf", "0"])
 def test_the_buffers_of_bench_keep_to_it(text):
     with pytest.raises(
@@ -157,35 +116,16 @@ def test_the_buffers_of_bench_keep_to_it(text):
 @pytest.mark.parametrize(
     ("value", "wrong"),
     [
-        *((value, "is not a number; choose a whole") for value in ("0.1", None, True)),
-        *(
-            (value, "is not finite; choose a whole")
-            for value in (10**400, -(10**5000), Fraction(10**400, 3))
-        ),
+        ("0.1", "number"),
+        (None, "number"),
+        (True, "number"),
+        (10**400, "finite"),
+        (Fraction(-(10**400), 3), "finite"),
     ],
-    ids=["text", "nothing", "bool", "large", "low", "fraction"],
+    ids=["text", "nothing", "bool", "large", "fraction"],
 )
 def test_what_is_no_number_and_what_no_float_holds_is_refused(value, wrong):
     """With 400 digits it was an OverflowError."""
-    with pytest.raises(UserError, match=rf"^muon_num_ns_steps .* {wrong}") as raised:
+    pattern = rf"^muon_num_ns_steps .* is not (a )?{wrong}; choose a whole number, at least 1"
+    with pytest.raises(UserError, match=pattern):
         check_number("muon_num_ns_steps", value)
-    assert len(str(raised.value)) < 140
-
-
-def test_ranges_say_what_they_hold():
-    assert str(Range(high=1.0, above=True, closed=True)) == "more than 0 and at most 1"
-    assert (
-        str(Range(low=1, whole=True, hint="5 is usual"))
-        == "a whole number, at least 1 (5 is usual)"
-    )
-    assert not Range(whole=True).holds(1.5)
-    assert not any(
-        Range().holds(value)
-        for value in (
-            math.nan,
-            math.inf,
-            -math.inf,
-            -1e-300,
-        )
-    )
-    assert numbers.RANGES["muon_momentum"].holds(0.0)

@@ -8,26 +8,15 @@ import math
 import pytest
 import torch
 
-from benchmarks.memory import peak_extra_bytes
-from megatron_muon.core import memory as memory_module
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
-from megatron_muon.core.memory import Memory, stacks
-from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
 from tests.support.rows import orthogonalized
 
-SHAPES = [
-    (8, 8),
-    (12, 5),
-    (5, 12),
-    (33, 7),
-    (1, 9),
-    (9, 1),
-]
+ALONE = Team((0,), ())
+SHAPES = [(8, 8), (12, 5), (5, 12), (1, 9)]
 
 
 def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -58,7 +47,7 @@ def test_scale_is_that_of_the_block(mode: str, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(one, plain * SCALES[mode](*shape))
 
 
-@pytest.mark.parametrize("exponent", [-120, -60, -1, 1, 40, 100])
+@pytest.mark.parametrize("exponent", [-120, -1, 100])
 def test_powers_of_two_change_no_bit(exponent: int) -> None:
     """A tiny clip factor pushed inputs under the eps of the normalisation, and the update
     shrank.
@@ -102,51 +91,6 @@ def test_row_scales_are_those_of_blocks() -> None:
     assert len(set(factors.flatten().tolist())) == 2
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize(
-    ("precision", "cols"),
-    [  # bf16 takes minutes where a processor has none
-        ("highest", 1024),
-        pytest.param("medium", 1024, marks=pytest.mark.wide),
-        pytest.param("medium", 2048, marks=pytest.mark.wide),
-    ],
-)
-def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
-    monkeypatch: pytest.MonkeyPatch, method: str, precision: str, cols: int
-) -> None:
-    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where
-    plans counted 8.
-    """
-    block = 512 * cols
-    monkeypatch.setitem(memory_module.TOGETHER, "cpu", block)
-    orthogonalizer = Orthogonalizer(Iteration(method=method, precision=precision))
-    matrices = [Matrix(str(index), (512, cols)) for index in range(3)]
-    slots = [
-        slot
-        for index, matrix in enumerate(matrices)
-        for slot in Team((0,), ()).slots(index, matrix)
-    ]
-    (of,) = make_stacks(slots, orthogonalizer.scale)
-    stack = randn(3 * 512, cols).view(3, 512, cols).to(orthogonalizer.dtype)
-    memory = Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration)
-
-    def buffers() -> Work:
-        work = Work(orthogonalizer.work_bytes([of], orthogonalizer.dtype.itemsize))
-        work.memory = torch.empty(work.nbytes, dtype=torch.uint8)
-        return work
-
-    work = buffers()
-    planned = memory.of_stacks(stacks([(512, cols)], None))
-    extra = peak_extra_bytes(
-        lambda: orthogonalizer.orthogonalize_stack(stack, of.kind, work=work), stack.device
-    )
-    assert max(work.nbytes, extra) <= planned
-    # a processor sums up bf16 in an fp32 copy
-    assert extra <= 0.1 * planned or precision == "medium"
-    monkeypatch.setitem(memory_module.TOGETHER, "cpu", 3 * block)
-    assert buffers().nbytes == 3 * work.nbytes
-
-
 def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,15 +106,10 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(
     assert on_gpu.iteration.products is KERNEL
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
-    assert (
-        on_cpu.kernel_kinds(
-            Team((0,), ()).slots(0, Matrix("w", (2048, 2048))),
-        )
-        == []
-    )
+    assert on_cpu.kernel_kinds(ALONE.slots(0, Matrix("w", (2048, 2048)))) == []
 
 
-@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("before", [(True, True), (False, False)])
 def test_bf16_products_are_summed_in_fp32_and_the_switch_is_put_back(
     monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool]
 ) -> None:

@@ -46,7 +46,6 @@ UNDER_FSDP = [
     (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
 ]
 OF_MUON = [
-    (training, "checkpoint_and_decide_exit"),
     (ParamAndGradBuffer, "reduce_scatter_gradients"),
 ]
 PATCHED = [*FOLLOWED, *OF_EVERY_RUN, *UNDER_FSDP, *OF_MUON]

@@ -44,10 +44,10 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
         line
         for out, nproc, more in runs
         for line in (
-            "data prepare --stdlib --output data/stdlib --overwrite",
+            "data prepare --stdlib --output data/stdlib",
             f"train --config configs/quickstart.yaml --nproc {nproc} --out {out}{more}",
             f"compare {out}",
-            f"generate --checkpoint {out} --prompt def  --untrained",
+            f"generate --checkpoint {out} --prompt def ",
         )
     ]
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import OWNER, SHARED, Buffers
+from megatron_muon.core.exchange import SHARED, Buffers
 from megatron_muon.core.layout import Layout, Matrix, everywhere
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -60,9 +59,7 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
-def step(
-    plan: Plan, shapes: Shapes, rank: int, scheme: str = SHARED
-) -> tuple[list[tuple[int, int]], list[int]]:
+def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[Any], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised;
     checks its order.
     """
@@ -90,7 +87,7 @@ def step(
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
     exchange = exchange_by(
-        scheme, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan
+        SHARED, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan
     )
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
@@ -120,23 +117,3 @@ def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, 
     assert all(posted == seen[0][0] for posted, _ in seen)
     elements = sum(size for _, size in seen[0][0])
     assert elements == (sum(rows * cols for rows, cols in shapes) if ranks > 1 else 0)
-
-
-@pytest.mark.parametrize("scheme", [SHARED, OWNER])
-def test_one_rank_alone_exchanges_nothing(scheme: str) -> None:
-    """Its plan has no waves."""
-    shapes = [(4, 3), (1, 5), (2, 2)]
-    assert step(planned(shapes, 1), shapes, 0, scheme) == ([], [0, 1, 2])
-
-
-def test_a_plan_for_other_ranks_is_refused() -> None:
-    plan = planned([(2, 2)], 2)
-    with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        exchange_by(
-            SHARED,
-            plan.layout,
-            Group(3, 0),
-            Orthogonalizer(),
-            Buffers(torch.device("cpu")),
-            plan=plan,
-        )

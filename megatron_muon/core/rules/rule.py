@@ -14,9 +14,8 @@ from typing import Any, ClassVar, NamedTuple, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.layout import Layout, Matrix, Rectangle, Shard
+from megatron_muon.core.layout import Layout, Rectangle, Shard
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.route import Stack
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,6 @@ class Rule:
     orthogonalises it; the last argument is whether it is finite, a bool. None where whole updates are not needed: teams
     have none."""
 
-    solve: Callable[[torch.Tensor, Stack], torch.Tensor] | None = None
-    """Takes the place of the iteration: changes a stack of whole blocks, `(count, smaller, length)`, to their updates
-    in place. Returns `(count, 1, 1)` fp32, 0 for a finite update and NaN for another. State that
-    it keeps for a block lies with the owner; see `owned_state`."""
-
-    flops: Callable[[Matrix], float] | None = None
-    """With `solve`: the operations that it takes for a matrix, by which the plan shares the work out."""
-
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         self.held = held
         self.settings: dict[str, float] = {}
@@ -126,13 +117,6 @@ class Rule:
     def zeros(self, slot: str, index: int, parameter: torch.Tensor) -> torch.Tensor:
         """A slot of a matrix's state at the start, fp32, a DTensor as `parameter` is."""
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
-
-    def owned_state(self) -> dict[str, torch.Tensor]:
-        """With `solve`: the state of the blocks that this rank owns, by names that do not depend on the layout."""
-        return {}
-
-    def load_owned_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take what `owned_state` of all ranks has had, from which this rank's blocks are chosen."""
 
     def check(self, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
         """Refuse, by a UserError, numbers that it cannot work with; asked at construction and in each step."""

@@ -21,7 +21,7 @@ import struct
 import sysconfig
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from megatron_muon.megatron.data.tokenizers import (
     IN_TRAINING,
     TokenizerSpec,
     build,
-    check_spec,
     encode,
 )
 
@@ -55,13 +54,11 @@ type Source = tuple[str, Path]
 class CorpusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of `data prepare`, as the manifest records them.
 
-    `stdlib` is the Python whose standard library is the input; `suffixes` select files in
-    directories, and none selects all.
+    `stdlib` is the Python whose standard library is the input.
     """
 
     tokenizer: TokenizerSpec = TokenizerSpec()
     stdlib: str = ""
-    suffixes: tuple[str, ...] = ()
     json_key: str = "text"
 
 
@@ -79,42 +76,32 @@ class Manifest(msgspec.Struct, kw_only=True):
 _DEFAULTS = CorpusSettings()
 
 
-def prepare(
-    inputs: Sequence[Path],
-    output: Path,
-    settings: CorpusSettings = _DEFAULTS,
-    *,
-    overwrite: bool = False,
-    watch: Callable[[list[Source]], Iterable[Source]] = iter,
-) -> Manifest:
+def prepare(inputs: Sequence[Path], output: Path, settings: CorpusSettings = _DEFAULTS) -> Manifest:
     """Tokenize text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    With `settings.stdlib` the input is the standard library, and existing data of it is kept. Other
-    existing data is replaced only with `overwrite`. `watch` iterates over the files.
+    With `settings.stdlib` the input is the standard library: existing data of it is kept, and that
+    of another Python replaced. Other existing data is never replaced.
 
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or
             cannot be written.
     """
-    check_spec(settings.tokenizer)
     paths = OutputPaths(output)
     try:
         with paths.locked():
             manifest = paths.read_manifest()
-            if settings.stdlib and manifest is not None and manifest.settings == settings:
+            is_stdlib = settings.stdlib and manifest is not None and manifest.settings.stdlib
+            if is_stdlib and manifest is not None and manifest.settings == settings:
                 return manifest
-            if not overwrite and (paths.bin.exists() or paths.idx.exists()):
-                raise UserError(
-                    f"{paths.bin} exists already; add --overwrite to replace it, or give another"
-                    " --output"
-                )
+            if paths.bin.exists() and not is_stdlib:
+                raise UserError(f"{paths.bin} exists already; remove it, or give another --output")
             if settings.stdlib:
-                found = find_sources([Path(sysconfig.get_path("stdlib"))], (".py",), paths.all)
+                found = find_sources([Path(sysconfig.get_path("stdlib"))], ".py")
                 # These files belong to the build of Python.
                 found = [source for source in found if not source[0].startswith("config-")]
             else:
-                found = find_sources(inputs, settings.suffixes, paths.all)
-            return _write(found, settings, paths, watch)
+                found = find_sources(inputs)
+            return _write(found, settings, paths)
     except OSError as error:
         place = str(error.filename or output)
         reason = error.strerror or error
@@ -149,13 +136,11 @@ class OutputPaths:
             return None
 
 
-def _write(
-    found: list[Source],
-    settings: CorpusSettings,
-    paths: OutputPaths,
-    watch: Callable[[list[Source]], Iterable[Source]],
-) -> Manifest:
+def _write(found: list[Source], settings: CorpusSettings, paths: OutputPaths) -> Manifest:
     """Write the three files. The caller holds the lock."""
+    from rich.console import Console
+    from rich.progress import track
+
     tokenizer = build(settings.tokenizer)
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
@@ -167,7 +152,8 @@ def _write(
         bin_, idx, manifest_file = files = [partial / path.name for path in paths.all]
         builder = IndexedDatasetBuilder(str(bin_), dtype=DType.optimal_dtype(tokenizer.vocab_size))
         with builder.data_file:
-            for place, text in read_documents(watch(found), settings.json_key, skipped):
+            shown = track(found, "tokenizing", console=Console(stderr=True), transient=True)
+            for place, text in read_documents(shown, settings.json_key, skipped):
                 ids = encode(tokenizer, place, text)
                 builder.add_document(ids, [ids.size])
         counts = ", ".join(f"{count} {kind}" for kind, count in skipped.items())
@@ -200,25 +186,19 @@ def _sizes(bin_: Path, idx: Path) -> dict[str, int]:
     return {"bin": bin_.stat().st_size, "idx": idx.stat().st_size}
 
 
-def find_sources(
-    inputs: Iterable[Path], suffixes: tuple[str, ...], not_these: Iterable[Path]
-) -> list[Source]:
+def find_sources(inputs: Iterable[Path], suffix: str = "") -> list[Source]:
     """The files of the inputs, each once: inputs in order, files of a directory by relative path.
 
-    Hidden files below a directory are skipped, and files of `not_these`, such as the output.
+    Hidden files below a directory are skipped.
     """
     found: dict[str, Source] = {}
     for given in inputs:
-        for name, path in _walk(given, suffixes) if given.is_dir() else [(given.name, given)]:
+        for name, path in _walk(given, suffix) if given.is_dir() else [(given.name, given)]:
             found.setdefault(os.path.realpath(path), (name, path))
-    for path in not_these:
-        found.pop(os.path.realpath(path), None)
-    if not found:
-        raise UserError(f"found no file {' '.join(suffixes)} in {', '.join(map(str, inputs))}")
     return list(found.values())
 
 
-def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Source]:
+def _walk(root: Path, suffix: str) -> list[Source]:
     def fail(error: OSError) -> None:
         raise error
 
@@ -228,7 +208,7 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Source]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = directory / name
-            if name.endswith(suffixes or "") and not name.startswith(".") and path.is_file():
+            if name.endswith(suffix) and not name.startswith(".") and path.is_file():
                 found.append((path.relative_to(root).as_posix(), path))
     return sorted(found)
 
@@ -273,7 +253,7 @@ def _lines(path: Path, json_key: str) -> Iterator[tuple[str, str]]:
             place = f"{path}:{number}"
             try:
                 text = json.loads(line)[json_key] if line.strip() else ""
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
+            except (ValueError, LookupError, TypeError) as error:
                 text = error
             if not isinstance(text, str):
                 raise UserError(

@@ -49,7 +49,7 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
         """The tokenizer with which Megatron's training reads this one's data."""
         if self.tokenizer_type != BYTE_LEVEL:
             return self
-        return TokenizerSpec(IN_TRAINING, vocab_size=self.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
+        return TokenizerSpec(IN_TRAINING, vocab_size=BYTE_LEVEL_VOCAB_SIZE)
 
     def flags(self) -> list[str]:
         """The flags of Megatron's command line that select it."""
@@ -65,29 +65,17 @@ class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
         return self.tokenizer_type, Path(self.model or "").name
 
 
-def check_spec(spec: TokenizerSpec) -> None:
-    """Refuse, by a `UserError`, mistakes that can be seen without importing anything."""
-    kind, size = spec.tokenizer_type, spec.vocab_size
-    if kind == BYTE_LEVEL and size not in (None, BYTE_LEVEL_VOCAB_SIZE):
-        raise UserError(
-            f"{kind} has {BYTE_LEVEL_VOCAB_SIZE} ids, not --vocab-size {size}; leave it out"
-        )
-    if kind == BYTE_LEVEL and spec.model is not None:
-        raise UserError(
-            f"{kind} has no --tokenizer-model; leave it out, or give its --tokenizer-type"
-        )
-    if kind in _PACKAGES and not spec.model:
-        raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
-
-
 def build(spec: TokenizerSpec) -> Any:
     """A tokenizer with `tokenize`, `vocab_size` and `eod`: megatron-core's, except for bytes."""
     if spec.tokenizer_type == BYTE_LEVEL:
-        size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
+        if spec.model is not None:
+            raise UserError(
+                f"{BYTE_LEVEL} has no --tokenizer-model; leave it out, or give its --tokenizer-type"
+            )
         return SimpleNamespace(
             tokenize=lambda text: np.frombuffer(text.encode(), np.uint8),
-            vocab_size=size,
-            eod=size - 1,
+            vocab_size=BYTE_LEVEL_VOCAB_SIZE,
+            eod=BYTE_LEVEL_VOCAB_SIZE - 1,
         )
     with quiet_imports():
         from megatron.training.config import TokenizerConfig
@@ -128,9 +116,4 @@ def encode(tokenizer: Any, place: str, text: str) -> npt.NDArray[np.int32]:
         ids = np.append(tokens, np.int32(tokenizer.eod))
     except (ValueError, TypeError) as error:
         raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
-    if ids.max() >= tokenizer.vocab_size:
-        raise UserError(
-            f"{place}: the tokenizer gives the id {ids.max()}, and has a vocabulary of"
-            f" {tokenizer.vocab_size}"
-        )
     return ids

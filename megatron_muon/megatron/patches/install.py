@@ -30,7 +30,7 @@ from megatron_muon import cpu
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import say
-from megatron_muon.errors import OffloadError, SaveError, UserError
+from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.command_line import add_muon_arguments
 from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, NEEDS_MUON, CheckedRun, check
@@ -253,55 +253,6 @@ def use_factory(patches: Patches, given: Mapping[str, Any]) -> None:
         return made[0].qk_clip.largest if made else clip(model, log_max_only)
 
 
-def stop_after_offload_failure(patches: Patches) -> None:
-    """Save a complete checkpoint and stop once momentum could not be read or written."""
-
-    @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
-    def save_checkpoint(
-        save: Callable[..., None],
-        iteration: int,
-        model: Any,
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        save(iteration, model, optimizer, *args, **kwargs)
-        failure = getattr(optimizer, "offload_failure", None)
-        if failure is not None:
-            raise OffloadError(
-                f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}"
-            )
-
-    takes = [
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "iteration",
-        "num_floating_point_operations_so_far",
-        "checkpointing_context",
-        "train_data_iterator",
-    ]
-
-    @patches.around(training, "checkpoint_and_decide_exit", takes=takes)
-    def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
-        model, optimizer, scheduler, iteration, flops, context, data = args
-        failure = getattr(optimizer, "offload_failure", None)
-        if failure is not None:
-            if not get_args().save:
-                raise OffloadError(
-                    f"{failure}. Iteration {iteration} was finished; without --save it is lost"
-                )
-            try:
-                training.save_checkpoint_and_time(
-                    iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
-                )
-            except SaveError as error:
-                raise OffloadError(
-                    f"{failure}. Iteration {iteration} was finished, and is lost: {error}"
-                ) from error
-        return decide(*args)
-
-
 def count_global_steps(patches: Patches) -> None:
     """Let --profile-step-start count from the run's first step in a resumed run, too.
 
@@ -343,7 +294,6 @@ def _within(label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 PATCHES: dict[Callable[[Patches], None], str] = {
     use_shipped_dataset_helper: EVERY_RUN,
-    stop_after_offload_failure: MUON,
     patch_megatron_fsdp: MUON,
     show_progress: EVERY_RUN,
     count_global_steps: PROFILED,

@@ -366,7 +366,7 @@ def training(context: Context) -> None:
 
 def _prepare_data(context: Context) -> None:
     source = str(Path(__file__).parents[2])
-    words = ("data", "prepare", "--suffix", ".py", "--input", source, "--output", "data")
+    words = ("data", "prepare", "--input", source, "--output", "data")
     command = [sys.executable, "-m", "megatron_muon.cli", *words]
     done = subprocess.run(command, cwd=context.folder, capture_output=True, text=True)
     context.hold(done.returncode == 0, f"preparing data: {done.stderr}")

@@ -7,7 +7,7 @@ a counterpart on the other side is refused by its flag or its key.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.errors import UserError
@@ -24,8 +24,8 @@ _LLAMA3_ROPE = {
 }
 """The constants of megatron-core's `RotaryEmbedding._apply_scaling`."""
 
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
-"""Two names of GELU by its tanh approximation, which megatron-core's fused kernel computes."""
+_GELU = {True: "gelu_new", False: "gelu"}
+"""GELU with and without --bias-gelu-fusion, whose kernel uses the tanh approximation."""
 
 _KEYS = {
     "--num-layers": ("num_hidden_layers", "n_layer"),
@@ -42,82 +42,36 @@ _KEYS = {
 }
 """Flags, and the equivalent keys of models like Llama and of GPT-2."""
 
-_SAYS_NOTHING = {
-    "architectures",
-    "model_type",
-    "torch_dtype",
-    "dtype",
-    "transformers_version",
-    "use_cache",
-    "pretraining_tp",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "_name_or_path",
-    "task_specific_params",
-    "n_ctx",
-    "id2label",
-    "label2id",
-    "_num_labels",
-    "router_aux_loss_coef",
-    "output_router_logits",
-    "layer_types",
-    "max_window_layers",
-    "is_llama_config",
-    "max_sequence_length",
-    "summary_type",
-    "summary_use_proj",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-}
+_SAYS_NOTHING = """
+    architectures model_type torch_dtype dtype transformers_version use_cache pretraining_tp
+    bos_token_id eos_token_id pad_token_id _name_or_path task_specific_params n_ctx
+    id2label label2id _num_labels router_aux_loss_coef output_router_logits
+    layer_types max_window_layers is_llama_config max_sequence_length
+    summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
+"""
 """Keys of config.json that do not change results, or that repeat others."""
 
-_OTHER_WEIGHTS = (
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "mtp_num_layers",
-    "spec",
-    "yaml_cfg",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "moe_latent_size",
-    "moe_mlp_glu_interleave_size",
-    "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json",
-    "moe_shared_expert_gate",
-    "multi_latent_attention",
-)
-"""Settings that add weights of unknown names."""
+_OTHER_WEIGHTS = """
+    experimental_attention_variant linear_attention_freq mtp_num_layers spec yaml_cfg
+    hybrid_layer_pattern hybrid_override_pattern moe_latent_size moe_mlp_glu_interleave_size
+    heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    moe_shared_expert_gate multi_latent_attention moe_shared_expert_intermediate_size
+"""
 
-_OTHER_RESULTS = (
-    "qk_l2_norm",
-    "attention_output_gate",
-    "rotary_interleaved",
-    "use_mup",
-    "apply_residual_connection_post_layernorm",
-    "layernorm_zero_centered_gamma",
-    "squared_relu",
-    "quick_geglu",
-    "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias",
-    "moe_apply_probs_on_input",
-    "moe_router_force_load_balancing",
-    "moe_router_force_biased",
-    "window_size",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-    "activation_func_clamp_value",
-    "rotary_seq_len_interpolation_factor",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_expert_capacity_factor",
-)
+_OTHER_RESULTS = """
+    qk_l2_norm attention_output_gate rotary_interleaved use_mup
+    apply_residual_connection_post_layernorm layernorm_zero_centered_gamma
+    squared_relu quick_geglu activation_func_clamp_value
+    window_size window_attn_skip_freq no_rope_freq rotary_seq_len_interpolation_factor
+    moe_router_pre_softmax moe_router_enable_expert_bias moe_apply_probs_on_input
+    moe_router_force_load_balancing moe_router_force_biased moe_router_topk_scaling_factor
+    moe_router_num_groups moe_router_group_topk moe_expert_capacity_factor
+"""
+
+_OFF = (None, False)
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys((*_OTHER_WEIGHTS, *_OTHER_RESULTS), (None, False)),
+    **dict.fromkeys([*_OTHER_WEIGHTS.split(), *_OTHER_RESULTS.split()], _OFF),
     "softmax_type": ("vanilla",),
     "rotary_percent": (1.0,),
     "glu_linear_offset": (0.0,),
@@ -125,12 +79,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_router_score_function": ("softmax",),
 }
 """Values of settings that no config.json has, with which the model computes the same."""
-
-_OTHER_FLAGS = {
-    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
-    "add_bias_linear": "no --disable-bias-linear:",
-}
-"""Flags of attributes with another name."""
 
 
 def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str, Any]:
@@ -157,7 +105,7 @@ def to_config(args: argparse.Namespace, *, vocab: int | None = None) -> dict[str
             "n_layer": args.num_layers,
             "n_head": args.num_attention_heads,
             "n_inner": ffn,
-            "activation_function": _TANH_GELU[0] if args.bias_gelu_fusion else "gelu",
+            "activation_function": _GELU[bool(args.bias_gelu_fusion)],
             "layer_norm_epsilon": args.layernorm_epsilon,
             "resid_pdrop": args.hidden_dropout,
             "embd_pdrop": args.hidden_dropout,
@@ -216,17 +164,19 @@ def _model_type(args: argparse.Namespace) -> str:
         kind = QWEN3
     else:
         kind = QWEN2 if args.add_qkv_bias and not args.add_bias_linear else LLAMA
-    neutral = NEUTRAL
+    neutral = dict(NEUTRAL)
     if kind == GPT2:
-        neutral = neutral | dict.fromkeys(
-            ("group_query_attention", "qk_layernorm", "num_experts"), (None, False)
-        )
+        neutral |= dict.fromkeys(("group_query_attention", "qk_layernorm", "num_experts"), _OFF)
+        neutral["add_bias_linear"] = (True,)
     if kind in (MIXTRAL, QWEN3, QWEN3_MOE):
-        neutral = neutral | dict.fromkeys(("add_bias_linear", "add_qkv_bias"), (None, False))
-    per_head, rest = divmod(args.hidden_size, args.num_attention_heads)
-    if kind in (GPT2, QWEN2) or (kind == LLAMA and rest):  # which transformers refuses to load
-        neutral = neutral | {"kv_channels": (None, None if rest else per_head)}
-    refused = _given(args, neutral)
+        neutral |= dict.fromkeys(("add_bias_linear", "add_qkv_bias"), _OFF)
+    if kind in (GPT2, QWEN2):
+        neutral["kv_channels"] = (None, args.hidden_size / args.num_attention_heads)
+    refused = []
+    for name, values in neutral.items():
+        value = getattr(args, name, values[0])
+        if value not in values:
+            refused.append(f"--{name.replace('_', '-')} {value}")
     if kind != GPT2 and style != ("RMSNorm", "rope", True):
         refused.append(
             "--normalization {} with --position-embedding-type {} with --swiglu {}".format(*style)
@@ -239,25 +189,6 @@ def _model_type(args: argparse.Namespace) -> str:
             " Mixtral, Qwen 3 MoE) has " + "; ".join(refused)
         )
     return kind
-
-
-def check_named(args: argparse.Namespace) -> None:
-    """Raise a UserError that names the flags of weights whose names in torch_dist are unknown."""
-    if given := _given(args, dict.fromkeys(_OTHER_WEIGHTS, (None, False))):
-        raise UserError(f"export to torch_dist does not support a model with {'; '.join(given)}")
-
-
-def _given(args: argparse.Namespace, neutral: Mapping[str, Iterable[Any]]) -> list[str]:
-    """Settings without a neutral value, as flags."""
-    given = {
-        name: value
-        for name, value in vars(args).items()
-        if name in neutral and value not in neutral[name]
-    }
-    return [
-        f"{_OTHER_FLAGS.get(name, '--' + name.replace('_', '-'))} {value}"
-        for name, value in given.items()
-    ]
 
 
 def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,10 +230,6 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         if rope.get("factor") is not None:
             flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope["factor"]}
     if experts := config.get("num_local_experts") or config.get("num_experts"):
-        if config["num_experts_per_tok"] == 1:
-            raise UserError(
-                "config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here"
-            )
         flags |= {"--num-experts": experts, "--moe-router-topk": config["num_experts_per_tok"]}
         flags |= {"--moe-ffn-hidden-size": ffn, "--moe-router-load-balancing-type": "aux_loss"}
     has_bias = kind == GPT2 or (kind == LLAMA and config.get("attention_bias"))
@@ -310,7 +237,7 @@ def to_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         "--disable-bias-linear": not has_bias,
         "--add-qkv-bias": kind == QWEN2,
         "--qk-layernorm": kind in (QWEN3, QWEN3_MOE),
-        "--no-bias-gelu-fusion": kind == GPT2 and config["activation_function"] not in _TANH_GELU,
+        "--no-bias-gelu-fusion": kind == GPT2 and config["activation_function"] == _GELU[False],
         "--untie-embeddings-and-output-weights": not config["tie_word_embeddings"],
     }
     return flags | {flag: True for flag, given in bare.items() if given}
@@ -324,11 +251,9 @@ def check_nothing_is_lost(config: Mapping[str, Any], args: argparse.Namespace) -
     kept = AutoConfig.for_model(ours.pop("model_type"), **ours).to_dict()
     nothing: tuple[Any, ...] = (None, False, 0, [])
     derived = ("n_inner", "head_dim")  # where they are null
-    said = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+    said = {key: value for key, value in config.items() if key not in _SAYS_NOTHING.split()}
     if config["model_type"] == QWEN3_MOE:
         said.pop("intermediate_size", None)  # of dense layers, of which there are none
-    if said.get("activation_function") in _TANH_GELU:
-        said["activation_function"] = kept["activation_function"]
     lost = [
         f"{key} {value}"
         for key, value in said.items()

@@ -28,64 +28,54 @@ class Counterpart:
     """A checkpoint as a model of Hugging Face.
 
     Attributes:
-        weights: of the checkpoint.
         config: content of config.json, without the dtype.
-        table: the weights' names and forms.
+        tensors: its weights by name, each with memory of its own.
         tokenizer: one of transformers, or None.
     """
 
-    weights: Weights
     config: dict[str, Any]
-    table: list[mapping.WeightRow]
+    tensors: dict[str, Tensor]
     tokenizer: Any
 
-    def read(self, row: mapping.WeightRow) -> Tensor:
-        """The weight of a row; zeros where Megatron has none."""
-        return self.weights.read(row.megatron) if row.megatron else torch.zeros(row.shape)
 
-
-def counterpart(weights: Weights, tokenizer: str | None) -> Counterpart:
+def counterpart(checkpoint: Weights, tokenizer: str | None, dtype: torch.dtype) -> Counterpart:
     """A checkpoint as a model of Hugging Face, with this tokenizer or else the run's.
+
+    Takes the weights out of `checkpoint`, so that both need little more memory than one.
 
     Raises:
         UserError: a setting or a weight has no counterpart, or the tokenizer has too many tokens.
     """
-    args = weights.args
-    try:
-        own = tokenizer_of(args)
-    except UserError as error:
-        own = None
-        warning = f"without a tokenizer: {error}; give one with the same ids by --tokenizer DIR"
-        if tokenizer is None:
-            print(f"megatron-muon: warning: {warning}", file=sys.stderr)
-    built = own if tokenizer is None else from_folder(transformers.AutoTokenizer, tokenizer)
+    args = checkpoint.args
+    built = tokenizer_of(args, given=tokenizer)
     # With a tokenizer of Hugging Face Megatron saves only the padded size.
-    config = to_config(args, vocab=args.vocab_size or (None if own is None else len(own)))
-    check_tokens(built, config["vocab_size"])
-    table = mapping.weight_table(config, args)
-    wanted = {row.megatron: row.shape for row in table if row.megatron}
-    mapping.check_shapes(weights.folder, weights.shapes, wanted)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        config[name] = getattr(built, name, None)
-    return Counterpart(weights, config, table, built)
-
-
-def check_tokens(tokenizer: Any, vocab: int) -> None:
-    """Raise a UserError if a tokenizer has more tokens than the model."""
-    if tokenizer is not None and len(tokenizer) > vocab:
+    size = None if built is None else len(built)
+    config = to_config(args, vocab=args.vocab_size or size)
+    if size is not None and size > config["vocab_size"]:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {vocab}; give its own by"
+            f"the tokenizer has {size} tokens, the model {config['vocab_size']}; give its own by"
             " --tokenizer DIR"
         )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        config[name] = getattr(built, name, None)
+    table = mapping.weight_table(config, args)
+    weights = checkpoint.tensors
+    mapping.check_names(checkpoint.folder, weights.keys(), {row.megatron for row in table})
+    tensors = {}
+    for row in table:
+        parts = row.to_hf(weights.pop(row.megatron))
+        for name, part in zip(row.hf, parts, strict=True):
+            tensors[name] = part.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return Counterpart(config, tensors, built)
 
 
-def from_folder(loader: Any, place: Path | str, **options: Any) -> Any:
+def from_folder(loader: Any, place: Path | str) -> Any:
     """An object that a class of transformers loads from a folder or by a name.
 
     Code in the folder is never run.
     """
     try:
-        return loader.from_pretrained(str(place), trust_remote_code=False, **options)
+        return loader.from_pretrained(str(place), trust_remote_code=False)
     except Exception as error:  # damaged files raise anything
         version = transformers.__version__
         raise UserError(
@@ -93,27 +83,30 @@ def from_folder(loader: Any, place: Path | str, **options: Any) -> Any:
         ) from error
 
 
-def tokenizer_of(args: argparse.Namespace) -> Any:
-    """A tokenizer of transformers with the ids of a run's.
+def tokenizer_of(args: argparse.Namespace, *, given: str | None = None) -> Any:
+    """The given tokenizer, or one with the ids of a run's; None, with a warning, if none has them.
 
     In training the byte-level one of `data prepare` is a NullTokenizer of its size.
-
-    Raises:
-        UserError: transformers has none, or cannot load it.
     """
-    if args.tokenizer_type == HUGGING_FACE:
-        return from_folder(transformers.AutoTokenizer, args.tokenizer_model)
-    if args.tokenizer_type == IN_TRAINING and args.vocab_size == BYTE_LEVEL_VOCAB_SIZE:
+    kind, size = args.tokenizer_type, args.vocab_size
+    place = given
+    if kind == HUGGING_FACE:
+        place = given or args.tokenizer_model
+    if place is not None:
+        return from_folder(transformers.AutoTokenizer, place)
+    if (kind, size) == (IN_TRAINING, BYTE_LEVEL_VOCAB_SIZE):
         return _byte_tokenizer()
-    raise UserError(
-        f"transformers has no --tokenizer-type {args.tokenizer_type} with {args.vocab_size} tokens"
+    print(
+        f"megatron-muon: warning: transformers has no --tokenizer-type {kind} with {size} tokens;"
+        " give one with the same ids by --tokenizer DIR",
+        file=sys.stderr,
     )
+    return None
 
 
 def is_byte_level(tokenizer: Any) -> bool:
-    """True for the byte-level tokenizer of this module, whose ids below 256 are bytes."""
-    ids = tokenizer.convert_tokens_to_ids(["A", "z"])
-    return bool(tokenizer.eos_token == END_OF_DOCUMENT) and ids == [65, 122]
+    """True for the byte-level tokenizer of this module."""
+    return (tokenizer.eos_token, tokenizer.eos_token_id) == (END_OF_DOCUMENT, 256)
 
 
 def _byte_tokenizer() -> Any:

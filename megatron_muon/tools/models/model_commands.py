@@ -13,10 +13,9 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 _DESCRIPTIONS = {
     "export": """\
-Writes a checkpoint for other software: hf, a folder that transformers, vLLM and
-lm-evaluation-harness load (safetensors, config.json, tokenizer), or torch_dist, for Megatron's
-own tools. It runs in one process without a GPU; memory stays near the largest tensor. Settings
-without a counterpart in the target are refused.
+Writes a checkpoint as a folder that transformers, vLLM and lm-evaluation-harness load
+(safetensors, config.json, tokenizer). It runs in one process without a GPU, and holds the model in
+memory. Settings without a counterpart in Hugging Face are refused.
 
 examples:
   megatron-muon export --checkpoint runs/first --to hf exported/first
@@ -25,24 +24,23 @@ examples:
 Writes a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a
 checkpoint for --load DIR --finetune, with its tokenizer and flags: OUT/model.yaml is an
 experiment file; add data and learning rates to it. Nothing is downloaded: FOLDER is a local
-folder. Settings for which Megatron has no flag are refused.
+folder, as transformers' save_pretrained writes it today. Settings for which Megatron has no flag
+are refused.
 
 examples:
   megatron-muon import --from hf models/Llama-3.2-1B imported/llama
 """,
     "generate": """\
-Continues a prompt with a checkpoint, or with a folder that export has written. The model is the
-one that export writes, in memory; transformers generates. No GPU is needed. These models continue
-text: they are not trained to chat.
+Continues a prompt with a checkpoint. The model is the one that export writes, in memory;
+transformers generates. No GPU is needed. These models continue text: they are not trained to chat.
 
 examples:
   megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
 """,
     "eval": """\
-Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a
-text file or on data from megatron-muon data prepare. Documents are concatenated and cut into
-samples as in training; every token is predicted once. Bits per byte compare models with different
-tokenizers.
+Loss, perplexity and bits per byte of a checkpoint on a text file, which is one document. It is cut
+into samples as in training; every token is predicted once. Bits per byte compare models with
+different tokenizers. For benchmarks, export the model and use lm-evaluation-harness.
 
 examples:
   megatron-muon eval --checkpoint runs/first --text README.md
@@ -86,7 +84,7 @@ def _add_checkpoint(parser: CommandParser) -> None:
 
 def _add_export(parser: CommandParser) -> None:
     add = parser.add_argument
-    add("--to", choices=("hf", "torch_dist"), required=True, help="form to write")
+    add("--to", choices=("hf",), required=True, help="form to write")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="of the tensors (auto: the run's)")
 
@@ -97,20 +95,11 @@ def _add_generate(parser: CommandParser) -> None:
     add("--max-new-tokens", type=positive, default=128, metavar="N", help="length (128)")
     temperature = add("--temperature", type=float, default=0.8, metavar="T")
     temperature.help = "0 takes the likeliest token each time (0.8)"
-    add("--seed", type=int, default=0, help="for sampling: repeatable on the same machine (0)")
-    untrained = add("--untrained", action="store_true")
-    untrained.help = "show first what the same model writes with random weights"
 
 
 def _add_eval(parser: CommandParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
-    data = source.add_argument("--data", metavar="PREFIX")
-    data.help = "PREFIX.bin and PREFIX.idx, from megatron-muon data prepare"
-    source.add_argument("--text", type=Path, metavar="FILE", help="a text file, as one document")
-    add = parser.add_argument
-    add("--max-tokens", type=positive, metavar="N", help="stop after N tokens (all)")
-    add("--sequence-length", type=positive, metavar="N", help="of a sample (as in training)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    text = parser.add_argument("--text", type=Path, required=True, metavar="FILE")
+    text.help = "a text file in UTF-8"
 
 
 def run(args: argparse.Namespace) -> int:
