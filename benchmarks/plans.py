@@ -21,7 +21,7 @@ from megatron_muon import cli
 RANKS = (64, 128, 256, 512, 1024, 2048, 4096)
 HEADINGS = (
     *("model", "ranks", "step, ms", "Newton-Schulz, ms", "exchange, ms"),
-    *("extra memory, MiB", "load, max / mean", "Muon / Adam", "waiting for communication"),
+    *("extra memory, MiB", "load, max / mean"),
 )
 
 
@@ -37,16 +37,12 @@ def planned(config: Path, ranks: int) -> dict[str, Any]:
 
 
 def cells(model: str, figures: dict[str, Any]) -> list[str]:
-    """A line of the table; of a plan without a training step the last two cells are dashes."""
+    """A line of the table."""
     found = [model, f"{figures['world_size']:,}"]
     for part in ("step_ms", "ns_ms", "exchange_ms"):
         found.append(f"{figures[part]:,.1f}")
     found.append(f"{figures['extra_bytes'] / 2**20:,.0f}")
-    found.append(f"{figures['max_over_mean']:.2f}")
-    step = figures.get("training_step")
-    if step is None:
-        return [*found, "-", "-"]
-    return [*found, f"{step['muon_over_adam']:.3f}", f"{step['communication_share']:.0%}"]
+    return [*found, f"{figures['max_over_mean']:.2f}"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

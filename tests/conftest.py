@@ -8,7 +8,7 @@ FIRST = (
     # wait for clocks, or take a minute each
     *("test_slurm", "test_sweep", "test_train", "test_command_line"),
     *("test_documented_commands", "test_exact_updates", "test_offload"),  # the longest with `-m ''`
-    *("test_rehearsal", "test_plan", "test_plan_command", "test_training_step"),
+    *("test_rehearsal", "test_plan", "test_plan_command"),
 )
 
 

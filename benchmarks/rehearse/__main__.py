@@ -14,19 +14,23 @@ from megatron_muon import cli
 from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.tools.parser import CommandParser, write_json
 from megatron_muon.tools.plan import plan_command as plan
-from megatron_muon.tools.plan.estimate import HARDWARE, plan_kinds
 
 if TYPE_CHECKING:
     from benchmarks.rehearse.checks import Finding, Recorded
 
-GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 REHEARSED = {"muon_exchange": "owner", "muon_offload": "none", "muon_momentum_dtype": "fp32"}
 """The only values with which a step moves nothing but what is planned, on the device."""
 MAX_SHOWN = 20
 """Findings, and ranks of one, that are printed."""
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
 ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "received_bytes": ("received", plan.size),
-    "extra_bytes": ("extra memory", plan.size),
+    "received_bytes": ("received, MiB", _mebibytes),
+    "extra_bytes": ("extra memory, MiB", _mebibytes),
     "flops": ("floating-point operations", "{:.4g}".format),
     "collectives": ("collectives", "{:,}".format),
     "operations": ("other operations of torch", "{:,}".format),
@@ -52,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog=program, description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE.yaml", required=True, help="experiment file")
-    plan.add_run(parser, GPUS)
+    plan.add_run(parser)
     add("--ranks", type=int, nargs="+", metavar="R", help="rehearse only these ranks (all)")
     add("--json", type=Path, metavar="FILE", help="also write figures and findings to FILE")
     return parser.parse_args(argv)
@@ -65,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     hardware = plan.hardware_of(args)
+    if hardware.processor:
+        raise UserError(f"--hardware {hardware.name} is not rehearsed; choose a GPU")
     world_size: int = args.world_size
     ranks = sorted(set(args.ranks or range(world_size)))
     for rank in ranks:
@@ -77,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
         config, groups, _ = plan.read_config(args.config, world_size, hardware, args.flags)
     finally:
         cpu.uninstall()  # fake tensors are on a device that the CPU must not stand in for
-    from benchmarks.rehearse.checks import Recorded, check
+    from benchmarks.rehearse.checks import KindPlan, Recorded, check
     from benchmarks.rehearse.rank import Rehearsal, rehearse
 
     for name, value in REHEARSED.items():
@@ -87,7 +93,8 @@ def _run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} {given} is not rehearsed; add {flag} {value}")
     config.lr = config.lr or 0.0  # the plan does not depend on it
     print(f"rehearsing {len(ranks):,} ranks ...", file=sys.stderr)
-    plans, _ = plan_kinds(groups, plan.settings_of(config, hardware), hardware)
+    settings = plan.settings_of(config, hardware)
+    plans = [KindPlan(group, settings, hardware) for group in groups]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         traces = rehearse(Rehearsal(config, groups, world_size, hardware), ranks)
@@ -117,25 +124,24 @@ def show(figures: dict[str, Any]) -> None:
     """Prints plan and rehearsal side by side, and the disagreements."""
     count, world_size = len(figures["ranks"]), figures["world_size"]
     title = f"Rehearsal of {figures['config']}: {count:,} of {world_size:,} ranks, two steps"
-    plan.print_line(title, "bold")
-    rows = []
+    print(title)
+    print(f"{'maximum over ranks':<32}{'plan':>16}{'rehearsed':>16}")
     for name, (label, text) in ROWS.items():
         planned = text(figures["planned"][name]) if name in figures["planned"] else ""
-        rows.append((label, planned, text(figures["rehearsed"][name])))
-    plan.print_table(("maximum over ranks", "plan", "rehearsed"), rows)
-    plan.print_line(f"digest {figures['digest']}")
+        print(f"{label:<32}{planned:>16}{text(figures['rehearsed'][name]):>16}")
+    print(f"digest {figures['digest']}")
     if count < world_size:
-        plan.print_line("the other ranks' messages and matrices are not checked")
+        print("the other ranks' messages and matrices are not checked")
     found = figures["findings"]
     for finding in found[:MAX_SHOWN]:
         who = ", ".join(map(str, finding["ranks"][:MAX_SHOWN]))
-        plan.print_line(f"{finding['check']}, ranks {who}: {finding['text']}", "red")
+        print(f"{finding['check']}, ranks {who}: {finding['text']}")
     if found:
         each = Counter(finding["check"] for finding in found)
         counts = ", ".join(f"{name}: {number:,}" for name, number in each.items())
-        plan.print_line(f"in all, {counts}", "red")
+        print(f"in all, {counts}")
     else:
-        plan.print_line("ranks, layout and plan agree", "green")
+        print("ranks, layout and plan agree")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from benchmarks.rehearse.rank import STEPS
 from benchmarks.rehearse.recorder import Call, Members, RankTrace
-from megatron_muon.tools.plan.estimate import Group, KindPlan
+from megatron_muon.tools.plan.estimate import (
+    Group,
+    GroupPlan,
+    Hardware,
+    PlanSettings,
+    node_pattern,
+    plan_group,
+)
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: the plan leaves out index tensors."""
@@ -20,6 +27,23 @@ MAX_PAIRS = 3
 type CallsByRank = dict[int, list[Call]]
 type Transfers = dict[tuple[int, int], int]
 """Bytes by sender and receiver."""
+
+
+@dataclass
+class KindPlan:
+    """The plans of all groups of a kind, made on request: one for each placement in nodes."""
+
+    group: Group
+    settings: PlanSettings
+    hardware: Hardware
+    _plans: dict[tuple[int, ...], GroupPlan] = field(default_factory=dict)
+
+    def of(self, rank: int) -> GroupPlan:
+        """The plan of a rank's group."""
+        pattern = node_pattern(self.group.members(rank), self.hardware)
+        if pattern not in self._plans:
+            self._plans[pattern] = plan_group(self.group, self.settings, self.hardware, rank)
+        return self._plans[pattern]
 
 
 class Finding(NamedTuple):

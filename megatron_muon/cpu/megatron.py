@@ -44,7 +44,7 @@ class _View(types.ModuleType):
     """A module with some of its attributes replaced."""
 
     def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
-        super().__init__(f"{module.__name__} (blocking collectives)")
+        super().__init__(module.__name__)
         self._module = module
         vars(self).update(replaced)
 
@@ -115,7 +115,7 @@ def install(patches: Patches) -> None:
     patches.replace(torch, "compile", _leave_uncompiled)
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.tensor_parallel import random as tensor_parallel_random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from torch.utils.data import dataloader
 
@@ -133,15 +133,14 @@ def install(patches: Patches) -> None:
         )
         patches.replace(buffers, "torch", _View(torch, distributed=blocking))
 
-    for module in (moe_utils, token_dispatcher):  # the second imports it by name
-        patches.around(module, "maybe_move_tensor_to_cpu", takes=("tensor", "as_numpy"))(
-            _move_as_numpy
-        )
+    moves = patches.around(token_dispatcher, "maybe_move_tensor_to_cpu", takes=("as_numpy",))
+    moves(_move_as_numpy)
     patches.around(WrappedTorchNorm, "__new__", takes=("config",))(_make_norm)
     patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
     generators = logging.getLogger(tensor_parallel_random.__name__)
-    patches.replace(generators, "filters", [*generators.filters, _is_worth_a_warning])
+    # its one warning, on every matrix drawn: the CPU's generator stands in for the GPU's
+    patches.replace(generators, "disabled", True)
 
 
 def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
@@ -171,11 +170,6 @@ def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> 
     return norm
 
 
-def _is_worth_a_warning(record: logging.LogRecord) -> bool:
-    """False for a warning on every matrix drawn: the CPU's generator stands in for the GPU's."""
-    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
-
-
 def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
     """Keep the generator's state: an iterator draws a seed for its workers from it.
 
@@ -193,7 +187,4 @@ def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:
     # The worker is a fresh process, where nothing is installed: it divides by its zero CUDA devices
     # and dies. Were it to live, it would share the optimizer's tensors: copying to the host hands
     # back the same tensor on the CPU.
-    raise RuntimeError(
-        "--use-persistent-ckpt-worker does not work on the CPU: leave it and --async-save out, and"
-        " checkpoints are written before training goes on."
-    )
+    raise RuntimeError("--use-persistent-ckpt-worker does not work on the CPU; leave it out")

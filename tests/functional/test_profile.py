@@ -6,85 +6,69 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tests.support import cli
-from tests.support.pool import Pool
 from tests.support.training import Trainings
 
-ONCE = (
-    "optimizer",
-    "grad-norm",
-    "optimizer-inner-step",
-    "muon",
-    "adam",
-    "optimizer-copy-main-to-model-params",
+ONCE = cli.words(
+    "optimizer grad-norm optimizer-inner-step muon adam optimizer-copy-main-to-model-params"
 )
-PHASES = (
-    "momentum",
-    "gather wave 0",
-    "gather_wait wave 0",
-    "send_back wave 0",
-    "scatter_wait wave 0",
-    "apply",
-)
+PHASES = {
+    "muon/momentum",
+    "muon/gather wave 0",
+    "muon/gather_wait wave 0",
+    "muon/send_back wave 0",
+    "muon/scatter_wait wave 0",
+    "muon/apply",
+}
 
 
-def ranges(file: Path) -> list[tuple[str, float, float]]:
-    """The named ranges of a trace: name, begin and end."""
-    trace: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
+class Range(NamedTuple):
+    """A named range of a trace."""
+
+    name: str
+    start: float
+    end: float
+
+    def contents(self, found):
+        return [one for one in found if self.start <= one.start and one.end <= self.end]
+
+
+def ranges(file):
+    trace = json.loads(gzip.decompress(file.read_bytes()))
     events = (event for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-    return [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events]
+    return [Range(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
-def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    batches = ("--micro-batch-size", "2", "--global-batch-size", "4")
-    places = (
-        "--tensorboard-dir",
-        "run/tensorboard",
-        "--save",
-        "saves",
-        "--save-interval",
-        "3",
-        "--load",
-        "saves",
-    )
-    training = Trainings(
-        ranks, tmp_path, (*cli.TINY, *cli.make_corpus(tmp_path), *batches, *places, *cli.MUON)
-    )
+def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks, tmp_path):
+    places = cli.words("--tensorboard-dir run/tensorboard --save saves --save-interval 3")
+    batches = cli.words("--load saves --micro-batch-size 2 --global-batch-size 4")
+    common = (*cli.TINY, *cli.make_corpus(tmp_path), *batches, *places, *cli.MUON)
+    training = Trainings(ranks, tmp_path, common)
     training("--train-iters", "3").checked()
     traces = tmp_path / "run" / "torch_profile"
     assert not traces.exists()
 
-    steps = (
-        "--profile",
-        "--use-pytorch-profiler",
-        "--profile-step-start",
-        "5",
-        "--profile-step-end",
-        "7",
+    steps = cli.words(
+        "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 7"
     )
     # goes on at 3
     training("--train-iters", "7", "--override-opt-param-scheduler", *steps).checked()
     assert sorted(file.name for file in traces.iterdir()) == ["rank-0.json.gz", "rank-1.json.gz"]
-    orthogonalised = 0
+    orthogonalized = 0
     for file in traces.iterdir():
         found = ranges(file)
-        iterations = {
-            name: (start, end) for name, start, end in found if name.startswith("iteration ")
-        }
-        assert set(iterations) == {"iteration 5", "iteration 6"}
-        for start, end in iterations.values():
-            within = [each for each in found if start <= each[1] and each[2] <= end]
-            names = [name for name, *_ in within]
+        iterations = [one for one in found if one.name.startswith("iteration ")]
+        assert {one.name for one in iterations} == {"iteration 5", "iteration 6"}
+        for iteration in iterations:
+            parts = iteration.contents(found)
+            names = [part.name for part in parts]
             assert all(names.count(name) == 1 for name in ONCE), names
             assert {"forward_backward", "finish_grad_sync"} <= set(names)
-            (muon,) = (each for each in within if each[0] == "muon")
-            of_muon = {each[0] for each in within if muon[1] <= each[1] and each[2] <= muon[2]}
-            assert {f"muon/{phase}" for phase in PHASES} <= of_muon
-            orthogonalised += "muon/orthogonalize wave 0" in of_muon
+            (muon,) = (part for part in parts if part.name == "muon")
+            of_muon = {part.name for part in muon.contents(parts)}
+            assert of_muon >= PHASES
+            orthogonalized += "muon/orthogonalize wave 0" in of_muon
             assert not {name for name in names if name.startswith("muon/")} - of_muon
-    assert orthogonalised >= 2  # of 3 layers on 2 ranks, an owner may have none in a wave
+    assert orthogonalized >= 2  # of 3 layers on 2 ranks, an owner may have none in a wave

@@ -62,11 +62,10 @@ def _along(placements: str, experts: str = "") -> dict[int, tuple[Cut, Cut]]:
     }
 
 
-def _on(
-    mesh: tuple[int, ...],
-    dense: str,
-    experts: str,
-) -> dict[int, tuple[Cut, Cut]]:
+def _on(text: str) -> dict[int, tuple[Cut, Cut]]:
+    """A mesh, and the placements of dense weights, on all of it or flat, and of experts."""
+    sizes, dense, experts = (part.strip() for part in text.split("|"))
+    mesh = tuple(map(int, sizes.split()))
     size = math.prod(mesh)
     of_dense = Cut(mesh, dense) if " " in dense else Cut((size,), dense)
     return {size: (of_dense, Cut(mesh, experts))}
@@ -78,21 +77,18 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
     "fsdp within experts": _along("S0", "S1"),
     "columns": _along("S-1"),
     "columns of experts": _along("R", "S2"),
-    "hsdp": _on((2, 2), "R S0", "R S0"),
-    "hsdp of one": _on((3, 1), "R S0", "R S1"),
-    "replicas inside": _on((2, 2), "S0 R", "S1 R"),
-    "ep x fsdp": _on((2, 2), "S0", "s0 S0"),
-    "ep 1 x fsdp": _on((3, 1), "S0", "s0 S0"),
-    "ep 3 x fsdp": _on((1, 3), "S0", "s0 S0"),
-    "ep x fsdp within": _on((2, 2), "S0", "S1 S0"),
-    "ep x tp": _on((2, 2), "R S0", "S0 S1"),
-    "ep x tp, columns": _on((2, 2), "S0 S1", "S0 S2"),
-    "fsdp x tp": _on((2, 2), "s0 S0", "S0 S1"),
-    "tp within fsdp": _on((2, 2), "s0 S0", "s1 S1"),
-    "fsdp x ep x tp": _on((2, 1, 2), "s0 R S0", "S1 S0 S2"),
-    "hsdp x ep": _on((1, 2, 2), "R S0 R", "R s0 S0"),
-    "replicas of all": _on((2, 2), "S0", "R R"),
-    "shards of shards": _on((2, 2), "S0 S0", "S0 S0"),
+    "hsdp": _on("2 2 | R S0 | R S0"),
+    "replicas inside": _on("2 2 | S0 R | S1 R"),
+    "ep x fsdp": _on("2 2 | S0 | s0 S0"),
+    "ep 1 x fsdp": _on("3 1 | S0 | s0 S0"),
+    "ep x fsdp within": _on("2 2 | S0 | S1 S0"),
+    "ep x tp": _on("2 2 | R S0 | S0 S1"),
+    "fsdp x tp": _on("2 2 | s0 S0 | S0 S1"),
+    "tp within fsdp": _on("2 2 | s0 S0 | s1 S1"),
+    "fsdp x ep x tp": _on("2 1 2 | s0 R S0 | S1 S0 S2"),
+    "hsdp x ep": _on("1 2 2 | R S0 R | R s0 S0"),
+    "replicas of all": _on("2 2 | S0 | R R"),
+    "shards of shards": _on("2 2 | S0 S0 | S0 S0"),
     "plain beside fsdp": {size: (PLAIN, Cut((size,), "S0")) for size in (2, 4)},
     "experts apart": {
         2: (
@@ -109,9 +105,6 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
             Cut((4,), "S0"),
             Cut((), "S0", ((0,), (1, 2, 3))),
         ),
-    },
-    "experts apart, plain": {
-        4: (PLAIN, Cut((2,), "S0", ((0, 2), (1, 3)))),
     },
     "crossing": {
         4: (

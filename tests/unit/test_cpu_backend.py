@@ -2,12 +2,8 @@
 memory.
 """
 
-import ctypes
-import itertools
-import logging
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from megatron_muon import cpu
 from megatron_muon.core.ranks import ALL_GATHER, REDUCE_SCATTER
 from megatron_muon.cpu import devices
 from megatron_muon.cpu import megatron as cpu_megatron
-from megatron_muon.patching import Patches
 
 REALLY_HAS_CUDA = torch.cuda.is_available()
 
@@ -32,6 +27,11 @@ def backend():
     cpu.uninstall()
 
 
+def output_of(script):
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
 @pytest.fixture
 def buffers():
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as module
@@ -40,47 +40,39 @@ def buffers():
 
 
 def surroundings(buffers):
+    """All attributes that the backend may replace."""
     import torch._dynamo.config as dynamo_config
-    from megatron.core.datasets import utils as dataset_utils
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    cuda = (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, torch.distributed)
+    cuda = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator)
     makers = (torch, torch.Tensor, torch.nn.Module, DeviceMesh, device_context.DeviceContext)
-    owners = (*cuda, *makers, buffers, dataset_utils, PersistentAsyncCaller)
-    state = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
-    # torch.Tensor grows caches of its own when methods are first used.
-    return {
-        key: value for key, value in state.items() if "_abc_" not in key[1]
-    }, dynamo_config.disable
+    state = {"compiler": dynamo_config.disable}
+    for owner in (*cuda, *makers, buffers, dist):
+        for name, value in vars(owner).items():
+            if "_abc_" not in name:  # caches of its own that torch.Tensor grows
+                state[owner, name] = value
+    return state
 
 
 def test_uninstall_leaves_no_trace(buffers):
-    # the first time also imports modules, which add names of their own
-    cpu.install(force=REALLY_HAS_CUDA)
+    cpu.install(force=REALLY_HAS_CUDA)  # also imports modules, which add names of their own
     cpu.uninstall()
-    before, dynamo_before = surroundings(buffers)
+    before = surroundings(buffers)
     cpu.install(force=REALLY_HAS_CUDA)
-    during, dynamo_during = surroundings(buffers)
+    during = surroundings(buffers)
     cpu.uninstall()
-    after, dynamo_after = surroundings(buffers)
-
+    after = surroundings(buffers)
     assert before.keys() == after.keys()
     assert [key for key in before if before[key] is not after[key]] == []
-    assert dynamo_before == dynamo_after
     changed = [key for key in before if before[key] is not during[key]]
-    assert len(changed) > 60  # the comparison can see a patch
-    assert dynamo_during is True
+    assert len(changed) > 50  # the comparison can see a patch
 
 
 def test_installing_twice_wraps_once(backend):
     """Installing twice once turned torch.FloatTensor into torch.cuda.cuda.FloatTensor."""
-    first = torch.empty, torch.Tensor.to, torch.Tensor.type
     cpu.install(force=True)
-    assert (torch.empty, torch.Tensor.to, torch.Tensor.type) == first
     assert torch.ones(1).type() == "torch.cuda.FloatTensor"
     cpu.uninstall()
-    assert not cpu.installed()
-    cpu.uninstall()  # and taking back twice is harmless
+    cpu.uninstall()  # taking back twice is harmless
     assert torch.ones(1).type() == "torch.FloatTensor"
 
 
@@ -89,9 +81,6 @@ def test_refuses_where_cuda_exists_unless_forced(monkeypatch):
     with pytest.raises(RuntimeError, match=r"CUDA is available here.*--device cpu"):
         cpu.install()
     assert not cpu.installed()
-    cpu.install(force=True)
-    assert cpu.installed()
-    cpu.uninstall()
 
 
 def test_a_failed_install_is_rolled_back(monkeypatch):
@@ -101,24 +90,18 @@ def test_a_failed_install_is_rolled_back(monkeypatch):
         cpu.install(force=REALLY_HAS_CUDA)
     assert not cpu.installed()
     assert torch.Tensor.to is original
-    assert torch.cuda.is_available() == REALLY_HAS_CUDA
 
 
-@pytest.mark.parametrize(
-    "device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0], ids=str
-)
+@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 1), 0], ids=str)
 def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
     source = torch.arange(6.0)
     made = [
         torch.empty(3, device=device),
         torch.tensor([1, 2], device=device),
         torch.zeros_like(source, device=device),
-        torch.randint(5, (2,), device=device),
         source.new_zeros(3, device=device),
-        source.to(device),
-        source.to(device, torch.bfloat16, non_blocking=True),
+        source.to(device, torch.bfloat16),
         source.to(device=device, dtype=torch.float64),
-        source.cuda(device, non_blocking=True),
         torch.empty(3, pin_memory=True),
         source.pin_memory(),
     ]
@@ -133,131 +116,63 @@ def test_modules_move_and_meta_stays_meta(backend):
     with torch.device("meta"):
         layer = torch.nn.Linear(2, 2)
     assert layer.weight.device.type == "meta"
-    assert torch.empty(2, device="meta").device.type == "meta"
     assert layer.to_empty(device="cuda").weight.device.type == "cpu"
     assert layer.cuda() is layer
-    assert layer.to("cuda").weight.device.type == "cpu"
     with torch.device("cuda"):
         assert torch.ones(2).device.type == "cpu"
 
 
-def test_factories_are_mapped_inside_backward_hooks(backend):
-    """A TorchFunctionMode is suspended inside Tensor.backward, where Megatron-FSDP allocates its
-    buckets.
-    """
-    seen = []
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.register_hook(lambda grad: seen.append(torch.empty(1, device="cuda").device.type))
-    leaf.sum().backward()
-    assert seen == ["cpu"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (torch.float32, "FloatTensor"),
-        (torch.bfloat16, "BFloat16Tensor"),
-        (torch.float16, "HalfTensor"),
-    ],
-)
-def test_type_speaks_of_cuda_and_still_converts(backend, dtype, name):
-    tensor = torch.ones(2, dtype=dtype)
-    assert tensor.type() == f"torch.cuda.{name}"
-    assert torch.nn.Parameter(tensor).type() == f"torch.cuda.{name}"
-    for target in ("torch.cuda.DoubleTensor", "torch.DoubleTensor", torch.float64):
-        assert tensor.type(target).dtype == torch.float64
+def test_type_speaks_of_cuda_and_still_converts(backend):
+    tensor = torch.ones(2).type("torch.cuda.BFloat16Tensor")
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.type() == "torch.cuda.BFloat16Tensor"
+    assert tensor.type(torch.float64).dtype == torch.float64
     assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"  # not ours to rename
 
 
-def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    try:
-        assert DeviceMesh("cuda", [0]).device_type == "cpu"
-        assert (
-            dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")).device_type == "cpu"
-        )
-    finally:
-        dist.destroy_process_group()
-
-
-def test_one_device_one_stream(backend):
-    assert torch.cuda.is_available()
+def test_one_device(backend):
     assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
-    stream = torch.cuda.Stream(priority=-1)
-    with torch.cuda.stream(stream), torch.cuda.device(0):
-        stream.wait_stream(torch.cuda.current_stream())
-        start = stream.record_event()
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
-    assert start.elapsed_time(end) >= 0
-    assert end.query()
-    with torch.cuda.nvtx.range("nothing"):
-        torch.cuda.nvtx.range_push("nothing")
-        torch.cuda.nvtx.range_pop()
+    assert torch.cuda.get_device_capability() == (8, 0)
+    torch.cuda.nvtx.range_push("nothing")
+    torch.cuda.nvtx.range_pop()
 
 
 def test_memory_is_this_process_rather_than_zero(backend):
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     block = torch.ones(16 << 20)  # 64 MiB
     assert torch.cuda.memory_allocated() - before > 32 << 20
     del block
     assert torch.cuda.max_memory_allocated() - before > 32 << 20
-    stats = torch.cuda.memory_stats()
-    assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] > 0
-    free, total = torch.cuda.mem_get_info()
-    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
 
 
-def test_tensor_parallel_ranks_draw_different_numbers(backend):
+def test_tensor_parallel_ranks_draw_different_numbers(backend, monkeypatch):
     """A manual_seed that does nothing gives every tensor-parallel rank the same weights."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a fork of the tracker draws, and the outer stream after it."""
+    def draw(seed):
+        """Numbers of a fork of the tracker, and those of the outer generator after it."""
         tracker = CudaRNGStatesTracker()
         torch.manual_seed(1)
         tracker.add("model-parallel-rng", seed)
         with tracker.fork("model-parallel-rng"):
             drawn = torch.rand(4)
-        return drawn, torch.rand(4)
+        return [drawn, torch.rand(4)]
 
-    (first, outer), (again, _), (other, outer_of_other) = draw(10), draw(10), draw(11)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    torch.cuda.manual_seed(1)  # of the one generator there is
-    assert torch.equal(outer, torch.rand(4))  # a fork leaves it alone
-    assert torch.equal(outer, outer_of_other)
-
-
-def test_compiled_functions_run_uncompiled(backend):
-    calls = itertools.count()
-
-    @torch.compile
-    def double(x):
-        next(calls)
-        return x * 2
-
-    results = [double(torch.ones(2)).tolist() for _ in range(3)]
-    assert (next(calls), results) == (3, [[2.0, 2.0]] * 3)
-    assert torch.compile(dynamic=True)(double) is double
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # as in a forked process
+    first, again, other = draw(10), draw(10), draw(11)
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[0], other[0])
+    torch.cuda.manual_seed(1)  # of the one generator
+    assert torch.equal(first[1], torch.rand(4))  # a fork leaves it alone
+    assert torch.equal(first[1], other[1])
 
 
 def test_training_does_not_load_the_compiler():
     """It took a fifth of a rank's start."""
-    script = (
-        f"import sys; from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA}); import"
-        " megatron.training"
-    )
-    script += "; print(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {
-        "megatron.training"
-    }
+    install = f"from megatron_muon import cpu; cpu.install(force={REALLY_HAS_CUDA})"
+    modules = output_of(f"{install}; import sys, megatron.training; print(*sys.modules)").split()
+    assert "megatron.training" in modules
+    assert "torch._inductor.compile_fx" not in modules
 
 
 @pytest.fixture
@@ -267,7 +182,7 @@ def recorded(monkeypatch):
 
     def record(name, act):
         def collective(*args, op=None, group=None, async_op=False, **named):
-            calls.append((name, op, async_op))
+            calls.append((op, async_op))
             act(*args, *named.values())
 
         monkeypatch.setattr(dist, name, collective)
@@ -290,22 +205,10 @@ def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
         assert len(recorded) == 2  # each ran where it was written, not when the manager closed
     assert work.wait()
     assert event.wait()
-    assert [async_op for _, _, async_op in recorded] == [False, False]
-    assert view.all_reduce(torch.ones(1), async_op=False) is None
+    assert [is_async for _, is_async in recorded] == [False, False]
+    assert view.ReduceOp is dist.ReduceOp  # all else is torch's
 
 
-def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
-    assert buffers.torch is not torch
-    assert buffers.torch.Tensor is torch.Tensor
-    assert buffers.torch.cuda is torch.cuda
-    assert buffers.torch.distributed.all_reduce is not dist.all_reduce
-    assert buffers.torch.distributed.ReduceOp is dist.ReduceOp
-    assert torch.distributed.all_reduce is dist.all_reduce
-
-
-@pytest.mark.parametrize(
-    ("name", "called"), [("all_reduce", "all_reduce"), ("reduce_scatter_tensor", REDUCE_SCATTER)]
-)
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
@@ -313,14 +216,14 @@ def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
         (dist.ReduceOp.AVG, 3.0),
         (cpu_megatron.PremulSum(0.5), 3.0),
     ],
-    ids=["sum", "avg", "premul"],
 )
-def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op, expected):
-    tensor = torch.full((1,), 3.0)
-    arguments = (tensor,) if name == "all_reduce" else (torch.empty(1), tensor)
-    getattr(buffers.torch.distributed, name)(*arguments, op=op)
-    assert arguments[0].item() == expected
-    assert [call[:2] for call in recorded] == [(called, dist.ReduceOp.SUM)]
+def test_reductions_that_gloo_lacks(backend, buffers, recorded, op, expected):
+    view = buffers.torch.distributed
+    tensor, output = torch.full((1,), 3.0), torch.empty(1)
+    view.reduce_scatter_tensor(output, tensor.clone(), op=op)
+    view.all_reduce(tensor, op=op)
+    assert (tensor.item(), output.item()) == (expected, expected)
+    assert {reduced_by for reduced_by, _ in recorded} == {dist.ReduceOp.SUM}
 
 
 def test_the_persistent_checkpoint_worker_is_refused(backend):
@@ -328,33 +231,6 @@ def test_the_persistent_checkpoint_worker_is_refused(backend):
 
     with pytest.raises(RuntimeError, match="--use-persistent-ckpt-worker does not work on the CPU"):
         AsyncCallsQueue.warmup_persistent_caller(0)
-
-
-def test_token_counts_become_numbers(backend):
-    """all_to_all_single refuses split sizes that are tensors, which is what they stayed on
-    the CPU.
-    """
-    from megatron.core.transformer.moe import token_dispatcher
-
-    counts = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)
-    assert not isinstance(counts, torch.Tensor)
-    assert list(counts) == [3, 1]
-    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
-    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3])), torch.Tensor)
-
-
-def test_one_generator_for_two_is_nothing_to_warn_of(caplog):
-    """A quickstart said so 37 times; what else that module warns of is heard."""
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-    with Patches() as patches:
-        cpu_megatron.install(patches)
-        logger.warning("CPU RNG state changed within GPU RNG context")
-        logger.warning("something else")
-    logger.warning("CPU RNG state changed within GPU RNG context")
-    assert [record.getMessage()[:14] for record in caplog.records] == [
-        "something else",
-        "CPU RNG state ",
-    ]
 
 
 FAULTS = """
@@ -377,20 +253,11 @@ print(kept, before, faults())
 
 
 def test_large_tensors_come_from_memory_that_was_kept():
-    run = subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True)
-    kept, before, after = run.stdout.split()
+    kept, before, after = output_of(FAULTS).split()
     assert kept == "True"
     assert int(before) > 10 * int(after)
 
 
-@pytest.mark.parametrize(
-    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
-)
-def test_the_users_own_setting_stands(name, monkeypatch):
-    monkeypatch.setenv(
-        name, "glibc.malloc.tcache_count=7" if name == "GLIBC_TUNABLES" else "131072"
-    )
-    monkeypatch.setattr(
-        ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *_: pytest.fail("it was changed"))
-    )
+def test_the_users_own_setting_stands(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     assert not cpu.keep_freed_memory()

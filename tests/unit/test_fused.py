@@ -206,8 +206,6 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
         (IN_PROJ, (32, 16), mp.UNKNOWN),
         (f"{LAYER}attention.qkv_proj.weight", (32, 16), mp.UNKNOWN),
         (QKV, (30, 16), mp.UNKNOWN),  # no multiple of a query group's rows
-        # one over all experts would mix them
-        (f"{LAYER}mlp.experts.weight1", (16, 48), mp.UNKNOWN),
         (f"{LAYER}mixer.A_log", (32, 4), "table"),  # Mamba 1
         (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), "vector"),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),

@@ -40,7 +40,6 @@ def machine(monkeypatch, tmp_path):
     ("about", "why"),
     [
         ({"files": 2, "error": OLD}, r"^torch .* says: .* too old \(found version 11040\)$"),
-        ({"counted": 8, "error": "not compiled with CUDA"}, r"^torch .* says: not compiled"),
         ({"files": 1}, r"finds no device; see nvidia-smi$"),
     ],
 )
@@ -57,7 +56,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     assert "torch" in finding.text
 
 
-@pytest.mark.parametrize("about", [{}, {"counted": 0}, {"files": 2, "available": True}])
+@pytest.mark.parametrize("about", [{}, {"files": 2, "available": True}])
 def test_no_gpu_and_a_good_one_are_no_reason(machine, about):
     machine(**about)
     assert gpu.unusable_gpu({}) is None
@@ -75,9 +74,8 @@ def test_fewer_gpus_than_ranks_are_refused(machine, monkeypatch):
         gpu.settle_device("auto")
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
-def test_a_gpu_may_be_hidden_or_the_cpu_requested(machine, hidden):
+def test_a_gpu_may_be_hidden_or_the_cpu_requested(machine):
     machine(files=2, error=OLD)
-    assert gpu.unusable_gpu({"CUDA_VISIBLE_DEVICES": hidden}) is None
+    assert gpu.unusable_gpu({"CUDA_VISIBLE_DEVICES": "-1"}) is None
     gpu.refuse_unusable_gpu("cpu")
     assert step_ranks.settle_device("cpu", 1) == torch.device("cpu")

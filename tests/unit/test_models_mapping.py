@@ -174,8 +174,7 @@ def test_flags_and_config_say_the_same_model(model: str, published: dict[str, An
 def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     """megatron.training 0.19 passes --rope-scaling-factor over: each model had the factor 8."""
     cpu.install(force=True)
-    from megatron_muon.megatron.model import gpt
-    from megatron_muon.tools.plan.planned_model import LOCAL
+    from megatron_muon.tools.plan.planned_model import LOCAL, build_on_meta, groups_on_paper
 
     scaled = {
         "use_rope_scaling": True,
@@ -186,8 +185,8 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     args = args_of("llama", **scaled, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)
     vars(args).update(LOCAL | {"rank": 0, "world_size": 1})
     prepare.complete(args)
-    with gpt.groups_on_paper(args) as groups:
-        found = gpt.build_on_meta(args, groups).rotary_pos_emb.inv_freq
+    with groups_on_paper(args) as groups:
+        found = build_on_meta(args, groups).rotary_pos_emb.inv_freq
     config = transformers.AutoConfig.for_model(**to_config(args))
     torch.testing.assert_close(
         found, transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq

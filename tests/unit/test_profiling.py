@@ -10,7 +10,7 @@ from megatron_muon.core.probe import SILENT, PhaseTimer, span
 from megatron_muon.megatron.patches import install
 
 
-def names_in(profiler: torch.profiler.profile) -> set[str]:
+def names_in(profiler):
     return {event.name for event in profiler.events()}
 
 
@@ -30,13 +30,7 @@ def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
 
 @pytest.mark.parametrize(
     ("done", "steps", "recorded"),
-    [
-        (0, (3, 5), [3, 4]),
-        (0, (1, 3), [1, 2]),
-        (20, (22, 24), [22, 23]),
-        (20, (21, 22), [21]),
-        (20, (10, 13), []),
-    ],
+    [(0, (3, 5), [3, 4]), (20, (22, 24), [22, 23]), (20, (10, 13), [])],
 )
 def test_profiled_steps_are_counted_from_the_first_step_of_the_run(
     patches, monkeypatch, done, steps, recorded

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.rehearse import machine
-from benchmarks.rehearse.checks import Finding, Recorded, check
+from benchmarks.rehearse.checks import Finding, KindPlan, Recorded, check
 from benchmarks.rehearse.machine import RecordingGroup
 from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
-from benchmarks.rehearse.recorder import RankTrace, Recorder
+from benchmarks.rehearse.recorder import RankTrace
 from megatron_muon import cpu
 from megatron_muon.core.collectives import Works
 from megatron_muon.core.exchange import Exchange
@@ -25,12 +23,12 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, node_pattern
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, node_pattern
 from megatron_muon.tools.plan.plan_command import settings_of
 
 H100 = HARDWARE["h100-sxm"]
 RANKS = 4
-MATRICES = [
+MATRICES: list[tuple[tuple[int, int], list[int]]] = [
     ((96, 64), [40, 24, 32, 0]),
     ((256, 64), [64, 64, 64, 64]),
     ((64, 128), [0, 0, 10, 54]),
@@ -65,7 +63,8 @@ def recorded(of: Rehearsal, ranks: Sequence[int] = range(RANKS)) -> Recorded:
     """The traces of ranks, and the plans."""
     traces = {rank: rehearse_rank(rank, of) for rank in ranks}
     settings = settings_of(of.settings, of.hardware)
-    return Recorded(traces, [KindPlan(group, settings, of.hardware) for group in of.groups])
+    plans = [KindPlan(group, settings, of.hardware) for group in of.groups]
+    return Recorded(traces, plans)
 
 
 def replaced(record: Recorded, rank: int, trace: RankTrace) -> Recorded:
@@ -94,10 +93,19 @@ def both(real_devices: None) -> Recorded:
 
 
 def test_nothing_is_found_if_ranks_agree(sound: Recorded, both: Recorded) -> None:
+    """Operations exactly as noted: a change that makes a step launch more has to be seen."""
     assert check(sound) == check(both) == []
     assert len(sound.plans[0].of(0).plan.waves) > 1
-    assert all(len(trace.steps) == 2 for trace in sound.traces.values())
-    groups = {members.ranks for trace in both.traces.values() for members in trace.groups}
+    for rank, trace in sound.traces.items():
+        expected = sound.planned(rank)
+        second = trace.steps[1]
+        assert trace.received_bytes == expected["received_bytes"]
+        assert second.flops == expected["flops"]
+        assert len(second.calls) == 4
+        assert second.operations == OPERATIONS[rank]
+    groups = set()
+    for trace in both.traces.values():
+        groups |= {members.ranks for members in trace.groups}
     assert groups == {(0, 1, 2, 3), (0, 2), (1, 3)}  # no plan has a team
 
 
@@ -107,38 +115,21 @@ def test_nothing_is_found_if_ranks_agree(sound: Recorded, both: Recorded) -> Non
         {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
         {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
         {"muon_hyperball": True, "weight_decay": 0.0},
-        pytest.param({"optimizer": "adaptive_muon"}, marks=pytest.mark.wide),
-        pytest.param({"muon_cautious_weight_decay": True}, marks=pytest.mark.wide),
-        pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
-        pytest.param({"muon_nesterov": False}, marks=pytest.mark.wide),
     ],
 )
 def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
-    assert {one.check for one in check(recorded(rehearsal(**settings)))} <= {"memory"}
+    findings = check(recorded(rehearsal(**settings)))
+    assert {finding.check for finding in findings} <= {"memory"}
 
 
 def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
     """prime-rl #3437: FSDP2 gives ranks five rows, two or none; equal shards did not fit."""
     held = [5] * 14 + [2, 0]
-    group = Group(
-        "dense",
-        layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)]),
-    )
-    of = rehearsal(group, muon_exchange_buffer_mb=0.25)
+    matrices = layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)])
+    of = rehearsal(Group("dense", matrices), muon_exchange_buffer_mb=0.25)
     record = recorded(dataclasses.replace(of, world_size=16), [0, 13, 14, 15])
     assert check(record) == []
     assert record.plans[0].of(0).plan.buffer_bytes == 2**18
-    assert max(trace.steps[1].taken["dense"] for trace in record.traces.values()) <= 2**18
-
-
-def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
-    """Operations exactly as noted: a change that makes a step launch more has to be seen."""
-    for rank, trace in sound.traces.items():
-        expected = sound.planned(rank)
-        second = trace.steps[1]
-        assert trace.received_bytes == expected["received_bytes"]
-        assert second.flops == expected["flops"]
-        assert (len(second.calls), second.operations) == (4, OPERATIONS[rank])
 
 
 def test_a_rank_with_another_plan_is_found(sound: Recorded) -> None:
@@ -148,8 +139,8 @@ def test_a_rank_with_another_plan_is_found(sound: Recorded) -> None:
     odd = rehearse_rank(2, dataclasses.replace(rehearsal(), plans=plans))
     findings = check(replaced(sound, 2, odd))
     assert found(findings, "plan")[0].ranks == (2,)
-    unlike = [one for one in found(findings, "bytes") if 2 in one.ranks]
-    assert any("expects" in one.text for one in unlike)
+    unlike = [one.text for one in found(findings, "bytes") if 2 in one.ranks]
+    assert any("expects" in text for text in unlike)
     assert found(findings, "blocks")
 
 
@@ -200,22 +191,17 @@ def test_a_rank_that_does_something_else_is_found(
 
 def test_ranks_that_wait_for_each_other_are_found(both: Recorded) -> None:
     """Each group has one order on all of its ranks; one rank takes the groups in another order."""
-    stuck = found(
-        check(replaced(both, 3, rehearse_rank(3, rehearsal(*BOTH[::-1])))),
-        "order",
-    )
+    odd = rehearse_rank(3, rehearsal(*BOTH[::-1]))
+    stuck = found(check(replaced(both, 3, odd)), "order")
     text = "waits for collective 0 of their group, which"
     assert all(text in finding.text for finding in stuck)
     assert any(3 in finding.ranks for finding in stuck)
 
 
 KEPT: list[torch.Tensor] = []
-STREAM = "synchronize of a stream or an event"
 ACTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "_local_scalar_dense": (lambda updates: updates.sum().item(), "host"),
-    "a copy to host memory": (lambda updates: updates.cpu(), "host"),
     "torch.cuda.synchronize": (lambda _: torch.cuda.synchronize(), "host"),
-    STREAM: (lambda _: torch.cuda.current_stream().synchronize(), "host"),
     "a copy from host memory": (lambda updates: updates.add_(torch.ones(1).to("cuda")), "host"),
     "bytes more in use": (lambda _: KEPT.append(torch.zeros(1000, device="cuda")), "leak"),
     "may take 419,430": (lambda _: torch.zeros(2**22, device="cuda").mul_(2), "memory"),
@@ -268,20 +254,17 @@ def test_every_group_is_connected_on_its_device_before_messages_of_some_ranks(
     of = dataclasses.replace(rehearsal(muon_team_size="2"), hardware=two_nodes)
     trace = rehearse_rank(0, of)
     assert trace.failure == ""
-    calls = [call for step in trace.steps for call in step.calls]
-    in_step = {call.group for call in calls if len(trace.groups[call.group].ranks) > 1}
-    for groups in (in_step, set(first)):
-        assert {trace.groups[group].ranks for group in groups} == {(0, 1), (0, 1, 2, 3)}
+    teams = {(0, 1), (0, 1, 2, 3)}
+    assert {trace.groups[group].ranks for group in first} == teams
     assert set(first.values()) == {"all_reduce"}
+    in_step = {trace.groups[call.group].ranks for call in trace.steps[1].calls}
+    assert teams <= in_step
 
 
 def in_teams(world_size: int, hardware: Hardware, *, matrices: int, **lie: int) -> Rehearsal:
     """Groups of four ranks that own experts' matrices in teams of two."""
-    group = Group(
-        "experts",
-        layout("expert", [((256, 128), [64] * 4)] * matrices),
-        **lie,
-    )
+    experts = layout("expert", [((256, 128), [64] * 4)] * matrices)
+    group = Group("experts", experts, **lie)
     of = rehearsal(group, muon_team_size="2", muon_exchange_buffer_mb=None)
     return dataclasses.replace(of, world_size=world_size, hardware=hardware)
 
@@ -291,11 +274,10 @@ def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
     of = in_teams(12, dataclasses.replace(H100, node_ranks=4), matrices=2, stride=3)
     record = recorded(of, range(12))
     (kind,) = record.plans
-    assert [kind.of(rank).plan.teams[0].ranks for rank in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    for rank in range(3):
+        assert kind.of(rank).plan.teams[0].ranks == (rank, rank + 1)
     assert check(record) == []
     assert len(of.plans) == 3
-    digests = [record.traces[rank].digest for rank in range(12)]
-    assert digests[1] == digests[4] != digests[0]
 
 
 def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> None:
@@ -303,16 +285,6 @@ def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> 
     of = in_teams(32, H100, matrices=6, stride=8, together=2)
     assert of.groups[0].members(0) == [0, 1, 16, 17]
     record = recorded(of, [0, 1, 16, 17])
-    assert {team.ranks for team in record.plans[0].of(0).plan.teams} == {(0, 1), (2, 3)}
+    plan = record.plans[0].of(0).plan
+    assert {team.ranks for team in plan.teams} == {(0, 1), (2, 3)}
     assert check(record) == []
-
-
-def test_a_world_leaves_nothing_behind() -> None:
-    before = torch.cuda.synchronize, sys.excepthook, dist.all_gather_object
-    recorder = Recorder(0, machine.DEVICE)
-    with machine.world(2, recorder), machine.on(HARDWARE["a100-sxm"], recorder):
-        assert torch.cuda.get_device_capability() == (8, 0)
-        assert dist.get_world_size() == 2
-    assert before == (torch.cuda.synchronize, sys.excepthook, dist.all_gather_object)
-    assert not dist.is_initialized()
-    assert torch.zeros(2).sum().item() == 0.0

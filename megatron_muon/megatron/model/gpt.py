@@ -1,4 +1,4 @@
-"""A GPT for Megatron's pretrain: model, batches, loss, datasets; and on the meta device, to plan.
+"""A GPT for Megatron's pretrain: model, batches, loss, datasets.
 
 megatron-core's wheel ships the training loop but not the script around it.
 """
@@ -6,7 +6,6 @@ megatron-core's wheel ships the training loop but not the script around it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 from collections.abc import Iterator
 from functools import partial
@@ -18,11 +17,7 @@ from megatron.core import mpu
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.moe import moe_layer
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args
@@ -32,19 +27,8 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_muon.megatron import LOSS
 from megatron_muon.megatron.data.corpus import OutputPaths
 from megatron_muon.megatron.flags.command_line import check_vocabularies
-from megatron_muon.patching import Patches
 
-_BATCH_FIELDS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "attention_mask",
-    "position_ids",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
-)
+_BATCH_FIELDS = {"tokens", "labels", "loss_mask", "attention_mask", "position_ids"}
 _DATA_SETTINGS = (
     "multiple_validation_sets",
     "full_validation",
@@ -70,65 +54,14 @@ def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
     return config
 
 
-@contextlib.contextmanager
-def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
-    """megatron-core's process groups of rank 0 of `args.world_size`, on paper; none may exist."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
-
-    torch.distributed.init_process_group(
-        "fake", rank=0, world_size=args.world_size, store=FakeStore()
-    )
-    try:
-        mpu.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            create_gloo_process_groups=False,
-        )
-        yield ProcessGroupCollection.use_mpu_process_groups()
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
-    """The model of these validated flags, for its parameters alone, in the dtype of training.
-
-    megatron-core's local layers stand in for those of Transformer Engine, and a linear layer for
-    that of latent experts.
-    """
-    config = gpt_config(args)
-    config.transformer.use_cpu_initialization = True
-    config.transformer.perform_initialization = False
-    config.attention_backend = AttnBackend.auto
-    with Patches() as changes, torch.device("meta"):
-        changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
-        changes.replace(moe_layer, "HAVE_TE", True)
-        changes.replace(moe_layer, "TELinear", _Linear)
-        model = config.get_builder_cls()(config).build_model(groups, True, True)
-    return model.bfloat16() if args.bf16 else model
-
-
-class _Linear(torch.nn.Linear):
-    """The parameters of Transformer Engine's linear layer."""
-
-    def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, config: Any, **_settings: Any
-    ) -> None:
-        super().__init__(inputs, outputs, bias=bias, dtype=config.params_dtype)
-
-
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     """The next micro-batch, read by the first tensor-parallel rank, cut by context parallelism."""
     args, tp_rank = get_args(), mpu.get_tensor_model_parallel_rank()
     batch: Batch = {}
     if tp_rank == 0:
         read = next(data_iterator)
-        for name in _BATCH_FIELDS:
-            values = read.get(name)
-            batch[name] = None if values is None else values.cuda(non_blocking=True)
+        for name in read.keys() & _BATCH_FIELDS:  # a blend's have the number of the data set, too
+            batch[name] = read[name].cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -141,9 +74,6 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=bool(args.mtp_num_layers),
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
-        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
@@ -175,7 +105,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator)
     timers("batch-generator").stop()
-    inputs = (batch[name] for name in ("tokens", "position_ids", "attention_mask"))
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
     loss_mask = batch["loss_mask"]
     output = model(*inputs, labels=batch["labels"], loss_mask=loss_mask)
     assert loss_mask is not None  # set on the last pipeline stage, the only one

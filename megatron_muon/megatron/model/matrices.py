@@ -149,9 +149,6 @@ def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
     fused = fused_rows(name, config, stated)
     fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
-    # GroupedMLP before megatron-core 0.16
-    if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):
-        return UNKNOWN
     if fused is None and LOOKS_FUSED.search(".".join(name.split(".")[-2:])):
         return UNKNOWN
     return "" if fits else UNKNOWN
@@ -205,8 +202,11 @@ def parameter_table(
 
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
     """The number of parameters of Muon or of the scalar optimizer, counted as in the table."""
-    mine = [group["params"] for group in groups if ("optimizer" not in group) is of_muon]
-    return sum(math.prod(_shape(parameter)) for params in mine for parameter in params)
+    numel = 0
+    for group in groups:
+        if ("optimizer" not in group) is of_muon:
+            numel += sum(math.prod(_shape(parameter)) for parameter in group["params"])
+    return numel
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -224,14 +224,11 @@ class Fused:
     interleave: int = 0  # rows of gate that alternate with as many of up; 0: all of gate first
     is_cut_by_part: bool = False  # tensor-parallel ranks hold some rows of each part
 
-    @property
-    def unit(self) -> int:
-        """Rows of one repetition, of which every matrix fused so has a multiple."""
-        return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
-
     def fits(self, rows: int) -> bool:
         """True if rows are a whole number of repetitions."""
-        return rows % self.unit == 0
+        if self.gated:
+            return rows % (2 * max(self.interleave, 1)) == 0
+        return rows % sum(self.parts or self.heads) == 0
 
     def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
         """The blocks of a matrix of `rows` rows, one tensor-parallel rank's after another's."""
@@ -325,11 +322,7 @@ def block_split(
         each = fused.split(rows, settings, tensor_parallel=rows // part)
     if parameter.ndim != 3:
         return each
-    if each.groups > 1:
-        raise ValueError(
-            f"stacked experts need blocks of consecutive rows, got {each.groups} groups of"
-            f" {each.parts}"
-        )
+    assert each.groups == 1, "stacked experts need blocks of consecutive rows"
     return RowSplit(1, each.parts * experts)
 
 
@@ -350,11 +343,7 @@ def matrix_group(
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
     label = min(numbers_of_all_ranks([first], tensor_parallel))[0]
-    group = new_group_of(label)
-    assert group.size() == data_parallel.size() * tensor_parallel.size(), (
-        "tensor-parallel peers share their groups"
-    )
-    return group
+    return new_group_of(label)
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:

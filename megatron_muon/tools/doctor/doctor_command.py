@@ -19,17 +19,17 @@ from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.megatron.run_device import no_transformer_engine, unusable_gpu
 from megatron_muon.tools.doctor import gpu_report
-from megatron_muon.tools.parser import positive, write_json
+from megatron_muon.tools.parser import write_json
 
 EXAMPLES = """\
 examples:
   megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
 
-  one GPU, with a report in report.md and report.json:
-    megatron-muon doctor --gpu --report report.md
+  one GPU:
+    megatron-muon doctor --gpu --json report.json
   eight GPUs; on several nodes add torchrun's --nnodes, and set TMPDIR to a shared directory:
-    torchrun --nproc-per-node 8 -m megatron_muon.cli doctor --gpu --report report.md
+    torchrun --nproc-per-node 8 -m megatron_muon.cli doctor --gpu --json report.json
 """
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -57,43 +57,39 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " with --gpu, this package on the GPU."
     )
     parser.epilog = EXAMPLES
-    add = parser.add_argument
-    add(
+    subject = parser.add_mutually_exclusive_group().add_argument
+    subject(
         "--checkpoint",
         type=Path,
         metavar="DIR",
         help="run folder, --save directory or iter_ folder",
     )
-    add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
-    add(
+    subject(
         "--gpu",
         action="store_true",
         help="check this package on the GPU; under torchrun on several",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write findings to FILE")
     add = parser.add_argument_group("with --gpu").add_argument
-    add("--device", choices=("cuda", "cpu"), help="cpu: try the checks on small sizes (cuda)")
+    add(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: try the checks on small sizes (cuda)",
+    )
     add("--only", nargs="+", metavar="CHECK", help="some checks by name (all)")
-    add("--report", type=Path, metavar="FILE.md", help="write all figures here and to FILE.json")
     add(
         "--write-profile",
         type=Path,
         metavar="FILE.yaml",
         help="write measured rates, for plan --hardware FILE.yaml",
     )
-    add("--limit", type=positive, metavar="S", help="seconds of a check, some take more (120)")
-    add("--verbose", action="store_true", help="keep host names and paths in the report")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings; returns 1 if something is wrong."""
     if args.gpu:
-        if args.checkpoint or args.json:
-            raise UserError("--gpu takes neither --checkpoint nor --json; use --report FILE.md")
         return gpu_report.run(args)
-    for name in ("device", "only", "report", "write_profile", "limit", "verbose"):
-        if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} goes with --gpu; type megatron-muon doctor --gpu {flag} ...")
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
@@ -142,7 +138,8 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
 
     folder = folders.find(directory)
     try:
-        if wrong := folders.problems(folder, threads=min(8, os.cpu_count() or 1)):
+        threads = min(8, os.cpu_count() or 1)
+        if wrong := folders.problems(folder, threads=threads):
             raise UserError("\n".join(wrong))
         entries = content.read_entries(folder)
         stored = content.read(folder, content.objects(entries))
@@ -181,5 +178,6 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         # Adam's state without the second moment is that of Lion
         missing |= {name for name, optimizer in optimizers.items() if optimizer == "lion"}
     if missing:
+        text = f"{len(missing)}: {content.some(missing)}"
         remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{len(missing)}: {content.some(missing)}; {remedy}")
+        yield Finding("missing state", WRONG, f"{text}; {remedy}")

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,6 @@ class Hardware:
     node_gb_per_s: float
     network_gb_per_s: float  # between nodes
     memory_gb_per_s: float  # of the device's own memory
-    memory_gb: float = 0.0  # of a device, 1e9 bytes
     processor: bool = False
     symmetric_kernel: bool = False  # as `core.newton_schulz.products_on` finds it
     rack_ranks: int = 0  # joined by the fast link, where these are more than a node's
@@ -67,13 +65,7 @@ class Hardware:
 
 
 def _gpu(
-    chip: str,
-    fp32: float,
-    link: float,
-    network: float,
-    memory: float,
-    memory_gb: float,
-    rack: int = 0,
+    chip: str, fp32: float, link: float, network: float, memory: float, rack: int = 0
 ) -> Hardware:
     """A GPU by NVIDIA's data sheet: dense TFLOP/s, GB/s of links in one direction and of memory."""
     return Hardware(
@@ -84,7 +76,6 @@ def _gpu(
         node_gb_per_s=link * LINK_SHARE,
         network_gb_per_s=network * LINK_SHARE,
         memory_gb_per_s=memory * MEMORY_SHARE,
-        memory_gb=memory_gb,
         symmetric_kernel=chip != "A100",
         rack_ranks=rack,
     )
@@ -93,10 +84,10 @@ def _gpu(
 HARDWARE = {
     machine.name: machine
     for machine in (
-        _gpu("H100", 67, 450, 50, 3350, 80),
-        _gpu("H200", 67, 450, 50, 4800, 141),
-        _gpu("A100", 19.5, 300, 25, 2039, 80),
-        _gpu("GB300", 80, 900, 100, 8000, 279, 72),
+        _gpu("H100", 67, 450, 50, 3350),
+        _gpu("H200", 67, 450, 50, 4800),
+        _gpu("A100", 19.5, 300, 25, 2039),
+        _gpu("GB300", 80, 900, 100, 8000, 72),
         # round figures: a core a rank, gloo
         Hardware("cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0, processor=True),
     )
@@ -106,36 +97,32 @@ HARDWARE = {
 def measured(figures: Mapping[str, Any]) -> Hardware:
     """The machine that `megatron-muon doctor --gpu` measured; missing rates by the data sheet."""
     name = figures.get("GPU", "cpu")
-    known = HARDWARE["h100-sxm"]
-    for key, machine in HARDWARE.items():
-        if re.search(rf"\b{key.split('-')[0]}\b", name.lower()):
-            known = machine
-            break
+    fitting = [key for key in HARDWARE if key.partition("-")[0] in name.lower()]
+    known = HARDWARE[fitting[0] if fitting else "h100-sxm"]
     nodes = figures.get("nodes", 1)
     link = figures.get("all_to_all_gb_per_s")
     rates = {rate: figures[rate] for rate in ("bf16_tflops", "fp32_tflops", "memory_gb_per_s")}
     if link is not None:
         rates["network_gb_per_s" if nodes > 1 else "node_gb_per_s"] = link
     node_ranks = max(1, figures["ranks"] // nodes) if figures["ranks"] > 1 else known.node_ranks
-    rates["memory_gb"] = figures.get("memory_gb", known.memory_gb)
     return replace(known, name=f"measured {name}", node_ranks=node_ranks, **rates)
 
 
 def profile(figures: Mapping[str, Any]) -> str:
     """The content of a file for `--hardware`, from measured figures."""
-    machine = asdict(measured(figures))
-    rates = [key for key in figures if key in machine or key.startswith("all_to_all")]
-    text = yaml.safe_dump(machine, sort_keys=False)
-    return f"# Measured: {', '.join(rates)}; the rest by data sheets\n{text}"
+    text: str = yaml.safe_dump(asdict(measured(figures)), sort_keys=False)
+    return text
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """PlanSettings that decide costs and bytes."""
+    """Settings that decide costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
     memory: Memory  # of matrices: by exchanged dtype, iteration, and the rule that applies updates
     team_size: str = AUTO
+    momentum_bytes: float = 4.0  # of an element's state on the device, second moment included
+    adam_bytes: float = 8.0  # of an element of the scalar optimizer, on the device
 
 
 @dataclass(frozen=True)
@@ -156,51 +143,44 @@ class Group:
 
 
 @dataclass(frozen=True)
-class GroupPlan:
-    """A group's plan and its figures."""
+class Times:
+    """Milliseconds of a group's step."""
 
-    plan: Plan
-    extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # all collectives, one after the other
     step_ms: float  # with overlap
+    elementwise_ms: float  # passes over momentum, rows and weights
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group's plan and its figures."""
+
+    name: str  # of the group
+    plan: Plan
+    extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
+    held: Ints  # elements in each rank's shards
+    times: Times
     unmet: Unmet | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
 
 
-@dataclass
-class KindPlan:
-    """The plans of all groups of a kind, made on request: one for each placement in nodes."""
-
-    group: Group
-    settings: PlanSettings
-    hardware: Hardware
-    _plans: dict[tuple[int, ...], GroupPlan] = field(default_factory=dict)
-
-    def of(self, rank: int) -> GroupPlan:
-        """The plan of a rank's group."""
-        pattern = node_pattern(self.group.members(rank), self.hardware)
-        if pattern not in self._plans:
-            self._plans[pattern] = plan_group(self.group, self.settings, self.hardware, rank)
-        return self._plans[pattern]
-
-
 @word_as_flags()
-def plan_kinds(
+def plan_groups(
     groups: Sequence[Group], settings: PlanSettings, hardware: Hardware
-) -> tuple[list[KindPlan], list[str]]:
+) -> tuple[list[GroupPlan], list[str]]:
     """Plan rank 0's group of each kind; the second result names settings that some do not support.
 
     Raises:
         UserError: no group supports a setting. A group of one rank does not count.
     """
-    kinds = [KindPlan(group, settings, hardware) for group in groups]
+    plans = [plan_group(group, settings, hardware) for group in groups]
     unmet = {}
-    for kind in kinds:
-        if kind.group.layout.world_size > 1:
-            unmet[kind.group.name.removesuffix("s")] = kind.of(0).unmet
-    return kinds, [note.worded(flag_of) for note in refuse_unmet(unmet)]
+    for item in plans:
+        if item.plan.layout.world_size > 1:
+            unmet[item.name.removesuffix("s")] = item.unmet
+    return plans, [note.worded(flag_of) for note in refuse_unmet(unmet)]
 
 
 def node_pattern(members: Sequence[int], hardware: Hardware) -> tuple[int, ...]:
@@ -215,7 +195,9 @@ def plan_group(
     """Make the plan of a rank's group as training would, and estimate it."""
     layout, iteration = group.layout, settings.memory.iteration
     members = group.members(rank)
-    costs = [_flops(iteration, matrix) for matrix in layout.matrices]
+    costs = []
+    for matrix in layout.matrices:
+        costs.append(sum(iteration.flops(*block, steps=matrix.steps) for block in matrix.blocks))
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
@@ -241,20 +223,41 @@ def plan_group(
         far_gb_per_s=hardware.network_gb_per_s,
     )
     exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
-    return GroupPlan(
-        plan=plan,
-        extra=extra_bytes(plan),
+    matrices = layout.matrices
+    held = _held(plan, range(len(matrices)))[0]
+    # an element has one owner, however many ranks hold it
+    owned = plan.imbalance * sum(matrix.numel for matrix in matrices) / layout.world_size
+    times = Times(
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(map(sum, exchanges)) * 1e3,
         step_ms=_simulate(plan, products_s, exchanges) * 1e3,
+        elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
+    )
+    return GroupPlan(
+        name=group.name,
+        plan=plan,
+        extra=extra_bytes(plan),
+        held=held,
+        times=times,
         unmet=rules.unmet(),
         digest=plan.digest(),
         received=plan.exchanged_bytes(),
     )
 
 
-def _flops(iteration: Iteration, matrix: Matrix) -> float:
-    return float(sum(iteration.flops(*block, 1, matrix.steps) for block in matrix.blocks))
+def _elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
+    """Milliseconds of elementwise passes, by the elements that a rank holds and owns.
+
+    Momentum and look-ahead each read two fp32 tensors and write one; decay and update each read and
+    write the weight, and the update is read. An owned element is assembled, measured, scaled to
+    about 1 in the iteration's dtype, checked for finiteness, and copied to its stack and on to a
+    buffer: `core.exchange`, `core.orthogonalize`.
+    """
+    memory = settings.memory
+    holder_bytes = 24 + 2 * memory.element_bytes + 20
+    owner_bytes = 9 * memory.element_bytes + 3 * (2 if memory.iteration.half else 4)
+    moved = held * holder_bytes + owned * owner_bytes
+    return moved / hardware.memory_gb_per_s / 1e6
 
 
 def _simulate(
@@ -300,25 +303,17 @@ def extra_bytes(plan: Plan) -> Ints:
     order = schedule(len(plan.waves), len(waves) - len(plan.waves))
     in_use = np.zeros((MOMENTS * len(order) + 1, ranks), dtype=np.int64)
     temporary = np.zeros(ranks, dtype=np.int64)
-    for moments, wave in zip(moments_of(order), waves, strict=True):
-        for name, size in wave.buffers.items():
+    for moments, (buffers, made) in zip(moments_of(order), waves, strict=True):
+        for name, size in buffers.items():
             (first, after), (last, until) = LIFETIMES[name]
             in_use[moments[first] + after : moments[last] + until + 1] += size
-        temporary = np.maximum(temporary, wave.temporary)
+        temporary = np.maximum(temporary, made)
     peak: Ints = in_use.max(axis=0) + temporary
     return peak
 
 
-@dataclass(frozen=True)
-class WaveBytes:
-    """Bytes on each rank of a wave's buffers, by name, and of temporaries within the step."""
-
-    buffers: dict[str, Ints]
-    temporary: Ints
-
-
-def _buffers(plan: Plan, indices: Iterable[int]) -> WaveBytes:
-    """Bytes on each rank for the matrices of a wave."""
+def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]:
+    """Bytes on each rank for the matrices of a wave: of buffers, by name, and of temporaries."""
     indices, ranks = tuple(indices), plan.layout.world_size
     memory, moment = plan.memory, plan.memory.moment
     held, largest = _held(plan, indices)
@@ -344,7 +339,7 @@ def _buffers(plan: Plan, indices: Iterable[int]) -> WaveBytes:
     applied = largest
     if moment.together:
         applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"]))
-    return WaveBytes(buffers, np.maximum(made, moment.held * applied))
+    return buffers, np.maximum(made, moment.held * applied)
 
 
 def _held(plan: Plan, indices: Iterable[int]) -> tuple[Ints, Ints]:

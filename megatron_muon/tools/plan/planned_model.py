@@ -9,19 +9,22 @@ order, and norms come after the matrices in a bucket.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import mpu
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.training import theoretical_memory_usage as formulas
 from megatron.training import training
 
 from megatron_muon.core.layout import Layout
@@ -29,15 +32,18 @@ from megatron_muon.errors import UserError, quiet_imports
 from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
-from megatron_muon.megatron.flags.config_file import check_flags, given_flags, load_config, merge
+from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
 from megatron_muon.megatron.flags.refusals import MUONS
-from megatron_muon.megatron.model import gpt
 from megatron_muon.megatron.model import matrices as mp
+from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.megatron.model.matrices import muon_matrices, restore_attributes, tag_for_muon
-from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
+from megatron_muon.patching import Patches
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
-from megatron_muon.tools.plan.training_step import UNITS, Parameters, TrainedModel
+
+UNITS = "optim_grads_params"
+"""The strategy that shards weights, in buckets of a transformer layer; others cut by size."""
 
 LOCAL = {
     "transformer_impl": "local",
@@ -51,7 +57,6 @@ LOCAL = {
 
 
 _PLANNED = {
-    "yaml_cfg": (None,),
     "data_parallel_sharding_strategy": ("optim", "optim_grads", UNITS),
     "outer_dp_sharding_strategy": ("no_shard",),
     "hybrid_layer_pattern": (None,),
@@ -61,10 +66,7 @@ _PLANNED = {
 
 
 class _Environment(dict[str, str]):
-    """An environment in which every variable exists; an unset one expands to itself."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+    """An environment in which an unset variable expands to itself."""
 
     def __missing__(self, name: str) -> str:
         return f"${{{name}}}"
@@ -72,47 +74,28 @@ class _Environment(dict[str, str]):
 
 def read_model(
     path: Path, world_size: int, flags: Sequence[str] = (), *, device: str = "cuda"
-) -> tuple[MuonOptimizerConfig, list[Group], TrainedModel]:
-    """A config's Muon settings, the matrices of its model, dense ones first, and the model.
+) -> tuple[MuonOptimizerConfig, list[Group], float]:
+    """A config's Muon settings, the matrices of its model, dense ones first, and other elements.
 
-    `flags` override the file's. Paths may have placeholders, batches any size, data and tokenizer
-    may be missing. `device`, "cuda" or "cpu", is that of the run.
+    The last are those of the scalar optimizer on a rank. `flags` override the file's. Paths may
+    have placeholders, batches any size, data and tokenizer may be missing. `device`, "cuda" or
+    "cpu", is that of the run.
 
     Raises:
         UserError: such a run is refused, or its strategy cannot be planned.
     """
-    args, global_batch = _arguments(path, world_size, flags, device)
-    names = {field.name for field in fields(MuonOptimizerConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    settings = MuonOptimizerConfig(**given)
+    args = _arguments(path, world_size, flags, device)
+    settings = with_settings(args)
     with prepare.explained():
-        groups, parameters, vocabulary = _groups(args, settings)
-        # the count of operations changes its arguments
-        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})
-        model = TrainedModel(
-            parameters=parameters,
-            copies=args.num_distributed_optimizer_instances,
-            sequence_flops=float(training.num_floating_point_operations(counted, 1)),
-            sequence_length=args.seq_length,
-            has_vocabulary=args.vocab_size != 1,
-            global_batch=global_batch,
-            micro_batch=args.micro_batch_size,
-            replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
-            strategy=args.data_parallel_sharding_strategy,
-            weight_bytes=2 if args.bf16 else 4,
-            reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
-            activation_bytes=_activation_bytes(counted),
-        )
-    return settings, groups, model
+        return settings, *_groups(args, settings)
 
 
 def _arguments(
     path: Path, world_size: int, flags: Sequence[str], device: str
-) -> tuple[argparse.Namespace, int | None]:
-    """Validated arguments for a model of local layers, and the config's global batch."""
+) -> argparse.Namespace:
+    """Validated arguments for a model of local layers."""
     parser = arguments.build_parser()
     config = load_config(path, _Environment(os.environ), overridden=given_flags(flags))
-    check_flags(config, parser._option_string_actions)
     line = [*merge(config, flags), "--use-megatron-fsdp"]
     if arguments.parse(parser, line).optimizer not in MUONS:
         line += ["--optimizer", "muon"]
@@ -128,7 +111,6 @@ def _arguments(
     if device == "cuda" and "--transformer-impl" not in given:
         args.transformer_impl = "transformer_engine"
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
-    global_batch: int | None = args.global_batch_size
     vars(args).update(LOCAL)
     args.rank = 0
     args.world_size = world_size
@@ -138,40 +120,55 @@ def _arguments(
     args.micro_batch_size = args.micro_batch_size or 1
     args.save = None
     prepare.complete(args)
-    return args, global_batch
+    return args
 
 
-def _activation_bytes(args: argparse.Namespace) -> float:
-    """Bytes of a micro-batch's activations on a rank, by Megatron's report of theoretical memory.
+@contextlib.contextmanager
+def groups_on_paper(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
+    """megatron-core's process groups of rank 0 of `args.world_size`, on paper; none may exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers a backend
 
-    The report counts in bf16 and one MLP. It does not support full recomputation, which keeps one
-    layer's activations and the inputs of all layers, 2 bytes an element
-    (https://arxiv.org/abs/2205.05198, section 5).
+    torch.distributed.init_process_group(
+        "fake", rank=0, world_size=args.world_size, store=FakeStore()
+    )
+    try:
+        with Patches() as changes:
+            # thousands of groups of other ranks
+            changes.around(mpu, "create_group", takes=("ranks",))(
+                lambda create, ranks, **settings: create(ranks, **settings) if 0 in ranks else None
+            )
+            mpu.initialize_model_parallel(
+                args.tensor_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                expert_model_parallel_size=args.expert_model_parallel_size,
+                expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+                num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+                create_gloo_process_groups=False,
+            )
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        mpu.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def build_on_meta(args: argparse.Namespace, groups: ProcessGroupCollection) -> Any:
+    """The model of these validated flags, for its parameters alone, in the dtype of training.
+
+    megatron-core's local layers stand in for those of Transformer Engine.
     """
-    rank_args = argparse.Namespace(**vars(args))
-    rank_args.seq_length = args.seq_length // args.context_parallel_size
-    if args.num_experts:  # evenly loaded
-        ffn = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * args.moe_router_topk
-        ffn += args.moe_shared_expert_intermediate_size or 0
-        rank_args.ffn_hidden_size = max(args.ffn_hidden_size, ffn)
-    inputs = 0.0
-    if args.recompute_granularity == "full":
-        shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        elements = rank_args.seq_length * args.micro_batch_size * args.hidden_size
-        inputs = 2 * elements * args.num_layers / shards
-        rank_args.num_layers = 1
-    formula = formulas.compute_activation_memory_without_sp
-    if args.sequence_parallel and args.recompute_granularity == "selective":
-        formula = formulas.compute_activation_memory
-    in_bf16 = float(formula(rank_args, None) + inputs)
-    return in_bf16 if args.bf16 else 2 * in_bf16
+    config = gpt_config(args)
+    config.transformer.use_cpu_initialization = True
+    config.transformer.perform_initialization = False
+    config.attention_backend = AttnBackend.auto
+    with Patches() as changes, torch.device("meta"):
+        changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
+        model = config.get_builder_cls()(config).build_model(groups, True, True)
+    return model.bfloat16() if args.bf16 else model
 
 
-def _groups(
-    args: argparse.Namespace, settings: MuonOptimizerConfig
-) -> tuple[list[Group], tuple[Parameters, ...], int]:
-    with gpt.groups_on_paper(args) as groups, quiet_imports():
-        model = gpt.build_on_meta(args, groups)
+def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], float]:
+    with groups_on_paper(args) as groups, quiet_imports():
+        model = build_on_meta(args, groups)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
         judge._annotate_tensor_parallelism(model)
         if args.moe_grouped_gemm:
@@ -184,7 +181,6 @@ def _groups(
         )
         starts = in_buckets(model, groups, ddp_config, bucket_size)
         make_whole(model, groups)
-        vocabulary: int = model.vocab_size
         kinds = {
             "dense": (groups.intra_dp_cp.size(), groups.tp.size(), 1),
             "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
@@ -195,17 +191,19 @@ def _groups(
     instances = args.num_distributed_optimizer_instances
     names = muon_matrices([model])
     planned: list[Group] = []
-    counted: list[Parameters] = []
-    for kind, sizes in kinds.items():
-        ranks, tensor, expert = sizes
-        trained = [p for p in model.parameters() if p.requires_grad and _kind(p) == kind]
-        muon = [p for p in names if p.requires_grad and _kind(p) == kind]
+    others = 0.0
+    for kind, (ranks, tensor, expert) in kinds.items():
         parts = tensor if over_tp else 1
         # Tensor-parallel ranks are consecutive; instances are far apart.
         grid = np.arange(instances * ranks * parts).reshape(instances, ranks, parts)
         holders = PieceHolders(grid)
         matrices = []
-        for parameter in muon:
+        for parameter in model.parameters():
+            if not parameter.requires_grad or _kind(parameter) != kind:
+                continue
+            if parameter not in names:
+                others += parameter.orig_param.numel() / ranks
+                continue
             matrix = mp.matrix_of(names[parameter], parameter, settings, over_tp=over_tp)
             part = mp.matrix_shape(parameter, over_tp=False)
             shards = bucket_shards(*starts[parameter.orig_param], part, matrix.shape, holders)
@@ -213,11 +211,7 @@ def _groups(
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))
-        if trained:
-            count = expert * sum(p.numel() for p in trained)
-            muon_count = expert * sum(p.numel() for p in muon)
-            counted.append(Parameters(count, muon_count, expert * tensor, ranks))
-    return planned, tuple(counted), vocabulary
+    return planned, others
 
 
 def _kind(parameter: torch.Tensor) -> str:

@@ -5,60 +5,60 @@ The model is built on the meta device; nothing is downloaded. Settings are the d
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import placement_types
 
 from megatron_muon import shipped
 from megatron_muon.core.layout import Layout, Matrix, Shard, whole
 from megatron_muon.core.memory import Memory
-from megatron_muon.errors import UserError, install
-from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings, plan_group
-from megatron_muon.tools.plan.training_step import elementwise_ms
-
-if TYPE_CHECKING:
-    from megatron_muon.fsdp.views import View
+from megatron_muon.errors import UserError, reason_of
+from megatron_muon.fsdp.cuts import placed_shards
+from megatron_muon.fsdp.options import iteration_of
+from megatron_muon.fsdp.selection import select
+from megatron_muon.fsdp.views import View
+from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
 
 
 def read_transformers(
     path: Path, world_size: int, hardware: Hardware, ep: int = 1
-) -> tuple[PlanSettings, list[Group]]:
+) -> tuple[PlanSettings, list[Group], float]:
     """The matrices of the model that a `transformers` folder or config.json describes.
 
-    The experts of each layer are spread over `ep` ranks before `fully_shard`.
+    The experts of each layer are spread over `ep` ranks before `fully_shard`. The last result is
+    the number of AdamW's elements on a rank.
 
     Raises:
         UserError: transformers is not installed or has no such model, or `ep` is impossible.
     """
-    from megatron_muon.fsdp.selection import select
-
     model = _build_on_meta(shipped.find(path))
     selection = select(model)
-    views = dict.fromkeys(selection.views.values())
-    if ep > 1 and not any(view.is_stack for view in views):
-        raise UserError(f"--hf {path} has no stacks of experts for Muon; leave --ep {ep} out")
-    shards_of = {view: _shards_of(view, world_size, ep) for view in views}
     matrices = []
-    for parameter, view in selection.views.items():
-        rows = selection.choices[parameter].split or whole(view.matrix[0])
-        names = view.names(selection.name(parameter))
+    others = 0
+    shards_of: dict[View, list[tuple[Shard, ...]]] = {}
+    for parameter, choice in selection.choices.items():
+        view = choice.view
+        if view is None:
+            others += parameter.numel()
+            continue
+        if view not in shards_of:
+            shards_of[view] = _shards_of(view, world_size, ep)
+        rows = choice.split or whole(view.matrix[0])
+        names = view.names(choice.name)
         for name, shards in zip(names, shards_of[view], strict=True):
             matrices.append(Matrix(name, view.matrix, shards, rows))
-    return _fully_sharded(world_size, matrices, hardware)
+    return *_fully_sharded(world_size, matrices, hardware), others / world_size
 
 
 def _build_on_meta(path: Path) -> Any:
-    import torch
-
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        import transformers
-    except ImportError as error:
-        raise UserError(f"--hf needs transformers ({error}); {install('hf')}") from None
-    if not path.exists():
-        raise UserError(f"--hf {path} does not exist; give a model's folder or its config.json")
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
@@ -68,30 +68,16 @@ def _build_on_meta(path: Path) -> Any:
             automatic = transformers.AutoModelForCausalLM
             return automatic.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        version = transformers.__version__
-        raise UserError(f"--hf {path}: transformers {version} cannot build it: {reason}") from None
+        reason = reason_of(error)
+        raise UserError(f"--hf {path}: transformers cannot build it: {reason}") from None
 
 
 def _fully_sharded(
     ranks: int, matrices: Iterable[Matrix], hardware: Hardware
 ) -> tuple[PlanSettings, list[Group]]:
-    from megatron_muon.fsdp.options import iteration_of
-
-    settings = PlanSettings(None, Memory(2, hardware.iterate(iteration_of())))
-    return settings, [Group("fully_shard", Layout(ranks, tuple(matrices)))]
-
-
-def step_ms(shapes: Sequence[tuple[int, int]], ranks: int, hardware: Hardware) -> float:
-    """Milliseconds of a step on matrices of these shapes, elementwise passes included."""
-    from megatron_muon.fsdp.views import View
-
-    shards_of = {shape: _shards_of(View(shape), ranks, 1)[0] for shape in dict.fromkeys(shapes)}
-    matrices = [Matrix(str(number), shape, shards_of[shape]) for number, shape in enumerate(shapes)]
-    settings, (group,) = _fully_sharded(ranks, matrices, hardware)
-    held = sum(map(math.prod, shapes)) / ranks
-    elementwise = elementwise_ms(held, held, settings, hardware)
-    return plan_group(group, settings, hardware).step_ms + elementwise
+    iteration = hardware.iterate(iteration_of())
+    layout = Layout(ranks, tuple(matrices))
+    return PlanSettings(None, Memory(2, iteration)), [Group("fully_shard", layout)]
 
 
 def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
@@ -103,27 +89,20 @@ def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
 
     Source: torchtitan's layout, pytorch/torchtitan#1561.
     """
-    import numpy as np
-    from torch.distributed.tensor import placement_types
-
-    from megatron_muon.fsdp.cuts import placed_shards
-
-    ranks, cut = np.arange(world_size), placement_types.Shard
+    ranks = np.arange(world_size)
+    by_rows = placement_types.Shard(0)
     if ep == 1 or not view.is_stack:
-        return placed_shards(view, ranks, [cut(0)])
-    experts, rows = view.count, view.shape[1]
+        return placed_shards(view, ranks, [by_rows])
+    experts = view.count
+    rows = view.shape[1]
     cuts_rows = experts < world_size
-    possible = []
-    for size in range(1, experts + 1):
-        if experts % size or world_size % size:
-            continue
-        rows_are_even = size == 1 or rows % (world_size // size) == 0
-        if rows_are_even or not cuts_rows:
-            possible.append(size)
-    if ep not in possible:
+    rows_are_even = not cuts_rows or rows % (world_size // ep) == 0
+    if experts % ep or world_size % ep or not rows_are_even:
         raise UserError(
             f"--ep {ep} does not spread {experts} experts of {rows} rows evenly over --world-size"
-            f" {world_size}; use one of {', '.join(map(str, possible))}"
+            f" {world_size}; use another number, or 1"
         )
-    over_data = cut(1) if cuts_rows else placement_types._StridedShard(0, split_factor=ep)
-    return placed_shards(view, ranks.reshape(-1, ep), [over_data, cut(0)])
+    over_data: Any = placement_types._StridedShard(0, split_factor=ep)
+    if cuts_rows:
+        over_data = placement_types.Shard(1)
+    return placed_shards(view, ranks.reshape(-1, ep), [over_data, by_rows])
