@@ -42,7 +42,6 @@ GROUPS = {
         ),
         "train": Command("train.train_command", "train an experiment file"),
         "compare": Command("compare", "compare runs: a table, and a picture of their losses"),
-        "summary": Command("train.run_summary", "show the figures of a run"),
     },
     "use what was trained": {
         "generate": Command("models.model_commands", "write text with a checkpoint"),

@@ -30,6 +30,9 @@ class RunSettings:
     config: str | None = _field(None, metavar="FILE.yaml")
     """experiment file (ENV_VARS, MODEL_ARGS); flags on the command line override it"""
 
+    resume: bool = False
+    """continue from the latest checkpoint in --save, if there is one"""
+
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """where to train; auto: CUDA if available"""
 

@@ -14,7 +14,7 @@ Makes .venv with the exact versions of requirements/lock.txt (once; a few minute
 
 which trains a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP. It needs no GPU, nothing
 is downloaded but packages, and two free CPU cores do it in about three minutes; after ten steps it says how long this
-machine needs. Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on. FLAGs are those of
+machine needs. If runs/quickstart exists, it trains in runs/quickstart-TIME. FLAGs are those of
 pretrain_gpt.py and win over what is chosen here. For example:
 
   scripts/quickstart.sh --train-iters 50            a shorter run

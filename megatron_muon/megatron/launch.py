@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     node.
     """
     argv = sys.argv[1:] if argv is None else argv
-    status, error, trace = 1, "", ""
+    status, error = 1, ""
     failed_at = time.time()
     try:
         if {"--help", "-h"} & set(argv):
@@ -75,13 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = ExitStatus.TEMPFAIL
     except BaseException as failure:
         error, failed_at = "".join(traceback.format_exception_only(failure)), time.time()
-        trace = traceback.format_exc()
         raise
     finally:
         folder = os.environ.get(STATUS_FOLDER)
         if folder:
             line = error.splitlines()[0] if error else None
-            found = {"status": status, "error": line, "time": failed_at, "trace": trace}
+            found = {"status": status, "error": line, "time": failed_at}
             file = Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json")
             file.write_text(json.dumps(found), "utf-8")
     return status

@@ -1,9 +1,7 @@
 """Resolves and checks a command line: everything before torch.distributed.
 
 The order is that in which later parts need it: the environment before torch, the device before
-megatron-core. `check` applies this package's rules. megatron-core refuses settings by assertions on
-the way from flags to a training; `validate` goes that way with a copy of the arguments, for
-`train`, and shows a refusal in Megatron's words. The ranks show the remaining ones alike.
+megatron-core. `check` applies this package's rules; `validate` those of megatron-core, for `train`.
 """
 
 from __future__ import annotations
@@ -14,37 +12,28 @@ import copy
 import io
 import linecache
 import os
-import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_muon.checkpoint import folders
 from megatron_muon.errors import UserError, quiet_imports, unforeseen
-from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.megatron.data import corpus
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags.command_line import MODEL_FLAGS, Parser
-from megatron_muon.megatron.places import EVENTS, SAVE, settle_places
+from megatron_muon.megatron.places import EVENTS, LOAD, SAVE, refuse_taken
 from megatron_muon.megatron.provenance import check_versions
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
-UNNAMED = Path("runs/pretrain_gpt")
-"""Folder of a run without a model and without a folder."""
+UNNAMED = Path("runs/pretrain_gpt")  # folder of a run without a model and without a folder
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}  # of arguments that were not given
 
-DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
-"""Values that validation takes for arguments that were not given."""
-
-_PACKAGE_REFUSAL = re.compile(
-    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability|"
-    r"\w*ImportError|ModuleNotFoundError|nvidia_resiliency_ext)\b"
-)
-"""Matches a refusal that depends on installed packages or the device, not on settings."""
-
-_CONDITION_LINES = 6
-"""Source lines above a refusal that are searched for its condition."""
+FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng")
+"""Flags for a run's first start, as is --ckpt-step, not for a continuation from its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +41,19 @@ class Opened:
     """A command line whose config is read and whose environment and device are set."""
 
     config: config_file.ExperimentConfig | None
-    rest: list[str]  # the command line without --config and --device
+    rest: list[str]  # the command line without --config, --device and --resume
+    resumes: bool
     device: str  # "cuda" or "cpu"
     elsewhere: bool  # checked for CUDA on a machine without it
     parser: Parser
     notes: list[str]
+
+    def merged(self) -> list[str]:
+        """All flags: the config's and the user's, changed for a run that continues."""
+        flags = self.rest
+        if self.config is not None:
+            flags = config_file.merge(self.config, flags)
+        return resumed(flags, self.notes) if self.resumes else flags
 
 
 @dataclass(frozen=True)
@@ -75,33 +72,64 @@ def prepare(argv: Sequence[str]) -> Launch:
 
     A run that names no model takes `QUICKSTART` and writes to `UNNAMED`.
     """
-    given = {token.split("=")[0] for token in argv}
-    if given & {"--config", *MODEL_FLAGS}:
-        opened = open_line(argv, writes=True)
-        places = {}
-    else:
-        opened = open_line(["--config", str(QUICKSTART), *argv], writes=True)
-        places = {SAVE: str(UNNAMED / "checkpoints"), EVENTS: str(UNNAMED / "tensorboard")}
+    is_unnamed = not {token.split("=")[0] for token in argv} & {"--config", *MODEL_FLAGS}
+    if is_unnamed:
+        places = (SAVE, f"{UNNAMED}/checkpoints", EVENTS, f"{UNNAMED}/tensorboard")
+        argv = ["--config", str(QUICKSTART), *places, *argv]
+    opened = open_line(argv, writes=True)
+    if is_unnamed:
         note = f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}"
         opened.notes.insert(0, note)
-    flags = opened.rest
-    if OWNS_PLACES not in os.environ:
-        flags = [*flags, *_places(opened, places)]
-    if opened.config is not None:
-        flags = config_file.merge(opened.config, flags)
-    return check(opened, flags, writes=True)
+    launch = check(opened, opened.merged(), writes=True)
+    if not opened.resumes and STATUS_FOLDER not in os.environ:
+        _refuse_taken(launch.args)
+    return launch
+
+
+def _refuse_taken(args: argparse.Namespace) -> None:
+    """Keep ranks that no launcher started off another run; all find the same, as none has begun."""
+    continues = args.load is not None and not args.finetune
+    if continues and args.save in (None, args.load):
+        return
+    # one that continues another's checkpoint may log to the same place
+    events = None if continues else args.tensorboard_dir
+    remedy = f"give another {SAVE} DIR and {EVENTS} DIR, go on with that run with --resume"
+    refuse_taken(args.save, events, remedy=remedy)
+
+
+def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
+    """The flags that continue the run in --save from its latest checkpoint, or begin it.
+
+    With --finetune or --ckpt-step a second time, it would begin again and lose what it had trained.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(SAVE)
+    parser.add_argument("--ckpt-step")
+    for flag in FIRST_START_ONLY:
+        parser.add_argument(flag, action="store_true")
+    given, rest = parser.parse_known_args(list(flags))
+    if given.save is None:
+        raise UserError("no --save, so the run could not be resumed; add --save DIR")
+    found = folders.latest(Path(given.save))
+    if found is None:
+        notes.append(f"no checkpoint in {given.save} yet: a first start")
+        return list(flags)
+    notes.append(f"going on from {given.save}, iteration {found}")
+    if given.ckpt_step is not None:
+        notes.append(f"--ckpt-step {given.ckpt_step} is ignored: it is for a run's first start")
+    return [*rest, SAVE, given.save, LOAD, given.save]
 
 
 def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = ()) -> Opened:
     """Read a command line's config, set its environment, choose the device and make the parser.
 
-    A run that `writes` starts on this machine. Flags of the command line, and `overridden` ones,
-    may be unusable in the config.
+    A run that `writes` starts on this machine. `overridden` flags may be unusable in the config.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
+    early.add_argument("--resume", action="store_true")
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
     config = None
@@ -110,9 +138,8 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
         overrides = {*config_file.given_flags(rest), *overridden}
         config = config_file.load_config(given.config, overridden=overrides)
         notes = _apply(config)
-        in_file = dict(config.flags).get("--device")
-        if device is None and in_file:
-            device = in_file[0]
+        (in_file,) = dict(config.flags).get("--device", (None,))
+        device = device or in_file
     with quiet_imports():  # missing packages show in the defaults that are filled in for them
         device = settle_device(device or "auto", on_paper=not writes)
 
@@ -123,7 +150,7 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
     if config is not None:
         config_file.check_flags(config, parser._option_string_actions)
     elsewhere = device == "cuda" and cpu.installed()
-    return Opened(config, rest, device, elsewhere, parser, notes)
+    return Opened(config, rest, given.resume, device, elsewhere, parser, notes)
 
 
 def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
@@ -149,54 +176,30 @@ def check(opened: Opened, flags: Sequence[str], *, writes: bool) -> Launch:
     return Launch(full, args, opened.config, tuple(notes), tuple(defaults))
 
 
-def _places(opened: Opened, defaults: dict[str, str]) -> list[str]:
-    """Flags that keep a start off other runs; see `settle_places`."""
-    typed = config_file.pairs(opened.rest, opened.parser._option_string_actions)
-    chosen = {flag: " ".join(values) for flag, values in typed}
-    unset = config_file.given_flags(opened.rest) - chosen.keys()
-    in_file = {}
-    for flag, values in opened.config.flags if opened.config else ():
-        if flag not in unset:
-            in_file[flag] = " ".join(values)
-    found, note = settle_places({**in_file, **defaults}, chosen)
-    if note:
-        opened.notes.append(note)
-    flags = {flag: path for flag, path in defaults.items() if flag not in chosen}
-    return [token for item in (flags | found).items() for token in item]
-
-
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
     """Set a config's environment; notes on it."""
     notes = []
     if config.ignored:
         notes.append(f"{config.path}: ignored, no meaning here: {', '.join(config.ignored)}")
     for name, value in config.env.items():
-        present = os.environ.get(name)
-        if present is None:
-            os.environ[name] = value
-            notes.append(f"environment from {config.path}: {name}={value}")
-        elif present != value:
-            notes.append(f"environment wins over {config.path}: {name}={present}, not {value}")
+        present = os.environ.setdefault(name, value)
+        notes.append(f"environment from {config.path}: {name}={value}")
+        if present != value:
+            notes[-1] = f"environment wins over {config.path}: {name}={present}, not {value}"
     return notes
 
 
 def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = False) -> list[str]:
-    """Apply megatron-core's own validation, without data, a process group or a change of `args`.
+    """Apply megatron-core's own validation to a copy of `args`, without data or a process group.
 
-    A run with `--yaml-cfg`, whose settings are not in the flags, is validated by its ranks.
-
-    Returns:
-        For a run that starts `elsewhere`, a note on what the packages of this machine refuse.
-
-    Raises:
-        UserError: the first refusal.
+    Raises a UserError for the first refusal; for a run that starts `elsewhere` it is returned as a
+    note, as it may depend on packages that this machine lacks.
     """
-    from megatron.core import num_microbatches_calculator as calculator
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_muon.megatron.model.gpt import gpt_config
 
-    if args.yaml_cfg is not None:
+    if args.yaml_cfg is not None:  # holds the settings, which the ranks validate
         return []
     checked = copy.deepcopy(args)
     checked.rank = 0
@@ -205,26 +208,16 @@ def validate(args: argparse.Namespace, *, world_size: int, elsewhere: bool = Fal
     try:
         with _as_in_training():
             _validate(checked)
-            calculator.init_num_microbatches_calculator(
-                rank=checked.rank,
-                global_batch_size=checked.global_batch_size,
-                micro_batch_size=checked.micro_batch_size,
-                data_parallel_size=checked.data_parallel_size * checked.gtp_weight_remat_size,
-                decrease_batch_size_if_needed=checked.decrease_batch_size_if_needed,
-                step_batch_size_schedule=checked.step_batch_size_schedule,
-                seq_length=checked.seq_length,
-            )
-            calculator.unset_num_microbatches_calculator()
             pretrain_cfg_container_from_args(checked, gpt_config(checked))
     except UserError as error:
-        if not (elsewhere and _PACKAGE_REFUSAL.search(str(error))):
+        if not elsewhere:
             raise
-        return [f"not known here, and checked no further: {error}"]
+        return [f"refused on this machine, which may lack the other's packages: {error}"]
     return []
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Validate in place, for a plan, what a model depends on; a UserError says what is refused.
+    """Validate in place, for a plan, what a model depends on.
 
     The vocabulary's size is `--vocab-size`, or else that of the tokenizer. If neither is known it
     is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
@@ -260,10 +253,7 @@ def _validate(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Validate as a training does, with its patches; prints are suppressed.
-
-    `--use-checkpoint-args` loads a part of the checkpoint, which is not trusted here either.
-    """
+    """Validate as a training does, with its patches; no pickle of a checkpoint is run."""
     from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
     from megatron_muon.patching import Patches
@@ -290,20 +280,13 @@ def explained() -> Iterator[None]:
 
 
 def refused(error: BaseException) -> UserError | None:
-    """A UserError with the condition that failed, if a statement of Megatron raised `error`."""
+    """A UserError with Megatron's words, or its condition, if a statement of it raised `error`."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename
-    above = linecache.getlines(file)[max(0, line - _CONDITION_LINES) : line]
+    statement = linecache.getline(file, line).strip()
     is_megatron = frame.f_globals.get("__name__", "").startswith("megatron.")
-    if not is_megatron or not above or not re.search(r"\b(assert|raise)\b", above[-1]):
+    if not is_megatron or not statement.startswith(("assert", "raise")):
         return None
-    begin = len(above) - 1
-    for number, text in enumerate(above):
-        if text.strip().startswith(("assert ", "if ", "elif ")):
-            begin = number
-    source = " ".join(text.strip() for text in above[begin:])
-    condition = source.partition(" raise ")[0].rstrip(", \\")
-    said = f"{condition} ({os.path.basename(file)}:{line})"
-    if text := " ".join(str(error).split()):
-        said = f"{text}: {said}"
-    return UserError(f"megatron-core refuses these settings: {said}")
+    said = " ".join(str(error).split()) or statement
+    place = f"{os.path.basename(file)}:{line}"
+    return UserError(f"megatron-core refuses these settings: {said} ({place})")

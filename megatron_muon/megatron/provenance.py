@@ -1,22 +1,14 @@
-"""Provenance of figures and runs: machine, package versions, commit. Imports none of the packages.
-
-It also removes private names from reports, and checks the version of megatron-core before anything
-heavy is imported.
-"""
+"""Provenance of figures and runs: machine, package versions, commit. Imports none of them."""
 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import platform
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Collection
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,15 +21,8 @@ MEGATRON_CORE = "0.19"
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-_PACKAGES = (
-    "megatron-core",
-    "torch",
-    "triton",
-    "emerging-optimizers",
-    "transformer-engine",
-    "deepspeed",
-    "muon-fsdp2",
-)
+_PACKAGES = """\
+megatron-core torch triton emerging-optimizers transformer-engine deepspeed muon-fsdp2"""
 
 
 def check_versions(megatron_core: str | None = None) -> None:
@@ -46,9 +31,7 @@ def check_versions(megatron_core: str | None = None) -> None:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         raise UserError(f"megatron-core is not installed; {install('megatron')}") from None
-    if not (megatron_core + ".").startswith(
-        (f"{MEGATRON_CORE}.", f"{MEGATRON_CORE}a", f"{MEGATRON_CORE}rc")
-    ):
+    if not re.match(rf"{re.escape(MEGATRON_CORE)}(?!\d)", megatron_core):
         # For Python 3.11 pip installs 0.16.
         remedy = f"with Python 3.12 or 3.13 type: pip install 'megatron-core=={MEGATRON_CORE}.*'"
         raise UserError(f"megatron-core {megatron_core} is not supported; {remedy}")
@@ -61,11 +44,7 @@ def provenance(program: str) -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """`machine`, `versions`, `commit`, and `dirty`: whether tracked files differ from it.
-
-    The commit is that of the checkout that the package runs from, else of the working folder's, or
-    None.
-    """
+    """`machine`, `versions`, `commit` of the checkout or the working folder, and `dirty`."""
     machine = {
         "processor": _processor(),
         "cores": cores(),
@@ -91,42 +70,10 @@ def _commit() -> str | None:
     return None
 
 
-def private_names() -> set[str]:
-    """Names of this host and its user."""
-    host = socket.gethostname()
-    home = Path(os.environ.get("HOME", ""))
-    names = {host, host.split(".")[0], home.name}
-    with contextlib.suppress(KeyError, OSError):  # in a container a user may have no name
-        names.add(getpass.getuser())
-    return names - {"", "root", "localhost"}
-
-
-def public(value: Any, names: Collection[str]) -> Any:
-    """A value without `names` of hosts and users, addresses and folders; keys of dicts stay.
-
-    Modules are named from their package on.
-    """
-    if isinstance(value, dict):
-        return {key: public(one, names) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [public(one, names) for one in value]
-    if not isinstance(value, str | Path):
-        return value
-    text = str(value)
-    folders = [*sysconfig.get_paths().values(), str(_ROOT)]
-    for folder in sorted(folders, key=len, reverse=True):
-        text = text.replace(f"{folder}/", "")
-    text = re.sub(r"(?<![\w.)/])/(?:[^\s'\"/:]+/)+(?=[^\s'\"/:])", ".../", text)
-    text = re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "ADDRESS", text)
-    for name in names:
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)(?:\.[a-z][\w.-]+)?", "NAME", text)
-    return text
-
-
 def versions() -> dict[str, str]:
     """The versions that matter, of what is installed."""
     found = {"python": platform.python_version(), "megatron-muon": __version__}
-    for package in _PACKAGES:
+    for package in _PACKAGES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

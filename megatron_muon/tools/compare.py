@@ -7,7 +7,7 @@ from `facts.json`. Runs that differ only in their seed are one setting.
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
+from megatron_muon.megatron.places import EVENT_FILES, read_json
+from megatron_muon.tools.train.records import read_events
 
 VALIDATION, SPEED, SHARE = f"{LOSS} validation", "tokens-per-second", "optimizer-share"
 COMPARED_AT = """\
@@ -69,42 +71,35 @@ class Run:
     hours: float | None = None
 
     def __init__(self, folder: Path) -> None:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        places = {file.parent for file in folder.rglob("events.out.tfevents.*")}
+        places = {file.parent for file in folder.rglob(EVENT_FILES)}
         if len(places) > 1:
             raise UserError(f"{folder} holds {len(places)} runs; give each: {folder}/*")
         if not places:
             raise UserError(f"no run in {folder}; give a folder that `megatron-muon train` wrote")
         place = places.pop()
         self.folder = folder
-        self.log = EventAccumulator(str(place), {"scalars": 0, "tensors": 0}).Reload()
-        self.args: dict[str, str] = {}
-        for tag in self.log.Tags()["tensors"]:
-            (text,) = self.log.Tensors(tag)[-1].tensor_proto.string_val
-            self.args[tag.removesuffix("/text_summary")] = text.decode("utf-8", "replace")
-        logged = self.log.Tags()["scalars"]
-        if VALIDATION not in logged or SPEED not in logged:
+        self.events = read_events(place)
+        self.args = self.events.args
+        if not self.events.points(VALIDATION):
             raise UserError(f"{folder} has no validation loss; lower its --eval-interval")
         self.tokens_per_second = self._median(SPEED)
-        self.optimizer_share = self._median(SHARE) if SHARE in logged else None
+        self.optimizer_share = self._median(SHARE)
         self.validation = self._validation()
         self.loss = self.validation[-1].loss
-        facts = json.loads((place / FACTS).read_text())
-        self.state_mb = sum(facts.get("state_bytes", {}).values()) / 1e6 or None
+        self.state_mb = sum(read_json(place / FACTS).get("state_bytes", {}).values()) / 1e6 or None
 
-    def _median(self, tag: str) -> float:
-        values: list[float] = [event.value for event in self.log.Scalars(tag)]
-        return statistics.median(values)
+    def _median(self, tag: str) -> float | None:
+        values: list[float] = [point.value for point in self.events.points(tag)]
+        return statistics.median(values) if values else None
 
     def _validation(self) -> list[Validation]:
         """The curve; the test set's loss, under the tag and step of the last one, is left out."""
         found: dict[int, Validation] = {}
-        samples = self.log.Scalars(f"{VALIDATION} vs samples")
-        for event, at in zip(self.log.Scalars(VALIDATION), samples, strict=False):
+        samples = self.events.points(f"{VALIDATION} vs samples")
+        for point, at in zip(self.events.points(VALIDATION), samples, strict=False):
             tokens = at.step * int(self.args["seq_length"])
-            hours = tokens / self.tokens_per_second / 3600
-            found.setdefault(event.step, Validation(event.step, tokens, hours, event.value))
+            hours = tokens / (self.tokens_per_second or math.nan) / 3600
+            found.setdefault(point.step, Validation(point.step, tokens, hours, point.value))
         return sorted(found.values())
 
     def reach(self, target: float) -> None:
@@ -123,7 +118,7 @@ class Run:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon compare`."""
     parser.description = (
-        "Compares runs: loss, steps and hours to the baseline's loss, speed, state."
+        "Compares runs, or shows one: loss, steps and hours to the baseline's loss, speed, state."
     )
     parser.epilog = EPILOG
     add = parser.add_argument
@@ -136,8 +131,6 @@ def run(args: argparse.Namespace) -> int:
     """Prints the table and what is not comparable; draws the picture."""
     first = args.baseline or args.runs[0]
     folders = dict.fromkeys([first, *args.runs])
-    if len(folders) < 2:
-        raise UserError(f"{first} is a single run; give two or more")
     runs = [Run(folder) for folder in folders]
     settings = group(runs)
     baseline, seeds = next(iter(settings.items()))
@@ -183,9 +176,9 @@ def check(run: Run, baseline: Run, target: float) -> Iterator[str]:
         yield f"{note} is not comparable with the baseline: it has another {', '.join(differing)}"
     else:
         run.reach(target)
-    if run.steps == run.validation[0].step:
+    if run is not baseline and run.steps == run.validation[0].step:
         yield f"{note} is at the baseline's loss by its first validation; lower --eval-interval"
-    last, wanted = run.log.Scalars(LOSS)[-1].step, run.args["train_iters"]
+    last, wanted = run.events.points(LOSS)[-1].step, run.args["train_iters"]
     if wanted not in ("None", str(last)):
         yield f"{note} ended after {last} of {wanted} steps"
 

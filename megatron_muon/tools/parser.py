@@ -23,17 +23,18 @@ def positive(text: str) -> int:
 
 
 def write_json(file: Path | None, content: Any) -> None:
-    """Write a command's figures to the FILE of --json, if given.
+    """Write figures to the FILE of --json, if given, with null for numbers that are not finite.
 
     Raises:
         UserError: the file cannot be written.
     """
     if file is None:
         return
-    from megatron_muon.tools.train.run_folder import json_text
+    import msgspec
 
+    text = msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2)
     try:
-        file.write_text(json_text(content), "utf-8")
+        file.write_bytes(text + b"\n")
     except OSError as error:
         raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
 

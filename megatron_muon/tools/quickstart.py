@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import shlex
 import sys
-from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from megatron_muon.errors import ExitStatus, install
@@ -16,40 +15,17 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
 Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on
-two ranks, in the current folder, without a GPU or a download. Two free CPU cores take about three
-minutes; the lines of the steps say how long this machine needs:
+two ranks, in the current folder, without a GPU or a download, in about three minutes on two free
+CPU cores, by the commands data prepare, train, compare and generate.
 
-  1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
-  2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
-  3. megatron-muon summary runs/quickstart
-  4. megatron-muon generate --checkpoint runs/quickstart --prompt 'def ': what it writes now
-
-If runs/quickstart holds a run, the next one goes to runs/quickstart-2: none is overwritten.
---train-iters N makes it shorter; --exit-duration-in-mins N ends training after N minutes. Both
-save, and show the text.
+Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter.
 """
 
 EXAMPLES = """\
 examples:
   megatron-muon quickstart
-  megatron-muon quickstart --muon-lr 0.01
-  megatron-muon quickstart --train-iters 50
-  megatron-muon quickstart --nproc 4 --micro-batch-size 2
-  megatron-muon quickstart --data-parallel-sharding-strategy optim
-
-exit status:
-  that of the first step that fails, or 0
+  megatron-muon quickstart --nproc 4 --micro-batch-size 2 --train-iters 50
 """
-
-
-def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
-    """The steps, as arguments of `megatron-muon`; `flags` override the experiment file's."""
-    train = ["train", "--config", str(QUICKSTART), "--nproc", str(nproc), "--out", str(out)]
-    if flags:
-        train += ["--", *flags]
-    data = ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA)]
-    generate = ["generate", "--checkpoint", str(out), "--prompt", "def "]
-    return [data, train, ["summary", str(out)], generate]
 
 
 def configure(parser: CommandParser) -> None:
@@ -58,15 +34,22 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
-    words = "any flag of pretrain_gpt.py, here or after --; they win over the file's"
-    parser.take_megatron_flags(words)
+    parser.take_megatron_flags("any flag of pretrain_gpt.py; they win over the file's")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the steps until one fails; its exit status."""
     from megatron_muon.cli import main
 
-    for arguments in commands(free_folder(), args.nproc, args.flags):
+    out = Path("runs/quickstart")
+    if out.exists():
+        out = Path(f"{out}-{datetime.now():%Y%m%d-%H%M%S}")
+    data = f"data prepare --stdlib --output {QUICKSTART_DATA}".split()
+    train = f"train --config {QUICKSTART} --nproc {args.nproc} --out {out}".split()
+    if args.flags:
+        train += ["--", *args.flags]
+    generate = ["generate", "--checkpoint", str(out), "--prompt", "def "]
+    for arguments in (data, train, ["compare", str(out)], generate):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
             print(f"transformers is not installed, so no text is shown; {install('hf')}")
             break
@@ -75,13 +58,3 @@ def run(args: argparse.Namespace) -> int:
         if status := main(arguments):
             return status
     return ExitStatus.OK
-
-
-def free_folder() -> Path:
-    """The first of runs/quickstart, runs/quickstart-2, ... without events of a run."""
-    folder = Path("runs/quickstart")
-    for number in itertools.count(2):
-        if not (folder / "tensorboard").exists():
-            break
-        folder = Path(f"runs/quickstart-{number}")
-    return folder

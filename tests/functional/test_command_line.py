@@ -15,9 +15,11 @@ from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.train.records import read_events
 from tests.support import cli
 
-SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
-SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
-SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
+SHARDED = cli.words(
+    "--optimizer muon --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+)
+SWIGLU = "--swiglu --normalization RMSNorm --disable-bias-linear"
+SIX_STEPS = cli.words("--global-batch-size 4 --train-iters 6")
 
 
 def assert_learns(run: cli.Run, steps: int) -> None:
@@ -60,36 +62,20 @@ def notes(run: cli.Run, beginning: str) -> list[str]:
 
 
 def test_the_bare_line(tmp_path, capsys):
-    """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary`
-    reads the run.
+    """From an empty folder: it prepares the text, trains the quickstart model, saves; `compare`
+    reads the run, and a second start is refused.
     """
-    short = (
-        "--train-iters",
-        "3",
-        "--eval-interval",
-        "3",
-        "--eval-iters",
-        "1",
-        "--save-interval",
-        "3",
-    )
-    run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1", cold=True).checked()
+    short = "--train-iters 3 --eval-interval 3 --eval-iters 1 --log-interval 1 --seq-length 64"
+    flags = (*cli.MUON, *short.split())
+    run = cli.torchrun(tmp_path, *flags, cold=True).checked()
     assert len(run.losses) == 3
     assert run.losses[-1] < run.losses[0]
     assert len(run.validation_losses) >= 1
 
-    assert notes(
-        run,
-        "no model flags and no --config: taking configs/quickstart.yaml, writing to"
-        " runs/pretrain_gpt",
-    )
+    assert notes(run, "no model flags and no --config: taking configs/quickstart.yaml, writing to")
     assert notes(run, "configs/quickstart.yaml is not in this folder: taking the package's own")
     (defaults,) = notes(run, "defaults filled in: ")
-    for flag in (
-        "--ckpt-format fsdp_dtensor",
-        "--use-distributed-optimizer",
-        "--transformer-impl local",
-    ):
+    for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer"):
         assert flag in defaults
     for chosen in ("--optimizer", "--use-megatron-fsdp", "--num-layers", "--train-iters"):
         assert f"{chosen} " not in defaults
@@ -101,90 +87,57 @@ def test_the_bare_line(tmp_path, capsys):
     assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
 
     folder = tmp_path / "runs/pretrain_gpt"
+    assert (folder / "checkpoints/iter_0000003").is_dir()
     scalars = read_events(folder / "tensorboard").scalars
-    assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(
-        scalars
-    )
-    assert "optimizer-time" in scalars
-    assert command.main(["summary", str(folder)]) == ExitStatus.OK
-    shown = capsys.readouterr().out
-    assert re.search(r"^iterations +3$", shown, re.MULTILINE)
-    assert re.search(r"^optimizer_share +0\.\d+$", shown, re.MULTILINE)
-    assert "iter_0000003" in shown
+    assert {"lm loss", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
+    assert command.main(["compare", str(folder)]) == ExitStatus.OK
+    assert f"{run.validation_losses[0]:.4f}" in capsys.readouterr().out
+    again = cli.torchrun(tmp_path, *flags)
+    assert again.returncode != 0
+    refusal = "error: runs/pretrain_gpt/checkpoints holds a run; give another --save DIR and"
+    assert refusal in again.output
+
+
+CONFIG = """\
+ENV_VARS:
+  A_VARIABLE_OF_THE_RUN: 7
+MODEL_ARGS:
+  --optimizer: adam
+  --use-megatron-fsdp: true
+  --group-query-attention: true
+  --num-query-groups: 3
+  --lr-warmup-iters: 3
+  --untie-embeddings-and-output-weights: true
+  --train-iters: 1000
+"""
+OVERRIDES = cli.words(f"""
+    --num-attention-heads 6 --kv-channels 7 --optimizer muon --train-iters 6
+    --unset untie-embeddings-and-output-weights --unset --lr-warmup-iters
+    --data-parallel-sharding-strategy=optim_grads_params {SWIGLU} --bf16 --global-batch-size 12
+    --clip-grad 0.5 --overlap-grad-reduce --overlap-param-gather --eval-iters 1 --eval-interval 3
+    --muon-log-params
+""")
 
 
 @pytest.mark.wide
 def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     """Flags override the file, --unset takes one back; and together, on 3 ranks, what runs are made
-    of.
-
-    bf16, two micro-batches per step, clipping, both overlaps, evaluation, tied embeddings, grouped
-    queries, SwiGLU.
+    of: bf16, micro-batches, clipping, both overlaps, evaluation, tied embeddings, grouped queries.
     """
-    flags = dict(zip(corpus[::2], corpus[1::2], strict=True))
-    lines = [f"  {flag}: {value}" for flag, value in flags.items()]
-    (tmp_path / "experiment.yaml").write_text(
-        "ENV_VARS:\n  A_VARIABLE_OF_THE_RUN: 7\nMODEL_ARGS:\n  --optimizer: adam\n "
-        " --use-megatron-fsdp: true\n  --group-query-attention: true\n  --num-query-groups: 3\n "
-        " --lr-warmup-iters: 3\n  --untie-embeddings-and-output-weights: true\n  --train-iters:"
-        " 1000\n" + "\n".join(lines)
-    )
-    run = cli.torchrun(
-        tmp_path,
-        *(
-            "--config",
-            "experiment.yaml",
-            *cli.TINY,
-            "--num-attention-heads",
-            "6",
-            "--kv-channels",
-            "7",
-        ),
-        *(
-            "--optimizer",
-            "muon",
-            "--train-iters",
-            "6",
-            "--unset",
-            "untie-embeddings-and-output-weights",
-        ),
-        *(
-            "--unset",
-            "--lr-warmup-iters",
-            "--data-parallel-sharding-strategy=optim_grads_params",
-            *SWIGLU,
-        ),
-        *("--bf16", "--global-batch-size", "12", "--clip-grad", "0.5", "--overlap-grad-reduce"),
-        *(
-            "--overlap-param-gather",
-            "--eval-iters",
-            "1",
-            "--eval-interval",
-            "3",
-            "--muon-log-params",
-        ),
-        ranks=3,
-        cold=True,
-    ).checked()
+    (tmp_path / "experiment.yaml").write_text(CONFIG)
+    flags = ("--config", "experiment.yaml", *cli.TINY, *corpus, *OVERRIDES)
+    run = cli.torchrun(tmp_path, *flags, ranks=3, cold=True).checked()
     assert_learns(run, 6)
     assert {iteration.learning_rate for iteration in run.iterations} == {0.01}
-    assert len(run.validation_losses) >= 2
     assert run.validation_losses[-1] < run.validation_losses[0]
     assert len(notes(run, "environment from experiment.yaml: A_VARIABLE_OF_THE_RUN=7")) == 1
     assert not notes(run, "no model flags")
     assert "using torch.bfloat16 for parameters" in run.output
-
-    lines = [
-        line
-        for line in run.output.splitlines()
-        if line.startswith(("muon  ", "adam  ")) and "%" not in line
-    ]
-    listed = {next(word for word in line.split() if "." in word): line for line in lines}
-    rows = table(run)
-    assert (len(listed), rows["muon"][0]) == (
-        rows["muon"][0] + rows["adam"][0],
-        3 * 4,
-    )
+    listed = {}
+    for line in run.output.splitlines():
+        if line.startswith(("muon  ", "adam  ")) and "%" not in line:
+            listed[next(word for word in line.split() if "." in word)] = line
+    assert table(run)["muon"][0] == 3 * 4
     assert "output_layer.weight" not in listed  # tied
     assert listed["embedding.word_embeddings.weight"].startswith("adam")
     qkv = listed["decoder.layers.2.self_attention.linear_qkv.weight"]
@@ -196,15 +149,8 @@ def test_one_process_needs_no_torchrun(tmp_path, corpus):
     """It ended in `environment variable MASTER_ADDR expected`, after 890 lines."""
     torchruns = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     assert not torchruns & os.environ.keys()
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_muon.pretrain_gpt",
-        *SHARDED,
-        *cli.TINY,
-        *corpus,
-        *SIX_STEPS,
-    ]
+    module = (sys.executable, "-m", "megatron_muon.pretrain_gpt")
+    command = [*module, *SHARDED, *cli.TINY, *corpus, *SIX_STEPS]
     run = cli.run(command, tmp_path).checked()
     assert_learns(run, 6)
     assert notes(run, "one process; for more: torchrun --nproc-per-node N")
@@ -213,16 +159,13 @@ def test_one_process_needs_no_torchrun(tmp_path, corpus):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--optimizer", "muon"), "Setting up emerging optimizer with config OptimizerConfig("),
-        (
-            ("--optimizer", "adam", "--use-megatron-fsdp", *SHARDED[-2:]),
-            "Setting up optimizer with config OptimizerCon",
-        ),
+        ("--optimizer muon", "Setting up emerging optimizer with config OptimizerConfig("),
+        ("--optimizer adam --use-megatron-fsdp", "Setting up optimizer with config OptimizerCon"),
     ],
 )
 def test_other_optimizers_are_upstreams(tmp_path, corpus, flags, said):
     run = cli.torchrun(
-        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *flags, "--logging-level", "20"
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *flags.split(), "--logging-level", "20"
     ).checked()
     assert_learns(run, 6)
     assert said in run.output
@@ -237,8 +180,8 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     """Two by two ranks: data parallel over tensor parallel halves, each half orthogonalised by
     itself.
     """
-    sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
-    tp = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise")
+    sizes = cli.words("--hidden-size 44 --ffn-hidden-size 102 --num-attention-heads 4")
+    tp = cli.words("--tensor-model-parallel-size 2 --muon-tp-mode blockwise")
     run = cli.torchrun(
         tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4
     ).checked()
@@ -250,15 +193,10 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     )
 
 
-INSTANCES = ("--num-distributed-optimizer-instances", "2")
-EXPERTS = (
-    *SWIGLU,
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--expert-model-parallel-size",
-    "2",
+INSTANCES = "--num-distributed-optimizer-instances 2"
+EXPERTS = f"{SWIGLU} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+BATCHES = cli.words(
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 4 --muon-fp32-matmul-prec highest"
 )
 
 
@@ -266,9 +204,9 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("ranks", "flags", "of_four"),
     [
-        (1, ("--data-parallel-sharding-strategy", "optim"), INSTANCES),
-        (1, (), INSTANCES),
-        (2, EXPERTS, ()),
+        (1, "--data-parallel-sharding-strategy optim", INSTANCES),
+        (1, "", INSTANCES),
+        (2, EXPERTS, ""),
     ],
     ids=["HSDP of ZeRO-1", "HSDP of ZeRO-3", "experts"],
 )
@@ -279,10 +217,9 @@ def test_four_ranks_train_like_fewer(tmp_path, corpus, ranks, flags, of_four):
     change their norm. On two ranks each half belongs to one alone. Upstream then averaged its
     gradients once for each micro-batch.
     """
-    batches = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4")
-    args = (*cli.TINY, *corpus, *batches, *SHARDED, "--muon-fp32-matmul-prec", "highest", *flags)
+    args = (*cli.TINY, *corpus, *SHARDED, *BATCHES, *flags.split())
     few = cli.torchrun(tmp_path, *args, ranks=ranks).checked()
-    four = cli.torchrun(tmp_path, *args, *of_four, ranks=4).checked()
+    four = cli.torchrun(tmp_path, *args, *of_four.split(), ranks=4).checked()
     assert four.losses == pytest.approx(few.losses, abs=1e-4)
     norms = [[iteration.grad_norm for iteration in run.iterations] for run in (few, four)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)

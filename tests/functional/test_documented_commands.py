@@ -158,12 +158,7 @@ class Reader:
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
         goes_on = "--resume" in argv and "--config" not in argv
         imported = argv[0] == "train" and any(word.startswith("imported/") for word in argv)
-        if (
-            goes_on
-            or imported
-            or argv[0] in ("summary", "compare", "import")
-            or "--checkpoint" in argv
-        ):
+        if goes_on or imported or argv[0] in ("compare", "import") or "--checkpoint" in argv:
             ours._build_parser(argv)[0].parse_args(argv)
         else:
             self.ours(argv)
@@ -203,15 +198,14 @@ def settle_flags(
     flags.
     """
     from megatron_muon.megatron import prepare
-    from megatron_muon.megatron.flags.config_file import merge
 
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
         opened = prepare.open_line(argv, writes=False)
-        line = merge(opened.config, opened.rest) if opened.config else opened.rest
-        prepare.validate(prepare.check(opened, line, writes=False).args, world_size=ranks)
+        checked = prepare.check(opened, opened.merged(), writes=False)
+        prepare.validate(checked.args, world_size=ranks)
     except UserError as error:
         return str(error)
     return ""

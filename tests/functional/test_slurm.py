@@ -31,7 +31,7 @@ from tests.support.training import Trainings
 
 SCRIPTS = cli.ROOT / "scripts/slurm"
 CLUSTER = SCRIPTS / "local_cluster.sh"
-STEPS = 100
+STEPS = 60
 """Some seconds of training: time enough to be preempted."""
 
 FLAGS = f"""
@@ -192,9 +192,8 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     saved = folders.iterations(job.folder / "ck")
     assert saved[-1] == STEPS
     assert saved[0] < STEPS
-    for node in (0, 1):
-        assert "no checkpoint in ck yet: a first start" in job.log(node)
-        assert f"going on from ck, iteration {saved[0]}\n" in job.log(node)
+    assert "no checkpoint in ck yet: a first start" in job.log(0)
+    assert f"going on from ck, iteration {saved[0]}\n" in job.log(0)
     found = losses(job.folder / "tensorboard")
     assert sorted(found) == list(range(1, STEPS + 1))
     assert found == losses(tmp_path / "tensorboard")

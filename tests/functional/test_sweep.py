@@ -41,6 +41,6 @@ def test_a_sweep_trains_what_is_missing_and_ends_with_a_table(tmp_path: Path) ->
         json.loads((tmp_path / f"s/muon-0.01-{seed}/summary.json").read_text())["validation_loss"]
         for seed in (1, 2)
     ]
-    mean = sum(loss["validation"] for loss in losses) / 2
+    mean = sum(losses) / 2
     assert row.split()[1:3] == ["2", f"{mean:.4f}"]
     assert (tmp_path / "s/losses.png").read_bytes().startswith(b"\x89PNG")

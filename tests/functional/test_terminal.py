@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.errors import ExitStatus
-from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
+from megatron_muon.megatron import FIRST_STEP, REPORTS
 from tests.functional.test_train import command, write_config
 from tests.support import cli, warm
 from tests.support.training import train
@@ -34,13 +33,13 @@ def write_run(folder: Path, corpus: tuple[str, ...], batch: int = 4) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("columns", [80, 120])
-def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
+def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus):
     """It goes when the run has ended, the cursor comes back, and no line was wider than the
     terminal.
 
     It is drawn eight times in a second, so steps take longer than that.
     """
+    columns = 80
     write_run(tmp_path, corpus, batch=64)
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
@@ -83,71 +82,37 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
     assert "━" not in end
 
 
-@pytest.mark.wide
-def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
-    """Whatever a rank did not expect; the rest of its output is in the log."""
-    write_run(tmp_path, corpus)
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "sitecustomize.py").write_text(
-        "import sys\nif 'pretrain_gpt.py' in ' '.join(sys.orig_argv) and"
-        " 'megatron_muon.tools.train.node' not in sys.orig_argv:\n    raise SystemExit('the license"
-        " server does not answer')\n"
-    )
-    line = command("train", "--config", "tiny.yaml", "--out", "x")
-    run = cli.run(
-        line,
-        tmp_path,
-        cold=True,
-        env={"PYTHONPATH": f"{broken}:{cli.ROOT}"},
-    )
-    assert run.returncode == ExitStatus.FAILURE, run.output
-    assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), (
-        run.output
-    )
-    assert re.search(
-        r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE
-    ), run.output
-    assert "ChildFailedError" not in run.output
-    assert "see x/summary.json, x/train.log" in run.output
-
-
 def train_and_tell(
-    rank: int, world_size: int, *, argv: list[str], folder: str, ends: str
+    rank: int, world_size: int, *, argv: list[str], folder: str, reports: str
 ) -> tuple[int, str]:
     """In a worker: a run that reports to a launcher."""
     os.environ |= {
-        STATUS_FOLDER: ends,
+        REPORTS: reports,
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
     return train(rank, world_size, argv=argv, folder=folder)
 
 
+STEPS = """
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1 --eval-interval 1
+    --save saves --save-interval 2 --tensorboard-dir events --log-interval 1 --device cpu
+"""
+
+
 def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpus):
     """A stage that is not reported leaves the live line at the one before."""
-    steps = (
-        "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1"
-        " --eval-interval 1"
-    )
-    steps += " --save saves --save-interval 2 --log-memory-to-tensorboard"
-    steps += " --tensorboard-dir events --log-interval 1 --device cpu"
-    argv = [*cli.TINY, *corpus, *cli.MUON, *steps.split()]
-    (tmp_path / TOLD).touch()
-    answers = ranks(2, train_and_tell, argv=argv, folder=str(tmp_path), ends=str(tmp_path))
+    argv = [*cli.TINY, *corpus, *cli.MUON, *STEPS.split()]
+    told = tmp_path / "told"
+    answers = ranks(2, train_and_tell, argv=argv, folder=str(tmp_path), reports=str(told))
     assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
-    events = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    events = [json.loads(line) for line in told.read_text().splitlines()]
     stages = [event["stage"] for event in events if event["event"] == "stage"]
     assert stages[-1] == "ending the ranks"
     expected = ["initializing Megatron", "building the model", "reading the data", FIRST_STEP]
     order = iter(stages)
-    assert all(
-        stage in order for stage in (*expected, "evaluating", None, "saving a checkpoint", None)
-    ), stages
+    assert all(stage in order for stage in (*expected, "evaluating", "saving a checkpoint"))
     reported = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in reported] == [1, 2]
-    assert all(
-        event["peak_bytes"] > 1e6 and event["loss"] > 0 and event["lr"] == 0.01
-        for event in reported
-    )
+    assert all(event["loss"] > 0 and event["lr"] == 0.01 for event in reported)
     assert {"validation", "saved"} < {event["event"] for event in events}

@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_muon import cpu
+from megatron_muon.checkpoint import folders
 from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.tools.train.records import read_events
@@ -126,7 +127,7 @@ class Running:
         self.process.wait(timeout=30)
 
 
-BASE = ("--weight-decay", "0.3", "--train-iters", "99")
+BASE = "--weight-decay 0.3 --train-iters 99"
 FILE = "--global-batch-size 4 --train-iters 6 --log-interval 2 --eval-interval 3"
 LINE = "--config tiny.yaml --muon-lr 0.02 --unset weight-decay --eval-iters 1 --out"
 
@@ -136,14 +137,13 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
 
     In a pipe there are plain lines, with the figures of Megatron's own, which are in train.log.
     """
-    write_config(tmp_path / "base.yaml", *cli.TINY, *corpus, *BASE)
+    write_config(tmp_path / "base.yaml", *cli.TINY, *corpus, *BASE.split())
     write_config(tmp_path / "tiny.yaml", *cli.MUON, *FILE.split(), base="base.yaml")
     run = train(tmp_path, *LINE.split(), "runs/one").checked()
     folder = tmp_path / "runs/one"
     assert {path.name for path in folder.iterdir()} == NAMES
     assert (folder / "checkpoints/iter_0000006").is_dir()
     log = cli.Run(0, (folder / "train.log").read_text(), 0.0)
-    assert "iteration 6 on validation set: evaluated above" in log.output
 
     lines = run.output.splitlines()
     assert lines[0] == "checking the settings of tiny.yaml ..."
@@ -152,51 +152,28 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     steps = re.findall(r"^step (\d)/6  loss (\d\.\d{4})  ", run.output, re.MULTILINE)
     assert [int(step) for step, _ in steps] == [1, 2, 4, 6]
     assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
-    assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*\d:\d\d left$", run.output, re.MULTILINE)
-    validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
-    assert len(validations) == 2
+    assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  .*:\d\d left$", run.output, re.MULTILINE)
+    validations = re.findall(r"^validation loss (\d\.\d{4})  at", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
-    saved = r"^checkpoint of step 6  took .*  runs/one/checkpoints$"
-    assert re.search(saved, run.output, re.MULTILINE)
+    assert "\ncheckpoint of step 6  runs/one/checkpoints\n" in run.output
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
     assert lines[-1] == "see runs/one/summary.json, runs/one/train.log"
 
     summary, record = read(folder / "summary.json", folder / "run.json")
     assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)
-    assert (summary["iterations"], summary["train_iters"], summary["tokens"]) == (6, 6, 6 * 4 * 32)
+    assert (summary["iterations"], summary["train_iters"]) == (6, 6)
     losses = [point.value for point in read_events(folder / "tensorboard").points("lm loss")]
-    # Megatron keeps the first for the second
-    means = [
-        losses[0],
-        *(sum(losses[at : at + 2]) / 2 for at in (0, 2, 4)),
-    ]
-    assert means == pytest.approx(log.losses, abs=1e-5)
-    assert summary["loss_first"] == losses[0]
-    assert summary["loss_last"] == pytest.approx(sum(losses) / 6)
-    validated = {"validation": pytest.approx(log.validation_losses[1], abs=1e-5)}
-    assert summary["validation_loss"] == validated
-    assert summary["parameters"] > summary["muon_parameters"] == 3 * 39 * (3 * 39 + 39 + 102 + 102)
-    assert summary["seconds"] >= summary["train_seconds"] > 0
-    assert summary["tokens_per_second"] * summary["step_ms"] == pytest.approx(4 * 32 * 1e3)
+    assert summary["loss"] == pytest.approx(sum(losses[-2:]) / 2)
+    validated = pytest.approx(log.validation_losses[1], abs=1e-5)
+    assert summary["validation_loss"] == validated, "the first of step 6"
     assert {"python", "torch", "megatron-core", "megatron-muon"} <= record["versions"].keys()
-    assert record["config_files"] == ["base.yaml", "tiny.yaml"]
 
     resolved = dict(load_config(folder / "config.yaml").flags)
     assert resolved["--muon-lr"] == ("0.02",)
-    assert resolved["--tensorboard-dir"] == ("runs/one/tensorboard",)
-    assert "--weight-decay" not in resolved
-    shown = train(tmp_path, *LINE.split(), "runs/two", "--no-save", "--dry-run").checked().output
-    assert not re.search(r"--save|--exit-signal-handler", shown)
-    for setting, source in (
-        ("muon-lr +0.02", "command line"),
-        ("train-iters +6", "tiny.yaml"),
-        ("seq-length +32", "base.yaml"),
-        ("transformer-impl +local", "filled in"),
-    ):
-        assert re.search(f"--{setting} +{source}$", shown, re.MULTILINE), setting
+    assert not {"--tensorboard-dir", "--save", "--weight-decay"} & resolved.keys()
     again = train(tmp_path, *LINE.split(), "runs/one")
     assert again.returncode == 2
-    assert "error: runs/one holds a run that finished after 6 of 6 iterations" in again.output
+    assert "error: runs/one/checkpoints holds a run; give another --out DIR" in again.output
     assert read(folder / "summary.json") == [summary]
 
 
@@ -246,10 +223,13 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     line = ["train", "--config", "gpt3_tiny/model_config.yaml", "--dry-run"]
     assert main([*line, "--tensorboard-dir", "tb"]) == 2
     assert "--save needs the environment variable CHECKPOINT_SAVE_PATH" in capfd.readouterr().err
-    monkeypatch.setenv("CHECKPOINT_SAVE_PATH", "x/checkpoints")
-    monkeypatch.setenv("TENSORBOARD_PATH", "x/tensorboard")
-    line += ["--unset", "use-checkpoint-opt_param-scheduler"]
-    assert main(line) == 0
+    line += ["--out", "x", "--unset", "use-checkpoint-opt_param-scheduler"]
+    try:
+        assert main([*line, "--device", "cuda"]) == 0
+        assert "checked for CUDA, without the data" in capfd.readouterr().out
+        assert main(line) == 0
+    finally:
+        cpu.uninstall()
     shown = capfd.readouterr().out
     ignored = "BEFORE_SCRIPT, TEST_TYPE, MODEL_ARGS_2, METRICS, LAUNCHER"
     assert f"gpt3_tiny/model_config.yaml: ignored, no meaning here: {ignored}\n" in shown
@@ -257,10 +237,6 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     assert re.search(r"^ *run folder +x$", shown, re.MULTILINE)
     assert "pretrain_gpt.py --config x/config.yaml" in shown
     assert "opt_param" not in shown
-    stand_in = "--no-gradient-accumulation-fusion"  # not needed on a machine with Apex
-    assert stand_in in shown
-    assert main([*line, "--device", "cuda"]) == 0
-    assert stand_in not in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["gpt3_tiny"]
 
 
@@ -270,85 +246,50 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     No flag asks for checkpoints: a training lost all of its work at its end, or by Ctrl-C, without
     a word.
     """
-    flags = f"--global-batch-size 4 --train-iters {MANY} --tensorboard-dir x/tensorboard".split()
+    flags = f"--global-batch-size 4 --train-iters {MANY}".split()
     write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
-    summary = tmp_path / "x" / "summary.json"
-    with Running(tmp_path, "train", "--config", "long.yaml", "--resume") as running:
+    summary, checkpoints = tmp_path / "x/summary.json", tmp_path / "x/checkpoints"
+    line = ("train", "--config", "long.yaml", "--resume", "--out", "x")
+    with Running(tmp_path, *line) as running:
         running.wait_for(lambda: f"step      5/{MANY}" in running.output)
         assert running.end(signal.SIGTERM) == 75, running.output[-4000:]
     (stopped,) = read(summary)
     assert (stopped["outcome"], stopped["status"]) == ("stopped", 75)
-    assert stopped["checkpoint"] == f"x/checkpoints/iter_{stopped['iterations']:07d}"
+    assert folders.latest(checkpoints) == stopped["iterations"]
     assert "to go on: megatron-muon train --resume --out x" in running.output
 
     following = stopped["iterations"] + 5
     with Running(tmp_path, "train", "--resume", "--out", "x") as running:
         running.wait_for(lambda: f"step {following:6d}/{MANY}" in running.output)
         assert running.end(signal.SIGINT) == 130, running.output[-4000:]
+    assert f"going on from x/checkpoints, iteration {stopped['iterations']}" in running.output
     assert f"step {stopped['iterations']:6d}/" not in running.output
-    interrupted, record = read(summary, tmp_path / "x" / "run.json")
+    (interrupted,) = read(summary)
     assert interrupted["outcome"] == "interrupted"
-    assert interrupted["checkpoint"] == f"x/checkpoints/iter_{interrupted['iterations']:07d}"
+    assert folders.latest(checkpoints) == interrupted["iterations"]
     steps = [point.step for point in read_events(tmp_path / "x" / "tensorboard").points("lm loss")]
     assert steps == list(range(1, interrupted["iterations"] + 1))
-    assert (record["starts"], record["resumed_from"]) == (2, stopped["checkpoint"])
-
-    # a copy went on from the original's checkpoints, into them
-    shutil.copytree(tmp_path / "x", tmp_path / "y")
-    copied = train(tmp_path, "--resume", "--out", "y", "--dry-run").checked().output
-    assert f"  going on    from y/checkpoints/iter_{interrupted['iterations']:07d}" in copied
-    assert re.search(r"--save +y/checkpoints ", copied)
-    assert re.search(r"--tensorboard-dir +y/tensorboard ", copied)
 
 
-@pytest.mark.wide
-def test_a_time_limit_ends_a_run_with_a_checkpoint_and_what_to_type_next(tmp_path, corpus):
-    """Megatron counts whole minutes, from its imports on."""
-    flags = f"--global-batch-size 4 --train-iters {MANY} --exit-duration-in-mins 1".split()
-    flags += ["--log-interval", "1000"]
-    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
-    run = train(tmp_path, "--config", "long.yaml", "--out", "x").checked()
-    (summary,) = read(tmp_path / "x" / "summary.json")
-    assert (summary["outcome"], summary["status"]) == ("finished", 0)
-    assert 0 < summary["iterations"] < int(MANY)
-    assert summary["checkpoint"] == f"x/checkpoints/iter_{summary['iterations']:07d}"
-    assert "to go on: megatron-muon train --resume --out x" in run.output
-
-
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        0,
-        *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 5)),
-    ],
-)
-def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
+def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus):
     """They used to train with the settings of whichever wrote config.yaml last, all three."""
-    flags = "--global-batch-size 4 --train-iters 8 --save x/checkpoints --save-interval 4"
-    write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags.split())
+    flags = ["--global-batch-size", "4", "--train-iters", "8"]
+    write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
     line = ("--config", "tiny.yaml", "--out", "x", "--lr")
+    rates = ("0.01", "0.02", "0.03")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        runs = list(
-            pool.map(
-                lambda number: train(tmp_path, *line, f"0.0{number}"),
-                (1, 2, 3),
-            ),
-        )
+        runs = list(pool.map(lambda rate: train(tmp_path, *line, rate), rates))
     (winner,) = (number for number, run in enumerate(runs) if run.returncode == 0)
-    rate = f"0.0{winner + 1}"
     for run in runs[:winner] + runs[winner + 1 :]:
         assert run.returncode == 2, run.tail
-        refusals = "a run is under way in x|x holds a run that finished after 8 of 8"
-        assert re.search(rf"error: ({refusals})", run.output)
+        assert re.search(r"error: .*(wait for its end|holds a run)", run.output)
         assert "step 1/8" not in run.output
     folder = tmp_path / "x"
     assert {path.name for path in folder.iterdir()} == NAMES
-    assert dict(load_config(folder / "config.yaml").flags)["--lr"] == (rate,)
+    assert dict(load_config(folder / "config.yaml").flags)["--lr"] == (rates[winner],)
     record, summary = read(folder / "run.json", folder / "summary.json")
-    assert f"--lr {rate}" in record["command"] == summary["command"]
-    assert (summary["outcome"], summary["iterations"], record["starts"]) == ("finished", 8, 1)
+    assert f"--lr {rates[winner]}" in record["command"]
+    assert (summary["outcome"], summary["iterations"]) == ("finished", 8)
     log = cli.Run(0, (folder / "train.log").read_text(), 0.0)
-    assert [iteration.learning_rate for iteration in log.iterations] == [float(rate)] * 8
+    assert {iteration.learning_rate for iteration in log.iterations} == {float(rates[winner])}
     assert len(list((folder / "tensorboard").glob("events.*"))) == 1
-    saved = ["iter_0000004", "iter_0000008", "latest_checkpointed_iteration.txt"]
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == saved

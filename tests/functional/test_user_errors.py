@@ -9,12 +9,13 @@ torchrun.
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.functional.test_train import write_config
 from tests.support import cli
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,9 +27,9 @@ from megatron_muon.megatron.launch import main
 
 given, got = map(Path, sys.argv[1:])  # a run replaces sys.argv
 environ, results = dict(os.environ), {}
-for name, (argv, env) in json.loads(given.read_text()).items():
+for name, argv in json.loads(given.read_text()).items():
     os.environ.clear()
-    os.environ.update(environ, **env)
+    os.environ.update(environ)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -39,28 +40,11 @@ for name, (argv, env) in json.loads(given.read_text()).items():
 got.write_text(json.dumps(results))
 """
 
-MODEL = (
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "2",
-    "--seq-length",
-    "32",
+MODEL = cli.words(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 2 --lr 0.01"
+    " --tokenizer-type NullTokenizer --vocab-size 256 --eval-iters 0"
 )
-MODEL = (
-    *MODEL,
-    "--max-position-embeddings",
-    "32",
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "2",
-    "--lr",
-    "0.01",
-)
-MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0")
 RUN = (*cli.MUON, *MODEL, "--mock-data")
 
 FILES = {
@@ -70,102 +54,41 @@ FILES = {
     "evil/iter_0000001/.metadata": "cposix\nmkdir\n(S'made-by-the-pickle'\ntR.",
 }
 
-# name: (argv, environment, what the message holds); rules and slips in files are in
+# flags, by default after RUN: what the message holds; rules and slips in files are in
 # tests/unit/test_refusals.py, test_path_checks.py and test_config_file.py
-CASES: dict[
-    str,
-    tuple[tuple[str, ...], dict[str, str], tuple[str, ...]],
-] = {}
+CASES: dict[str, tuple[str, ...]] = {}
 # first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
 if not torch.cuda.is_available():
-    CASES["no CUDA"] = ((*RUN, "--device", "cuda"), {}, ("--device cuda", "use --device cpu"))
+    CASES["--device cuda"] = ("--device cuda", "use --device cpu")
 CASES |= {
-    name: (tuple(argv), {}, fragments)
-    for name, argv, fragments in (
-        (
-            "unknown flag",
-            (*RUN, "--optimiser", "muon"),
-            ("--optimiser", "did you mean --optimizer?"),
-        ),
-        ("unknown device", (*RUN, "--device", "abacus"), ("--device", "'abacus'", "cpu")),
-        ("config without a name", (*RUN, "--config"), ("--config", "argument")),
-        (
-            "unknown YAML flag",
-            ("--config", "flag.yaml"),
-            ("flag.yaml", "did you mean --hidden-size?"),
-        ),
-        (
-            "a link to itself",
-            ("--config", "loop.yaml"),
-            ("loop.yaml", "Too many levels of symbolic links"),
-        ),
-        ("no data", (*cli.MUON, *MODEL), ("--data-path", "--mock-data")),
-        (
-            "more TP than ranks",
-            (*RUN, "--tensor-model-parallel-size", "4"),
-            ("world size (2) is not",),
-        ),
-        (
-            "unwritable save",
-            (*RUN, "--save", "a-file/below", "--save-interval", "2"),
-            ("cannot write there",),
-        ),
-        # Story: each was a traceback, or a training that never ended well.
-        (
-            "300 letters",
-            (*RUN, "--save", "x" * 300, "--save-interval", "1"),
-            ("File name too long",),
-        ),
-        (
-            "no interval of validation",
-            (*RUN, "--eval-interval", "0"),
-            ("--eval-interval 0", "--eval-iters 0"),
-        ),
-        # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
-        (
-            "checkpoint format",
-            (*RUN, "--ckpt-format", "torch_dist"),
-            ("megatron-core refuses", "fsdp_dtensor"),
-        ),
-        (
-            "heads",
-            (*RUN, "--hidden-size", "33"),
-            ("refuses", "args.hidden_size % args.num_attention_heads"),
-        ),
-        # Story: validation took the arguments from the checkpoint before pickles were kept from
-        # running.
-        *(
-            (
-                f"a command in {flag}",
-                (*RUN, flag, "evil", "--use-checkpoint-args"),
-                ("cannot be loaded", "names posix.mkdir", "it was not run"),
-            )
-            for flag in ("--load", "--pretrained-checkpoint")
-        ),
-    )
+    "--optimiser muon": ("--optimiser", "did you mean --optimizer?"),
+    "--device abacus": ("--device", "'abacus'", "cpu"),
+    "--config": ("--config", "argument"),
+    "--config flag.yaml": ("flag.yaml", "did you mean --hidden-size?"),
+    "--config loop.yaml": ("loop.yaml", "Too many levels of symbolic links"),
+    "--tensor-model-parallel-size 4": ("world size (2) is not",),
+    "--save a-file/below --save-interval 2": ("Not a directory",),
+    # Story: each was a traceback, or a training that never ended well.
+    f"--save {'x' * 300} --save-interval 1": ("File name too long",),
+    "--eval-interval 0": ("--eval-interval 0", "--eval-iters 0"),
+    # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
+    "--ckpt-format torch_dist": ("megatron-core refuses", "fsdp_dtensor"),
+    "--hidden-size 33": ("refuses", "args.hidden_size % args.num_attention_heads"),
 }
-CASES["connections"] = (
-    RUN,
-    {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-    ("CUDA_DEVICE_MAX_CONNECTIONS > 1 or unset",),
-)
+# Story: validation took the arguments from the checkpoint before pickles were kept from running.
+for flag in ("--load", "--pretrained-checkpoint"):
+    words = ("cannot be loaded", "names posix.mkdir", "it was not run")
+    CASES[f"{flag} evil --use-checkpoint-args"] = words
 
 
-def in_one_process(
-    directory: Path,
-    cases: dict[str, Any],
-) -> dict[str, tuple[int | str, str, str]]:
+def in_one_process(directory: Path, cases: Iterable[str]) -> dict[str, tuple[int | str, str, str]]:
     """The exit status, stdout and stderr of each case, as the first rank of two."""
     for name, text in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     (directory / "loop.yaml").symlink_to("loop.yaml")
     given, got = directory / "cases.json", directory / "results.json"
-    given.write_text(
-        json.dumps(
-            {name: (argv, env) for name, (argv, env, _) in cases.items()},
-        ),
-    )
+    given.write_text(json.dumps({flags: [*RUN, *flags.split()] for flags in cases}))
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
     command = [sys.executable, "-c", ONE_PROCESS, str(given), str(got)]
@@ -185,7 +108,7 @@ def test_a_mistake_is_one_line_with_value_and_remedy(answers, name):
     assert status == 2, error
     lines = [line for line in error.splitlines() if line.startswith("pretrain_gpt.py: error:")]
     assert len(lines) == 1, error
-    for fragment in CASES[name][2]:
+    for fragment in CASES[name]:
         assert fragment in lines[0]
     assert "Traceback" not in error
 
@@ -228,29 +151,9 @@ def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments, cold):
 def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     """Each mistake in a line; some ended in 1,200 lines after the model was built."""
     mistakes = ("--async-save", "--fp16")
-    flags = [*RUN, "--global-batch-size", "8"]
-    pairs = {
-        flag: value
-        for flag, value in zip(flags, [*flags[1:], ""], strict=True)
-        if flag.startswith("--")
-    }
-    lines = [
-        f"  {flag}: {'true' if value.startswith('--') or not value else value}"
-        for flag, value in pairs.items()
-    ]
-    (tmp_path / "run.yaml").write_text("\n".join(["MODEL_ARGS:", *lines]) + "\n")
-    train = [
-        sys.executable,
-        "-m",
-        "megatron_muon.cli",
-        "train",
-        "--config",
-        "run.yaml",
-        "--nproc",
-        "2",
-        "--out",
-        "run",
-    ]
+    write_config(tmp_path / "run.yaml", *RUN, "--global-batch-size", "8")
+    line = "-m megatron_muon.cli train --config run.yaml --nproc 2 --out run"
+    train = [sys.executable, *line.split()]
     runs = [
         cli.run([*train, "--dry-run", "--", *mistakes], tmp_path),
         cli.run([*train, "--", *mistakes], tmp_path),

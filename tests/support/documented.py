@@ -45,7 +45,7 @@ ELSEWHERE = {
     r"python -m benchmarks\.rehearse": "unit/test_plan_command.py",
     r"(CONFIG|SEEDS)=.* \./examples/|(RECIPES=.* )?\./examples/": "unit/test_sweep_loops.py",
     r"\./scripts/(quickstart|test)\.sh": "unit/test_packaging.py",
-    r".*--wandb-project": "functional/test_wandb.py",
+    r".*--wandb-project": "unit/test_progress.py",
 }
 """Commands, by a pattern of their beginning, that another test runs."""
 

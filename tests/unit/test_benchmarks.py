@@ -103,7 +103,7 @@ def test_a_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
 def test_environment_keeps_what_the_user_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("PYTHONPATH", "of-the-user")
-    found = processes.environment(2, settings={"PYTHONPATH": "of-the-file"})
+    found = processes.environment(2)
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["PYTHONPATH"] == f"{processes.ROOT}:of-the-user"
 

@@ -64,7 +64,7 @@ def test_version_names_what_matters(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]]
+    "argv", [[], ["no-such-command"], ["data", "prepare"], ["compare"], ["compare", "--nonsense"]]
 )
 def test_usage_errors_exit_with_2(argv, capsys):
     assert cli.main(argv) == ExitStatus.USAGE
@@ -72,42 +72,27 @@ def test_usage_errors_exit_with_2(argv, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("line", "said"),
     [
-        (["--verison"], "unknown flag --verison; did you mean --version\\?"),
-        (["summary", "--jsno=x", "runs/a"], "unknown flag --jsno; did you mean --json\\?"),
-        (["data", "prepare", "--inptu", "a"], "unknown flag --inptu; did you mean --input\\?"),
-        (
-            ["train", "--config", "a.yaml", "--nporc", "2"],
-            "unknown flag --nporc; did you mean --nproc\\?",
-        ),
-        (["compare", "a", "--basline", "b"], "unknown flag --basline; did you mean --baseline\\?"),
+        ("--verison", "unknown flag --verison; did you mean --version?"),
+        ("data prepare --inptu a", "unknown flag --inptu; did you mean --input?"),
+        ("train --config a.yaml --nporc 2", "unknown flag --nporc; did you mean --nproc?"),
+        ("compare a --basline b", "unknown flag --basline; did you mean --baseline?"),
     ],
 )
-def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
-    assert cli.main(argv) == ExitStatus.USAGE
-    assert re.search(said, capsys.readouterr().err)
+def test_what_is_misspelled_gets_a_suggestion(line, said, capsys):
+    assert cli.main(line.split()) == ExitStatus.USAGE
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["train --dry-run"])
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--lr", "0.001"],
-        ["--lr=0.001", "--bf16", "--moe-layer-freq", "-1"],
-        ["--data-path", "0.5", "a", "0.5", "b"],
-        [],
-    ],
+    "flags", ["--lr=0.001 --bf16 --moe-layer-freq -1", "--data-path 0.5 a 0.5 b", ""]
 )
-def test_flags_of_megatron_stand_among_a_commands_own_and_after_dashes(command, flags):
-    first, config = command.split(), ("--config", "a.yaml")
-    for argv in (
-        [*first, *flags, *config],
-        [*first, *config, *flags],
-        [*first, *config, "--", *flags],
-    ):
+def test_flags_of_megatron_stand_among_a_commands_own_and_after_dashes(flags):
+    for line in (f"{flags} --config a.yaml", f"--config a.yaml -- {flags}"):
+        argv = f"train --dry-run {line}".split()
         parsed = cli._build_parser(argv)[0].parse_args(argv)
-        assert parsed.flags == flags
+        assert parsed.flags == flags.split()
         assert str(parsed.config) == "a.yaml"
 
 

@@ -92,6 +92,12 @@ def test_the_baseline_is_the_first_run_or_the_one_named(compare):
     assert "not reached" not in output
 
 
+def test_a_single_run_is_shown_without_notes(compare):
+    _, table, output = compare("adam-1")
+    assert table["optimizer=adam"][0] == "1"
+    assert "note" not in output
+
+
 @pytest.mark.parametrize(
     ("other", "steps", "note"),
     [
@@ -115,8 +121,6 @@ def test_what_would_mislead_is_left_out_or_noted(compare, other, steps, note):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        (["adam-1"], "adam-1 is a single run; give two or more"),
-        (["adam-1", "adam-1"], "adam-1 is a single run"),
         (["adam-1", "nowhere"], "no run in nowhere; give a folder that `megatron-muon train`"),
         (["adam-1", "."], ". holds 15 runs; give each: ./*"),
         (["adam-1", "no-validation"], "no-validation has no validation loss; lower its --eval-in"),

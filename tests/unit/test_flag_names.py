@@ -22,10 +22,6 @@ MISTAKES = [
         ("train", "--config", "a.yaml", "--num-layres", "2"),
         "unknown flag --num-layres; did you mean --num-layers?",
     ),
-    (
-        ("train", "--config", "a.yaml", "--out", "taken"),
-        "taken holds a run that stopped after 7 of 20 iterations",
-    ),
 ]
 
 
@@ -33,11 +29,6 @@ MISTAKES = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.yaml").write_text("MODEL_ARGS:\n  --num-layers: 2\n")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken/run.json").write_text('{"config_hash": "0"}')
-    (tmp_path / "taken/summary.json").write_text(
-        '{"outcome": "stopped", "iterations": 7, "train_iters": 20}'
-    )
     return tmp_path
 
 

@@ -14,9 +14,8 @@ from megatron_muon import cli
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
-from megatron_muon.megatron import provenance
 from megatron_muon.offload.codecs import Codec
-from megatron_muon.tools.doctor import gpu_report, step_checks
+from megatron_muon.tools.doctor import gpu_report, private_names, step_checks
 from megatron_muon.tools.doctor.gpu_checks import Context
 from megatron_muon.tools.plan import estimate
 
@@ -190,7 +189,7 @@ MODULE = "megatron_muon/tools/doctor/gpu_report.py"
     ],
 )
 def test_a_report_has_no_names_and_folders(text, shown):
-    made = provenance.public({"ada": [text, 1.0]}, {"node-17", "ada"})
+    made = private_names.public({"ada": [text, 1.0]}, {"node-17", "ada"})
     assert made == {"ada": [shown, 1.0]}
 
 
@@ -204,7 +203,7 @@ def test_a_user_without_a_name_is_no_error(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     monkeypatch.setattr(socket, "gethostname", lambda: "node-17.corp.example.com")
-    assert provenance.private_names() == {"node-17.corp.example.com", "node-17"}
+    assert private_names.private_names() == {"node-17.corp.example.com", "node-17"}
 
 
 def test_a_report_and_a_profile_for_plan(tmp_path, capsys):

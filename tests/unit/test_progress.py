@@ -1,26 +1,30 @@
 """What a run reports beside Megatron's log."""
 
+import itertools
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.timers import Timers
+from megatron.training import global_vars
 
 from megatron_muon import cpu
-from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD, tell, tells
+from megatron_muon.core.probe import _StepProbe
+from megatron_muon.megatron import LOSS, REPORTS, tell, tells
 from megatron_muon.megatron.patches import progress as module
-from megatron_muon.megatron.patches.progress import Clock, Progress, mean_loss, muon_rate
+from megatron_muon.megatron.patches.progress import Clock, Progress, muon_rate
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 
 
 @pytest.fixture
-def settings(tmp_path, monkeypatch):
-    """Megatron's, of a run that writes its facts."""
-    found = SimpleNamespace(tensorboard_dir=str(tmp_path))
-    monkeypatch.setattr(module, "get_args", lambda: found)
-    return found
+def told(monkeypatch):
+    """The events of this process."""
+    events = []
+    monkeypatch.setattr(module, "tell", lambda event, **facts: events.append((event, facts)))
+    return events
 
 
 def test_muons_rate_is_shown_where_megatron_does_not_log_it():
@@ -32,156 +36,129 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     assert muon_rate([{**ADAM, "default_config": False}]) is None
 
 
-def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeypatch, settings):
+def test_a_step_that_is_not_finite_is_told_before_the_run_ends(told):
     """Megatron ends it before it is logged; without --save in an error of its own about where to
     save.
     """
-    told = []
-    monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
-    progress = Progress(on_gpu=False)
     fine = ({}, 0, False, False, 0)
-    assert progress.step(lambda iteration: fine, iteration=5) == fine
-    progress.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
+    assert module.step(lambda iteration: fine, iteration=5) == fine
+    module.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
     assert told == [("diverged", {"step": 7})]
-    # where no launcher listens
-    assert json.loads((tmp_path / "facts.json").read_text()) == {"diverged_at": 7}
 
 
-def test_parameters_are_counted_as_megatron_counts_them(tmp_path, settings):
-    """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands
-    beside them.
-    """
-    chunk = torch.nn.Linear(8, 6, bias=False)
-    chunk.weight.orig_param = torch.empty(3, 8)
-    Progress(on_gpu=False).watch(
-        lambda *_: SimpleNamespace(),
-        None,
-        [chunk, torch.nn.Linear(2, 2)],
+def test_the_loss_is_the_mean_of_an_interval_and_facts_are_written_once(
+    tmp_path, monkeypatch, told
+):
+    """Skipped steps count for nothing; the first step is shown, too."""
+    settings = SimpleNamespace(
+        tensorboard_dir=str(tmp_path),
+        tensorboard_log_interval=1,
+        log_interval=3,
+        timing_log_level=0,
+        train_iters=6,
+        global_batch_size=4,
+        seq_length=32,
     )
+    monkeypatch.setattr(module, "get_args", lambda: settings)
+    monkeypatch.setattr(module, "report_state", lambda _: {"all of it": 8})
+    seconds = itertools.count(1.0)
+    timer = SimpleNamespace(active_time=lambda: next(seconds))
+    monkeypatch.setattr(module, "get_timers", lambda: lambda name: timer)
+    progress = Progress()
+    progress.keep_optimizer(lambda: SimpleNamespace(param_groups=[ADAM]))
+
+    def log(loss_dict, learning_rate, iteration, skipped_iter, grad_norm):
+        pass
+
+    for iteration, loss in enumerate((4.0, 2.0, 9.0, 1.0, 2.0, 3.0), 1):
+        losses = {LOSS: torch.tensor([loss])}
+        progress.log(log, losses, 0.1, iteration, int(iteration == 3), 1.0)
+    steps = [facts for event, facts in told if event == "step"]
+    assert [(step["step"], step["loss"]) for step in steps] == [(1, 4.0), (3, 3.0), (6, 2.0)]
+    assert [step.get("tokens_per_s") for step in steps] == [None, 256.0, 384.0]
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
+    assert facts["state_bytes"] == {"all of it": 8}
     assert torch.__version__.startswith(facts["versions"]["torch"])
     assert list(tmp_path.iterdir()) == [tmp_path / "facts.json"]  # it is written aside and renamed
 
 
-def test_the_mean_loss_is_that_of_megatrons_line():
-    """Skipped steps count for nothing; the sums are Megatron's, before it adds this step."""
-    totals = {"lm loss": torch.tensor([5.0]), "advanced iterations": 2, "skipped iterations": 1}
-    assert mean_loss({"lm loss": torch.tensor([1.0])}, totals, skipped=False) == 2.0
-    assert mean_loss({"lm loss": torch.tensor([9.0])}, totals, skipped=True) == 2.5
-    assert totals["lm loss"] == 5.0
-    first = {"lm loss": torch.tensor(4.0)}
-    assert mean_loss(first, {}, skipped=False) == 4.0
-    assert mean_loss(first, {}, skipped=True) is None
-    # another pipeline stage
-    assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None
-
-
-def test_speed_is_that_of_the_steps_and_the_time_left_counts_evaluations_and_saves(settings):
+def test_speed_is_that_of_the_steps_and_the_time_left_counts_evaluations_and_saves():
     """The first step, which is slow, is left out."""
-    vars(settings).update(global_batch_size=4, seq_length=32, train_iters=40)
-    progress = Progress(on_gpu=False)
+    settings = SimpleNamespace(global_batch_size=4, seq_length=32, train_iters=40)
+    progress = Progress()
     assert progress._speed(settings, Clock(1, 100.0, 9.0, 8.0)) == {}
-    assert progress._speed(settings, Clock(10, 118.0, 18.0, 10.25)) == {
-        "tokens_per_s": 128.0,
-        "mfu": None,
-        "optimizer_share": 0.25,
-        "seconds_left": 60.0,
-    }
+    expected = {"tokens_per_s": 128.0, "optimizer_share": 0.25, "seconds_left": 60.0}
+    assert progress._speed(settings, Clock(10, 118.0, 18.0, 10.25)) == expected
     assert progress._speed(settings, Clock(20, 157.0, 28.0, None))["seconds_left"] == 60.0
 
 
-def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch, settings):
-    """Two sets and a test set, under the names and at the steps that Megatron writes them."""
-    vars(settings).update(
-        multiple_validation_sets=True, validation_set_names=["code", "text"], save="s"
-    )
-    for name, value in (
-        (STATUS_FOLDER, str(tmp_path)),
-        ("LOCAL_RANK", "1"),
-        ("LOCAL_WORLD_SIZE", "2"),
-    ):
-        monkeypatch.setenv(name, value)
-    (tmp_path / TOLD).touch()
-    progress = Progress(on_gpu=False)
-
-    def results(prefix, forward_step, data, model, iteration, *rest):
-        for loss in (2.0, 3.0):
-            progress.evaluate_set(lambda *_, loss=loss: ({LOSS: torch.tensor(loss)}, None, False))
-
-    for after in ("", " on validation set", " on test set"):
-        progress.evaluate(results, f"iteration 20{after}", None, None, None, 20, None)
-    settings.validation_set_names = None
-    module.save(lambda iteration: None, 20)
-    told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
-    validations = [
-        (
-            e["step"],
-            e["loss"],
-            e["what"],
-        )
-        for e in told
-        if e["event"] == "validation"
-    ]
-    sets = ((2.0, "code"), (3.0, "text"))
-    kinds = ("validation", "test")
-    assert validations == [
-        (20, loss, f"{kind} loss {name}") for kind in kinds for loss, name in sets
-    ]
-    (saved,) = (event for event in told if event["event"] == "saved")
-    assert (saved["step"], saved["folder"]) == (20, "s")
-    stages = [event["stage"] for event in told if event["event"] == "stage"]
-    assert stages == [*["evaluating", None] * 2, "saving a checkpoint", None]
-
-
-@pytest.mark.parametrize(
-    ("evaluated_at", "in_time", "losses"),
-    [
-        (20, True, ["validation"]),
-        (10, True, ["validation", "final validation"]),
-        (20, False, ["final validation"]),
-    ],
-)
-def test_the_last_step_is_evaluated_once(monkeypatch, settings, evaluated_at, in_time, losses):
-    """Megatron evaluates it again after training, on other samples: two losses of one step, 1.9050
-    and 1.9729.
-    """
-    told = []
-    monkeypatch.setattr(module, "tell", lambda event, **facts: told.append((event, facts)))
+def test_an_evaluation_that_runs_out_of_time_leaves_no_timer_running(monkeypatch, told):
+    """--exit-duration-in-mins: the evaluation of the test set, which follows, failed."""
     cpu.install(force=True)
     timers = Timers(0, "minmax")
     monkeypatch.setattr(module, "get_timers", lambda: timers)
-    progress = Progress(on_gpu=False)
+    progress = Progress()
 
-    def results(prefix, forward_step, data, model, iteration, *rest):
+    def results(prefix, forward_step, iteration):
         timers("evaluate", log_level=0).start()
-        if in_time or " set" in prefix:
-            progress.evaluate_set(lambda *_: ({LOSS: torch.tensor(2.0)}, None, False))
-            timers("evaluate").stop()
-        else:
-            # --exit-duration-in-mins; the timer is left running
-            progress.evaluate_set(lambda *_: (None, None, True))
+        found = (None, None, True)
+        if "test" in prefix:
+            found = ({LOSS: torch.tensor(2.0)}, None, False)
+        progress.evaluate(lambda *_: found)
 
-    progress.evaluate(results, f"iteration {evaluated_at}", None, None, None, evaluated_at, None)
-    progress.evaluate(results, "iteration 20 on validation set", None, None, None, 20, None)
-    assert [
-        facts["what"].removesuffix(" loss") for event, facts in told if event == "validation"
-    ] == losses
+    progress.name_evaluation(results, "iteration 20 on validation set", None, iteration=20)
+    progress.name_evaluation(results, "iteration 20 on test set", None, 20)
+    expected = {"step": 20, "loss": 2.0, "at": "iteration 20 on test set"}
+    assert told == [("validation", expected)]
+
+
+def test_a_save_is_told_and_none_is_tried_without_a_place(monkeypatch, told):
+    settings = SimpleNamespace(save="s")
+    monkeypatch.setattr(module, "get_args", lambda: settings)
+    module.save(lambda iteration: None, 20)
+    assert told == [("saved", {"step": 20, "folder": "s"})]
+    settings.save = None
+    module.save(lambda iteration: 1 / 0, 21)
+
+
+def test_weights_and_biases_gets_our_metrics_too(monkeypatch):
+    wandb = mock.Mock(["log"])
+    writer = mock.Mock(["add_scalar"])
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
+    module.write({"muon/step_ms": 2.5}, 7)
+    assert wandb.log.mock_calls == [mock.call({"muon/step_ms": 2.5}, 7)]
+    assert writer.add_scalar.mock_calls == [mock.call("muon/step_ms", 2.5, 7)]
 
 
 def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monkeypatch):
     for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(STATUS_FOLDER, raising=False)
+    monkeypatch.setenv(REPORTS, str(tmp_path / "told"))
     assert not tells()
-    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path))
-    (tmp_path / TOLD).touch()
-    tell("stage", step=1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     tell("stage", step=2)
-    assert json.loads((tmp_path / TOLD).read_text()) == {"event": "stage", "step": 2}
-    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "gone"))
+    assert json.loads((tmp_path / "told").read_text()) == {"event": "stage", "step": 2}
+    monkeypatch.setenv(REPORTS, str(tmp_path / "gone/told"))
     tell("stage", step=3)  # the launcher was killed: training goes on
-    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "unread"))
-    (tmp_path / "unread").mkdir()
-    assert not tells()  # a node that no `train` watches wants the ends of ranks alone
+    monkeypatch.delenv(REPORTS)
+    assert not tells()
+
+
+def test_the_error_of_a_teams_block_is_the_blocks():
+    """Where teams owned every matrix there was no such metric."""
+    block = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    whole = _StepProbe(torch.device("cpu"), copies=1)
+    whole.block(block, 0.5)
+    parts = [_StepProbe(torch.device("cpu"), copies=1) for _ in range(2)]
+    team = SimpleNamespace(
+        ranks=(0, 1),
+        total=lambda part: (block / 0.5) @ (block / 0.5).mT,
+    )
+    for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
+        probe.block(part, 0.5, team)
+    error, measured = (
+        sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured")
+    )
+    assert measured == whole._measured.item() == 1.0
+    assert error == pytest.approx(whole._error.item(), rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def asked(tmp_path, monkeypatch):
         assert sys.argv == ["megatron-muon", *argv], "the run's records would name another command"
         lines.append(" ".join(argv))
         if argv[0] == "train":
-            Path(argv[argv.index("--out") + 1], "tensorboard").mkdir(parents=True)
+            Path(argv[argv.index("--out") + 1]).mkdir(parents=True)
         return 0
 
     monkeypatch.setattr(cli, "main", main)
@@ -34,17 +35,18 @@ def asked(tmp_path, monkeypatch):
 
 def test_a_second_quickstart_leaves_the_first_alone(asked):
     """It wrote over the first one's checkpoint, and both curves stood in one folder."""
-    for flags in ((), ("--muon-lr", "0.01"), ("--nproc", "4", "--", "--bf16")):
-        assert cli.main(["quickstart", *flags]) == 0
-    runs = (("runs/quickstart", "2", ""), ("runs/quickstart-2", "2", " -- --muon-lr 0.01"))
-    runs = (*runs, ("runs/quickstart-3", "4", " -- --bf16"))
+    assert cli.main(["quickstart"]) == 0
+    assert cli.main(["quickstart", "--nproc", "4", "--", "--bf16"]) == 0
+    later = asked[6].split()[-1]
+    assert re.fullmatch(r"runs/quickstart-\d{8}-\d{6}", later)
+    runs = (("runs/quickstart", "2", ""), (later, "4", " -- --bf16"))
     assert asked == [
         line
         for out, nproc, more in runs
         for line in (
             "data prepare --stdlib --output data/stdlib",
             f"train --config configs/quickstart.yaml --nproc {nproc} --out {out}{more}",
-            f"summary {out}",
+            f"compare {out}",
             f"generate --checkpoint {out} --prompt def ",
         )
     ]
@@ -56,7 +58,7 @@ def test_without_transformers_it_says_why_the_model_writes_nothing(asked, monkey
         importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
     )
     assert cli.main(["quickstart"]) == 0
-    assert [line.split()[0] for line in asked] == ["data", "train", "summary"]
+    assert [line.split()[0] for line in asked] == ["data", "train", "compare"]
     assert "transformers is not installed" in capsys.readouterr().out
 
 

@@ -44,8 +44,6 @@ NO_FUSION = ("--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-rope
 """Turn off kernels of Transformer Engine and Apex; megatron-core's plain implementations compute
 the same. The fusion of bias and GELU needs neither, and only it computes GELU's tanh approximation.
 """
-BY_PACKAGES = frozenset((NO_FUSED_GRADIENTS, "--transformer-impl", *NO_FUSION))
-"""Defaults for "cuda" that a machine with Transformer Engine or Apex does not need."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -34,7 +34,7 @@ from megatron_muon.megatron.flags.command_line import add_muon_arguments
 from megatron_muon.megatron.flags.refusals import FIELDS, MUONS, NEEDS_MUON, CheckedRun, check
 from megatron_muon.megatron.muon_config import with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
-from megatron_muon.megatron.patches.progress import log_to_both, show_progress
+from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.patching import Patches
 from megatron_muon.settings import LoadSettings, word_as_flags
@@ -264,7 +264,6 @@ PATCHES: dict[Callable[[Patches], None], str] = {
     use_shipped_dataset_helper: EVERY_RUN,
     patch_megatron_fsdp: MUON,
     show_progress: EVERY_RUN,
-    log_to_both: EVERY_RUN,
     name_parts: PROFILED,
     saving.split_swiglu: MEGATRON_FSDP,
     saving.save_beside_and_rename: MEGATRON_FSDP,

@@ -34,7 +34,8 @@ type Result = dict[str, Any]
 def run(args: argparse.Namespace) -> int:
     """Runs the checks on all ranks; the first rank prints verdicts and writes the report."""
     from megatron_muon.core.ranks import is_first_rank, of_all_ranks, say
-    from megatron_muon.megatron.provenance import private_names, provenance, public
+    from megatron_muon.megatron.provenance import provenance
+    from megatron_muon.tools.doctor.private_names import private_names, public
 
     with quiet_imports():
         import torch.distributed as dist

@@ -1,8 +1,6 @@
 """Starts torchrun and its ranks, reports their output, and leaves none of them behind. No torch.
 
-The ranks run in sessions of their own, so Ctrl-C reaches this process alone. It sends SIGTERM to
-the process that it launched, which forwards it to the ranks. What has not ended in time is killed;
-a second signal kills everything at once.
+Ranks run in sessions of their own, so Ctrl-C reaches this process alone, which sends them SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,23 +17,21 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import psutil
 
 from megatron_muon.megatron.provenance import cores
 
-ROOT = Path(__file__).resolve().parents[3]
-"""Holds the package, and pretrain_gpt.py in a checkout."""
+ROOT = Path(__file__).resolve().parents[3]  # a checkout has pretrain_gpt.py there
 
 type Show = Callable[[Mapping[str, Any]], object]
-"""Receives each event of a run: those of `megatron.TOLD`; `line`, a line of the ranks' output; and
-`signal`, once, with the number of the signal that this process received."""
+"""Receives each event of a run: those of `megatron.REPORTS`; `line`, a line of the ranks' output;
+and `signal`, once, with the number of the signal that this process received."""
 
 _SECONDS_TO_END = 15.0  # where there is nothing to save
 _SECONDS_BETWEEN_LOOKS = 0.05
-_MARK = "MEGATRON_MUON_LAUNCH"
-"""Environment variable shared by all processes of one launch; finds orphans, too."""
+_MARK = "MEGATRON_MUON_LAUNCH"  # variable shared by all processes of one launch, orphans too
 
 
 class Ended(NamedTuple):
@@ -45,23 +41,15 @@ class Ended(NamedTuple):
     signal: int | None = None
 
 
-def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """PYTHONPATH with the checkout before the entries of `env`; an installed package needs none."""
-    is_checkout = (ROOT / "pretrain_gpt.py").is_file()
-    entries = [str(ROOT) if is_checkout else "", env.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, entries))}
-
-
-def environment(
-    ranks: int, *, settings: Mapping[str, str] | None = None, port: int | None = None
-) -> dict[str, str]:
+def environment(ranks: int, *, port: int | None = None) -> dict[str, str]:
     """The environment of `ranks` local processes: cores shared evenly, gloo on loopback.
 
-    `settings` are ENV_VARS of an experiment file; the environment wins over them. `port` is the
-    rendezvous of processes that are not started by torchrun.
+    `port` is the rendezvous of processes that are not started by torchrun.
     """
-    env = {**(settings or {}), **os.environ}
-    env |= python_path(env)
+    env = dict(os.environ)
+    if (ROOT / "pretrain_gpt.py").is_file():  # a checkout; an installed package needs no path
+        entries = [str(ROOT), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, entries))
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     nodes = env.get("GROUP_WORLD_SIZE", "1")  # set by torchrun
     if sys.platform == "linux" and nodes == "1":
@@ -75,38 +63,25 @@ def environment(
 
 def torchrun(ranks: int, *program: str) -> list[str]:
     """Arguments of torchrun for `program`, a script or `-m MODULE`, on `ranks` processes."""
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    rendezvous += ["--local-addr", "127.0.0.1"]
-    return ["--nnodes", "1", "--nproc-per-node", str(ranks), *rendezvous, *program]
+    local = ["--standalone", "--local-addr", "127.0.0.1"]
+    return [*local, "--nproc-per-node", str(ranks), *program]
 
 
 def pretrain_program() -> tuple[str, ...]:
     """The program that trains: pretrain_gpt.py of a checkout, or the installed module."""
     script = ROOT / "pretrain_gpt.py"
-    if script.is_file():
-        return (str(script),)
-    return ("-m", "megatron_muon.pretrain_gpt")
+    return (str(script),) if script.is_file() else ("-m", "megatron_muon.pretrain_gpt")
 
 
-class Lines:
-    """Reads the lines that other processes append to a file, from `start` bytes on."""
-
-    def __init__(self, file: Path, start: int = 0) -> None:
-        self._file = file
-        self._position = start
-        self._rest = b""
-
-    def new(self, *, is_last: bool = False) -> list[str]:
-        """Whole lines since the last call; with `is_last` also an unfinished one."""
-        if not self._file.exists():
-            return []
-        with self._file.open("rb") as stream:
-            stream.seek(self._position)
-            *lines, self._rest = (self._rest + stream.read()).split(b"\n")
-            self._position = stream.tell()
-        if is_last and self._rest:
-            lines.append(self._rest)
-        return [line.decode("utf-8", "replace") for line in lines]
+def _new_lines(file: BinaryIO) -> Iterator[str]:
+    """Lines that others have appended to a file; an unfinished one is left for the next call."""
+    start = file.tell()
+    for line in iter(file.readline, b""):
+        if not line.endswith(b"\n"):
+            file.seek(start)
+            return
+        start = file.tell()
+        yield line[:-1].decode("utf-8", "replace")
 
 
 def watch(
@@ -117,7 +92,6 @@ def watch(
     show: Show = lambda _: None,
     reports: Path = Path(os.devnull),
     append: bool = False,
-    keeps: Sequence[int] = (),
     grace_s: float = _SECONDS_TO_END,
 ) -> Ended:
     """Runs a command to its end; signals end it, and no process outlives the call.
@@ -125,27 +99,27 @@ def watch(
     Args:
         log: receives stdout and stderr; `append` keeps its contents.
         show: receives each event within a twentieth of a second.
-        reports: file to which processes of the command write events, a line of JSON each.
-        keeps: descriptors that the command inherits, such as a lock's; its children do not.
+        reports: existing file to which processes of the command write events, a line of JSON each.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
     """
     mark = uuid.uuid4().hex
     received: list[int] = []
     deadline = math.inf
-    events = Lines(reports)
 
-    def show_new(*, is_last: bool = False) -> None:
-        for line in lines.new(is_last=is_last):
+    def show_new() -> None:
+        for line in _new_lines(lines):
             show({"event": "line", "line": line})
-        for line in events.new():
+        for line in _new_lines(events):
             with contextlib.suppress(ValueError):  # cut short on a full disk
                 show(json.loads(line))
 
     with (
         signals_handled(lambda number, _: received.append(number)),
         log.open("ab" if append else "wb") as output,
+        log.open("rb") as lines,
+        reports.open("rb") as events,
     ):
-        lines = Lines(log, output.tell())
+        lines.seek(output.tell())
         process = subprocess.Popen(
             command,
             env={**env, _MARK: mark},
@@ -153,7 +127,6 @@ def watch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            pass_fds=keeps,
         )
         try:
             while process.poll() is None:
@@ -168,13 +141,9 @@ def watch(
         finally:
             _kill(process, mark)  # orphans
             process.wait()
-            if received and deadline == math.inf:  # just before the end
-                show({"event": "signal", "signal": received[0]})
-            show_new(is_last=True)
+            show_new()
     status = process.returncode
-    if status < 0:
-        status = 128 - status
-    return Ended(status, received[0] if received else None)
+    return Ended(status if status >= 0 else 128 - status, received[0] if received else None)
 
 
 def _kill(launched: subprocess.Popen[bytes], mark: str) -> None:

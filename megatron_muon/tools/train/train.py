@@ -1,209 +1,171 @@
-"""Runs one experiment: `prepare` resolves it; `execute` writes its folder and runs its ranks.
+"""Runs one resolved experiment: writes its folder, runs its ranks, and summarizes its end.
 
-Neither prints: `execute` passes on each event of the run (`Show`). `run_folder` describes the
-folder's files.
+`--resume` reads config.yaml, which has every setting but for the folder's own places.
 """
 
 from __future__ import annotations
 
-import collections
-import os
+import json
+import math
+import re
 import shlex
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import ExitStatus
-from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER, TOLD
-from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, RunFolder, locate, read_json
+from megatron_muon.megatron import REPORTS
+from megatron_muon.megatron.flags.config_file import Flag
+from megatron_muon.megatron.places import CONFIG, LOG, RUN, SUMMARY, read_json
 from megatron_muon.megatron.provenance import origin
-from megatron_muon.tools.train import node, processes, run_folder
-from megatron_muon.tools.train.processes import Ended, Show
-from megatron_muon.tools.train.resolve import Request, Resolved, resolve
-from megatron_muon.tools.train.run_summary import failure_of, summary_of
+from megatron_muon.tools.parser import write_json
+from megatron_muon.tools.train import node, processes
+from megatron_muon.tools.train.processes import Show
+from megatron_muon.tools.train.resolve import FILLED_IN, Experiment
 
-_KEPT_LINES = 100
-"""Last lines of the output, some of which are shown if no rank left an error."""
+# needs no quotes in an experiment file
+_PLAIN = re.compile(r"(?!(null|true|false)\Z)[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z", re.IGNORECASE)
+_SECONDS_TO_SAVE = 600.0  # after a signal
 
-_SECONDS_TO_SAVE = 600.0
-"""Time for the ranks to finish their step and save, after a signal."""
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A resolved run, and the checkpoint that it continues."""
-
-    request: Request
-    resolved: Resolved
-    checkpoint: Path | None
-
-    @property
-    def folder(self) -> RunFolder:
-        """The places of its files."""
-        return self.resolved.folder
-
-    @property
-    def torchrun(self) -> list[str]:
-        """The arguments of torchrun."""
-        program = [*processes.pretrain_program(), "--config", str(self.folder.root / CONFIG)]
-        if self.checkpoint is not None:
-            program += ["--load", str(self.folder.checkpoints)]
-            for flag in self.resolved.flags:
-                if flag.name in node.FIRST_START_ONLY:
-                    program += [UNSET_FLAG, flag.name]
-        return processes.torchrun(self.resolved.ranks, *program)
-
-    @property
-    def shown_command(self) -> str:
-        """The run as a user would type it."""
-        return shlex.join(["torchrun", *self.torchrun])
+_OUTCOMES: dict[int, str] = {
+    ExitStatus.OK: "finished",
+    ExitStatus.USAGE: "refused",
+    ExitStatus.TEMPFAIL: "stopped",
+    ExitStatus.INTERRUPTED: "interrupted",
+}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run: its exit status, summary.json, and whether it was started.
+def torchrun(experiment: Experiment) -> list[str]:
+    """The arguments of torchrun: the resolved file, and the places that it leaves out."""
+    program = [*processes.pretrain_program(), "--config", str(experiment.root / CONFIG)]
+    for setting in experiment.settings:
+        if setting.is_place:
+            program += [setting.flag, *setting.values]
+    if experiment.resumes and experiment.args.save is not None:
+        program.append("--resume")
+    return processes.torchrun(experiment.ranks, *program)
 
-    `trace` are lines that explain a failure.
+
+def execute(experiment: Experiment, *, show: Show) -> dict[str, Any]:
+    """Runs an experiment to its end and writes its folder; returns the contents of summary.json.
+
+    A UserError if another run uses the folder, or has used it since the experiment was resolved.
     """
-
-    status: int
-    summary: Mapping[str, Any]
-    started: bool = True
-    trace: tuple[str, ...] = ()
-
-
-def prepare(request: Request) -> Experiment:
-    """Resolves a run; a dry run writes nothing.
-
-    Raises:
-        UserError: a mistake of the user, or a folder that is taken.
-        RunFailedError: the process that resolves failed; its output has been shown.
-    """
-    if request.out is not None:  # before the slow part
-        folder, _ = locate({}, {}, out=request.out, default="")
-        run_folder.check_free(folder, resume=request.resume)
-    resolved = resolve(request)
-    run_folder.check_free(resolved.folder, resume=request.resume)
-    checkpoint = resolved.folder.checkpoint if request.resume else None
-    return Experiment(request, resolved, checkpoint)
-
-
-def execute(experiment: Experiment, *, show: Show) -> Outcome:
-    """Runs a prepared experiment to its end and writes its folder.
-
-    Raises:
-        UserError: another run uses the folder, or has used it since `prepare`.
-    """
-    folder = experiment.folder
-    request = experiment.request
-    resolved = experiment.resolved
-    run_folder.check_free(folder, resume=request.resume)
-    with run_folder.claimed(folder.root) as lock:
-        run_folder.check_free(folder, resume=request.resume)
-        if request.resume and (done := _finished(experiment)):
-            return Outcome(0, done, started=False)
-        run = _run_record(experiment)
-        (folder.root / SUMMARY).unlink(missing_ok=True)
-        run_folder.write_json(folder.root / RUN, run)
-        heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:"
-        heading += f"\n{run['torchrun']}"
-        text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
-        (folder.root / CONFIG).write_text(text, "utf-8")
-        return _launch(experiment, run, lock, show)
+    root = experiment.root
+    with locked(Path(experiment.args.tensorboard_dir)):
+        experiment.check_free()
+        run = {
+            "command": shlex.join(["megatron-muon", *sys.argv[1:]]),
+            "torchrun": shlex.join(["torchrun", *torchrun(experiment)]),
+            **origin(),
+            "device": experiment.device,
+            "ranks": experiment.ranks,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        before = read_json(root / SUMMARY) if experiment.resumes else {}
+        root.mkdir(parents=True, exist_ok=True)
+        (root / SUMMARY).unlink(missing_ok=True)
+        write_json(root / RUN, run)
+        kept = [each for each in experiment.settings if not each.is_place]
+        flags = [(each.flag, each.values) for each in kept if each.source != FILLED_IN]
+        heading = f"Resolved at {run['started']}; runs alone:\n{run['torchrun']}"
+        text = config_text(flags, experiment.env, heading=heading)
+        (root / CONFIG).write_text(text, "utf-8")
+        status, last = _run_ranks(experiment, show)
+        summary = summary_of(experiment, status, last, before)
+        write_json(root / SUMMARY, summary)
+    return summary
 
 
-def _launch(experiment: Experiment, run: Mapping[str, Any], lock: int, show: Show) -> Outcome:
-    """Runs the ranks, whose parent inherits the `lock`; writes summary.json."""
-    folder = experiment.folder
-    output = collections.deque[str](maxlen=_KEPT_LINES)
-    diverged: list[int] = []
+def _run_ranks(experiment: Experiment, show: Show) -> tuple[int, dict[str, Any]]:
+    """Runs the ranks; the exit status of the run, and the last event of each kind."""
+    last: dict[str, Any] = {"error": None}
 
     def take(event: Mapping[str, Any]) -> None:
-        if event["event"] == "line":
-            output.append(event["line"])
-        elif event["event"] == "diverged":
-            diverged.append(event["step"])
+        kind = event["event"]
+        if kind == "line" and event["line"].startswith(node.ERROR):
+            last["error"] = event["line"].removeprefix(node.ERROR)
+        # the first validation of a step counts: other sets and the test set follow
+        elif kind != "validation" or event["step"] != last.get(kind, {}).get("step"):
+            last[kind] = event
         show(event)
 
-    env = processes.environment(run["ranks"], settings=experiment.resolved.env)
-    with tempfile.TemporaryDirectory(prefix="train-") as ends:
-        reports = Path(ends, TOLD)
-        reports.touch()  # without it the ranks report nothing
+    env = processes.environment(experiment.ranks)
+    with tempfile.TemporaryDirectory(prefix="train-") as folder:
+        reports = Path(folder, "events.jsonl")
+        reports.touch()
         ended = processes.watch(
-            [sys.executable, "-m", node.__name__, *experiment.torchrun],
-            folder.root / LOG,
-            env={**env, STATUS_FOLDER: ends, OWNS_PLACES: "1"},
+            [sys.executable, "-m", node.__name__, *torchrun(experiment)],
+            experiment.root / LOG,
+            env={**env, REPORTS: str(reports)},
             show=take,
             reports=reports,
-            append=experiment.checkpoint is not None,
-            keeps=[lock],
+            append=experiment.resumes,
             grace_s=_SECONDS_TO_SAVE,
         )
-        ranks = {file.stem: read_json(file) for file in Path(ends).glob("*.json")}
-    status = _exit_status(ended, ranks.get("0", {}).get("status"))
-    error, trace = failure_of(ranks.values(), output)
-    diverged_at = diverged[0] if diverged else None
-    found = summary_of(folder, status=status, error=error, run=run, diverged_at=diverged_at)
-    run_folder.write_json(folder.root / SUMMARY, found)
-    summary = read_json(folder.root / SUMMARY)
-    is_failure = summary["outcome"] == "failed" or status == 128 + signal.SIGKILL
-    explains = is_failure and not summary["diverged"]
-    return Outcome(status, summary, trace=trace if explains else ())
-
-
-def _exit_status(ended: Ended, rank: int | None) -> int:
-    """The run's status: the first rank's, if it left one."""
     if ended.signal == signal.SIGINT:
-        return ExitStatus.INTERRUPTED
-    if ended.signal is not None:
-        return rank if rank == ExitStatus.TEMPFAIL else 128 + ended.signal
-    if ended.status == 0:
-        return 0
-    return rank or ended.status
+        return ExitStatus.INTERRUPTED, last
+    if ended.signal is not None and ended.status != ExitStatus.TEMPFAIL:
+        return 128 + ended.signal, last
+    return ended.status, last
 
 
-def _finished(experiment: Experiment) -> dict[str, Any] | None:
-    """The summary of a run that has taken all its steps."""
-    summary = read_json(experiment.folder.root / SUMMARY)
-    steps = experiment.resolved.settings.get("train_iters")
-    if summary.get("outcome") != "finished" or steps is None:
-        return None
-    return summary if (summary.get("iterations") or 0) >= steps else None
-
-
-def _run_record(experiment: Experiment) -> dict[str, Any]:
-    """The contents of run.json."""
-    resolved = experiment.resolved
-    folder = experiment.folder
-    request = experiment.request
-    before = read_json(folder.root / RUN) if request.resume else {}
-    filled_in: list[str] = []
-    for flag in resolved.filled_in:
-        filled_in += [flag.name, *flag.values]
-    return {
-        "name": folder.root.resolve().name,
-        "folder": str(folder.root),
-        "command": request.command,
-        "torchrun": experiment.shown_command,
-        "directory": os.getcwd(),
-        "host": socket.gethostname(),
-        **origin(),
-        "config_files": list(resolved.files),
-        "config_hash": resolved.config_hash,
-        "device": resolved.device,
-        "ranks": resolved.ranks,
-        "settings": dict(resolved.settings),
-        "filled_in": filled_in,
-        "tensorboard_dir": str(folder.tensorboard),
-        "checkpoint_dir": str(folder.checkpoints) if folder.checkpoints else None,
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "starts": before.get("starts", 0) + 1,
-        "resumed_from": str(experiment.checkpoint) if experiment.checkpoint else None,
+def summary_of(
+    experiment: Experiment, status: int, last: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The contents of summary.json; figures that this start lacks are those of `before`."""
+    step = last.get("step", {})
+    figures = {
+        "iterations": max(last.get(kind, {}).get("step", 0) for kind in ("step", "saved")),
+        "loss": step.get("loss"),
+        "validation_loss": last.get("validation", {}).get("loss"),
+        "tokens_per_second": step.get("tokens_per_s"),
+        "optimizer_share": step.get("optimizer_share"),
+        "checkpoint": last.get("saved", {}).get("folder"),
     }
+    for name, value in figures.items():
+        figures[name] = value or before.get(name, value)
+    error = last["error"]
+    is_finite = math.isfinite(step.get("loss") or 0.0)
+    is_rejected = "diverged" in last or "Unexpected result" in (error or "")
+    return {
+        "outcome": _OUTCOMES.get(status, "failed"),
+        "status": status,
+        "error": error,
+        **figures,
+        "train_iters": experiment.args.train_iters,
+        "diverged": is_rejected or not is_finite,
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def config_text(flags: Iterable[Flag], env: Mapping[str, str], *, heading: str) -> str:
+    """An experiment file that `load_config` reads back as exactly these flags and variables."""
+    lines = [f"# {line}" for line in heading.splitlines()]
+    if env:
+        lines.append("ENV_VARS:")
+        lines += [f"  {name}: {_quoted(value)}" for name, value in env.items()]
+    lines.append("MODEL_ARGS:")
+    lines += [f"  {flag}: {_yaml(values)}" for flag, values in flags]
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(values: tuple[str, ...]) -> str:
+    if not values:
+        return "true"
+    items = [_quoted(value) for value in values]
+    is_switch = values[0].lower() in ("true", "false")
+    if len(values) == 1 and not is_switch and not values[0].startswith("["):
+        return items[0]
+    return f"[{', '.join(items)}]"
+
+
+def _quoted(text: str) -> str:
+    if _PLAIN.match(text):
+        return text
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)

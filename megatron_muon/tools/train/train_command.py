@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_muon.errors import UserError, settling
-from megatron_muon.megatron.places import CONFIG, RUN, read_json
+from megatron_muon.errors import ExitStatus, UserError, settling
+from megatron_muon.megatron.flags.config_file import given_flags
+from megatron_muon.megatron.places import CONFIG, RUN, SAVE, read_json
 from megatron_muon.tools.parser import CommandParser, positive
 from megatron_muon.tools.train.processes import sigterm_unwinds
-from megatron_muon.tools.train.run_folder import name_of
+from megatron_muon.tools.train.resolve import resolve
+from megatron_muon.tools.train.train import execute, torchrun
 from megatron_muon.tools.train.watcher import Watcher
-
-if TYPE_CHECKING:
-    from megatron_muon.tools.train.resolve import Request
 
 DESCRIPTION = """\
 Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load
 unchanged): launches torchrun with pretrain_gpt.py, shows a line for each log interval, and writes
-config.yaml, run.json, train.log (all output of the ranks), tensorboard/ and summary.json to the
-run's folder.
+config.yaml, run.json, train.log (all output of the ranks), tensorboard/, checkpoints/ and
+summary.json to the run's folder.
 """
 
 EXAMPLES = """\
@@ -32,11 +28,6 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --resume --out runs/first
-
-exit status:
-  that of the run: 0 finished, 1 failed, 2 a user's mistake, 16 the loss is not a number (Megatron),
-  75 stopped by SIGTERM after a checkpoint (continue with --resume), 130 Ctrl-C,
-  143 SIGTERM without a checkpoint
 """
 
 
@@ -50,88 +41,47 @@ def configure(parser: CommandParser) -> None:
         " the file's, and --unset FLAG removes one of the file's"
     )
     add = parser.add_argument
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="experiment file; optional with --resume --out DIR",
-    )
-    add(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="ranks on this machine (one for each GPU, or 1 without GPUs)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="the run's folder (by --tensorboard-dir or --save, else runs/NAME-TIME)",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue from the run's own checkpoint, if there is one",
-    )
-    add(
-        "--no-save",
-        action="store_true",
-        help="write no checkpoint (by default a run saves at its end and on Ctrl-C or SIGTERM)",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="check and show all settings; start and write nothing",
-    )
+    words = "experiment file; optional with --resume --out DIR"
+    add("--config", type=Path, metavar="FILE", help=words)
+    words = "ranks on this machine (one for each GPU, or 1 without GPUs)"
+    add("--nproc", type=positive, metavar="N", help=words)
+    words = "the run's folder, for all that no flag places elsewhere (runs/NAME-TIME)"
+    add("--out", type=Path, metavar="DIR", help=words)
+    words = "continue from the run's own checkpoint, if there is one"
+    add("--resume", action="store_true", help=words)
+    words = "write no checkpoint (by default a run saves at its end and on Ctrl-C or SIGTERM)"
+    add("--no-save", action="store_true", help=words)
+    words = "check and show all settings; start and write nothing"
+    add("--dry-run", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
-    with settling("reading the command line"):
-        request = request_of(args)
+    complete(args)
     watcher = Watcher()
     with watcher.screen:
-        watcher.enter(f"checking the settings of {request.config}")
-        from megatron_muon.tools.train.train import execute, prepare
-
+        watcher.enter(f"checking the settings of {args.config}")
         with sigterm_unwinds(), settling("checking the settings"):
-            experiment = prepare(request)
-        watcher.head(experiment, all_settings=args.dry_run)
+            experiment = resolve(args)
+        command = shlex.join(["torchrun", *torchrun(experiment)])
+        watcher.head(experiment, command, all_settings=args.dry_run)
         if args.dry_run:
             watcher.screen.print("dry run: nothing was started or written")
-            return 0
-        watcher.enter(f"starting the ranks ({experiment.resolved.ranks})")
-        outcome = execute(experiment, show=watcher.event)
-    watcher.end(outcome, experiment)
-    return outcome.status
+            return ExitStatus.OK
+        watcher.enter(f"starting the ranks ({experiment.ranks})")
+        summary = execute(experiment, show=watcher.event)
+    watcher.end(summary, experiment.root)
+    return int(summary["status"])
 
 
-def request_of(args: argparse.Namespace) -> Request:
-    """The request of a command line; a UserError for arguments that exclude each other."""
-    from megatron_muon.megatron.flags.config_file import pairs
-    from megatron_muon.tools.train.node import TO_GO_BACK
-    from megatron_muon.tools.train.resolve import Request
-
-    if args.no_save and pairs(args.flags, ("--save",)):
+def complete(args: argparse.Namespace) -> None:
+    """Completes the arguments; a UserError for some that exclude each other."""
+    if args.no_save and SAVE in given_flags(args.flags):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
-    if args.resume and pairs(args.flags, ("--ckpt-step",)) and not pairs(args.flags, ("--load",)):
-        raise UserError(TO_GO_BACK)
-    config = args.config
-    ranks = args.nproc
-    if args.resume and args.out:
-        config = config or args.out / CONFIG
-        ranks = ranks or read_json(args.out / RUN).get("ranks")
-    if config is None:
+    if args.resume:
+        if args.out is None:
+            raise UserError("--resume continues the run in a folder; give --out DIR")
+        args.config = args.config or args.out / CONFIG
+        args.nproc = args.nproc or read_json(args.out / RUN).get("ranks")
+    if args.config is None:
         raise UserError("give --config FILE, or --resume --out DIR to continue a run")
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # unique
-    return Request(
-        config=str(config),
-        flags=tuple(args.flags),
-        ranks=ranks,
-        out=str(args.out) if args.out else None,
-        default_out=f"runs/{name_of(config)}-{stamp}",
-        saves=not args.no_save,
-        resume=args.resume,
-        dry_run=args.dry_run,
-        command=shlex.join(("megatron-muon", *sys.argv[1:])),
-    )
