@@ -36,7 +36,16 @@ def _again(*ways: str) -> Any:
     """A fixture that runs a test once more in each of the ways, `wide`: a method of `Pool`."""
 
     @pytest.fixture(
-        params=["gloo", *(pytest.param(way, marks=pytest.mark.wide) for way in ways)],
+        params=[
+            "gloo",
+            *(
+                pytest.param(
+                    way,
+                    marks=pytest.mark.wide,
+                )
+                for way in ways
+            ),
+        ],
     )
     def way_of(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
         with (

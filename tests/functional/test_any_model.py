@@ -242,7 +242,13 @@ def test_checkpoints_go_on_in_any_layout(
     DTensors are in test_every_matrix.py.
     """
     given = SETTINGS[settings]
-    _, expected = ranks(1, weights, kind="plain", options=given, steps=2 * len(chain))[0]
+    _, expected = ranks(
+        1,
+        weights,
+        kind="plain",
+        options=given,
+        steps=2 * len(chain),
+    )[0]
     for number, layout in enumerate(chain):
         size, kind, options = LAYOUTS[layout]
         steps = (2 * number, 2 * number + 2)

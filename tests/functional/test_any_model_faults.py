@@ -87,7 +87,13 @@ def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks
     assert found == [([VICTIM], [VICTIM], [VICTIM], True)] * 2
 
 
-def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) -> tuple[str, bool]:
+def lost_on_one_rank(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    reader: str,
+) -> tuple[str, bool]:
     """In a worker: what a step, or a checkpoint, says on every rank once the last rank lost what it
     reads ahead.
     """
@@ -109,7 +115,13 @@ def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) ->
         getattr(training.optimizer, reader)()
     after = training.weights()
     training.optimizer.close()
-    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+    return str(caught.value), all(
+        torch.equal(
+            before[name],
+            after[name],
+        )
+        for name in before
+    )
 
 
 @pytest.mark.parametrize("reader", ["step", "state_dict"])
@@ -152,7 +164,13 @@ def changed_dtype(
         strict=True,
     )
     close = all(
-        torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs
+        torch.allclose(
+            local(one),
+            local(other),
+            rtol=0.03,
+            atol=0.03,
+        )
+        for one, other in pairs
     )
     after.step(third)
     return close, after.optimizer.param_groups[0]["rounding_steps"]

@@ -37,7 +37,15 @@ def test_every_flag_that_says_what_a_block_is(tmp_path, corpus):
         "--num-experts 2 --moe-router-topk 2 --muon-log-params --muon-split-gated-mlp"
         " --muon-split-heads --muon-exclude router layers.1.*linear_proj"
     )
-    line = (*cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, *SHARDED, *SWIGLU, *flags)
+    line = (
+        *cli.TINY,
+        *corpus,
+        *SIX_STEPS,
+        *cli.MUON,
+        *SHARDED,
+        *SWIGLU,
+        *flags,
+    )
     run = cli.torchrun(tmp_path, *line).checked()
     assert_trains(run, 6)
     optimizers = listed(run)

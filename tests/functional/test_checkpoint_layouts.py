@@ -100,7 +100,12 @@ def test_layouts_save_resume_and_reshard(
         *flags,
     )
     whole, resumed, back = (
-        f"{name}, {model}, {layout}, {sharding}" for name in ("whole", "resumed", "back")
+        f"{name}, {model}, {layout}, {sharding}"
+        for name in (
+            "whole",
+            "resumed",
+            "back",
+        )
     )
     first = ("--load", f"one-{model}", "--ckpt-step", "2", "--save", whole, "--save-interval", "1")
     run = training(*args, *first, ranks=4).checked()
@@ -108,7 +113,10 @@ def test_layouts_save_resume_and_reshard(
     # The second line of a start averages over its first step too, so only the first tells a single
     # step's loss.
     assert run.losses[0] == pytest.approx(one.losses[2], abs=1e-5)
-    assert run.iterations[0].grad_norm == pytest.approx(one.iterations[2].grad_norm, rel=1e-3)
+    assert run.iterations[0].grad_norm == pytest.approx(
+        one.iterations[2].grad_norm,
+        rel=1e-3,
+    )
 
     second = ("--load", whole, "--ckpt-step", "3", "--save", resumed, "--save-interval", "3")
     training(*args, *second, ranks=4).checked()
@@ -119,7 +127,12 @@ def test_layouts_save_resume_and_reshard(
 
     # The last iteration is done: the run saves again and ends.
     again = ("--load", whole, "--save", back, "--save-interval", "3")
-    assert warnings(training(*FULL, *MODELS[model], *again, ranks=1).checked()) == []
+    assert (
+        warnings(
+            training(*FULL, *MODELS[model], *again, ranks=1).checked(),
+        )
+        == []
+    )
     found = saved(training, back, 4)
     # of the other tensor-parallel rank
     of_peers = [name for name in expected if name.startswith("rng_state.(0, 1)")]

@@ -63,7 +63,10 @@ def arguments(training: Trainings, name: str, iteration: int = 6) -> Any:
     return content.read(folder, ["args"])["args"]
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(
+    found: dict[str, Any],
+    expected: dict[str, Any],
+) -> list[str]:
     """Names of entries that are not the same to the last bit, or not in both."""
     names = found.keys() ^ expected.keys()
     for name in found.keys() & expected.keys():

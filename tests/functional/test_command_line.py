@@ -83,7 +83,11 @@ def test_the_bare_line(tmp_path, capsys):
     assert list(rows) == ["muon", "adam"]
     # 4 layers of hidden size 256, 2 key-value heads of 4: qkv 512, proj 256, gate and up 1536 rows;
     # down 768 columns.
-    assert rows["muon"] == (16, 4 * 256 * (512 + 256 + 1536 + 768), pytest.approx(95.7))
+    assert rows["muon"] == (
+        16,
+        4 * 256 * (512 + 256 + 1536 + 768),
+        pytest.approx(95.7),
+    )
     assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
 
     folder = tmp_path / "runs/pretrain_gpt"

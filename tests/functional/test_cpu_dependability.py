@@ -20,7 +20,15 @@ def test_repeats_under_load_end_well(tmp_path):
     """
     line = (*cli.MUON, *cli.TINY, *ARGS, *cli.make_corpus(tmp_path))
     with ThreadPoolExecutor(3) as threads:
-        made = [threads.submit(cli.torchrun, tmp_path / name, *line, cold=True) for name in "abc"]
+        made = [
+            threads.submit(
+                cli.torchrun,
+                tmp_path / name,
+                *line,
+                cold=True,
+            )
+            for name in "abc"
+        ]
     first, *others = (one.result().checked().losses for one in made)
     assert len(first) == 10
     assert others == [first, first]

@@ -53,7 +53,14 @@ def advance(
         optimizer.step()
 
 
-def stepped(rank: int, world_size: int, *, layout: str, runs: list[Run], folder: str) -> Any:
+def stepped(
+    rank: int,
+    world_size: int,
+    *,
+    layout: str,
+    runs: list[Run],
+    folder: str,
+) -> Any:
     """In a worker: for each run the largest difference of each parameter."""
     torch.set_num_threads(1)
     held, found = Held(layout), []
@@ -95,7 +102,14 @@ def state_of(module: nn.Module, optimizer: Any) -> dict[str, Any]:
     )
 
 
-def saved(rank: int, world_size: int, *, layouts: list[str], run: Run, folder: str) -> None:
+def saved(
+    rank: int,
+    world_size: int,
+    *,
+    layouts: list[str],
+    run: Run,
+    folder: str,
+) -> None:
     """In a worker: half of the steps in each layout, and a checkpoint by torch's state dicts."""
     torch.set_num_threads(1)
     for layout in layouts:
@@ -104,7 +118,10 @@ def saved(rank: int, world_size: int, *, layouts: list[str], run: Run, folder: s
         optimizer = run.muon(parameters, folder)
         advance(held, parameters, optimizer, run.gradients[: STEPS // 2])
         module = placements.tree(parameters)
-        dcp.save(state_of(module, optimizer), checkpoint_id=f"{folder}/{layout} {world_size}")
+        dcp.save(
+            state_of(module, optimizer),
+            checkpoint_id=f"{folder}/{layout} {world_size}",
+        )
         optimizer.close()
 
 
@@ -155,7 +172,13 @@ def test_a_checkpoint_of_each_layout_continues_in_another(
     sizes = sorted({size for _, size in places})
     for size in sizes:
         ranks(size, saved, layouts=[layout for layout, of in places if of == size], **given)
-    others = [f"{layout} {size}" for layout, size in (*places[-1:], *places[:-1])]
+    others = [
+        f"{layout} {size}"
+        for layout, size in (
+            *places[-1:],
+            *places[:-1],
+        )
+    ]
     for size in sizes:
         pairs = [
             (layout, other)
@@ -168,7 +191,11 @@ def test_a_checkpoint_of_each_layout_continues_in_another(
 
 
 STACK, DENSE = "mlp.experts.up_proj", "layers.0.weight"
-SHAPES = {STACK: (5, 6, 7), DENSE: (8, 5), "norm.weight": (6,)}
+SHAPES = {
+    STACK: (5, 6, 7),
+    DENSE: (8, 5),
+    "norm.weight": (6,),
+}
 
 
 def faults(rank: int, world_size: int) -> Any:

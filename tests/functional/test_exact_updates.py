@@ -71,7 +71,14 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, world_size: int) -> Non
     The owner of a replicated matrix applies what it sent, rounded; with its own fp32 update, ranks
     would differ.
     """
-    alone, seen = (ranks(size, run, cases=ON_ANY_NUMBER)[0] for size in (1, world_size))
+    alone, seen = (
+        ranks(
+            size,
+            run,
+            cases=ON_ANY_NUMBER,
+        )[0]
+        for size in (1, world_size)
+    )
     for label in ON_ANY_NUMBER:
         assert_same_bits(alone[label], seen[label], label)
 
@@ -118,8 +125,21 @@ def test_the_comparison_can_fail(ranks: Pool) -> None:
     """Negative controls: none passes for the other, even with a large tolerance."""
     table = VARIANTS | BLOCKS | CLIPPED
     trained = {label: table[label] for _, label in OTHERS.values()}
-    seen = ranks(2, run, cases=BUGS | trained, sabotage=list(BUGS), steps=1)[0]
-    compared = [(bug, case, 2e-6 if bug == "norms" else 1e-4) for bug, case in BUGS.items()]
+    seen = ranks(
+        2,
+        run,
+        cases=BUGS | trained,
+        sabotage=list(BUGS),
+        steps=1,
+    )[0]
+    compared = [
+        (
+            bug,
+            case,
+            2e-6 if bug == "norms" else 1e-4,
+        )
+        for bug, case in BUGS.items()
+    ]
     compared += [(label, other, 1e-4) for other, label in OTHERS.values()]
     for label, case, atol in compared:
         with pytest.raises(AssertionError, match=r"(weight|momentum|second moment)( after 1|$)"):
@@ -131,7 +151,12 @@ def forms(trainer: Trainer) -> dict[str, Any]:
     state.
     """
     return {
-        f"{name}:{slot}": (type(value), value.dtype, value.shape, value._local_tensor.numel())
+        f"{name}:{slot}": (
+            type(value),
+            value.dtype,
+            value.shape,
+            value._local_tensor.numel(),
+        )
         for name, state in trainer.states().items()
         if "momentum_buffer" in state
         for slot, value in state.items()
@@ -144,7 +169,9 @@ def stepped(rank: int, world_size: int) -> Any:
     """
     found = []
     for settings in (ADAMUON, NORMUON):
-        trainer = Trainer(Case(layers=1, ffn=47, heads=3, query_groups=1, optimizer=settings))
+        trainer = Trainer(
+            Case(layers=1, ffn=47, heads=3, query_groups=1, optimizer=settings),
+        )
         before = forms(trainer)
         trainer.step()
         found.append((before, forms(trainer), trainer.shapes))

@@ -37,7 +37,12 @@ LAYOUTS = 20
 Rectangle = tuple[int, int, int, int]
 
 
-def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> list[Rectangle]:
+def rectangles(
+    rows: int,
+    cols: int,
+    world_size: int,
+    chance: random.Random,
+) -> list[Rectangle]:
     """Who holds what: strips of columns cut into rows, in any order of ranks.
 
     Ranks that are left over hold nothing or the same as another.
@@ -50,7 +55,13 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
             [0, *sorted(chance.sample(range(1, cols), strips - 1)), cols]
         )
         for row_start, row_stop in itertools.pairwise(
-            [0, *sorted(chance.choices(range(rows + 1), k=bands - 1)), rows]
+            [
+                0,
+                *sorted(
+                    chance.choices(range(rows + 1), k=bands - 1),
+                ),
+                rows,
+            ]
         )
     ]
     choices = [*cells, (0, 0, 0, 0)]
@@ -99,7 +110,11 @@ def updates(
         )
         shard = layout.matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"
-        return full.narrow(0, shard.row_start, shard.rows).narrow(1, shard.col_start, shard.cols)
+        return full.narrow(
+            0,
+            shard.row_start,
+            shard.rows,
+        ).narrow(1, shard.col_start, shard.cols)
 
     of_step = ByMatrix(rows, done.__setitem__)
     exchange.run(of_step, SILENT)

@@ -94,10 +94,21 @@ def trained(train: Trainings) -> Trained:
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(0, 257, (3, 30), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        0,
+        257,
+        (3, 30),
+        generator=torch.Generator().manual_seed(1),
+    )
 
 
-def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: str) -> torch.Tensor:
+def logits_of_megatron(
+    rank: int,
+    world_size: int,
+    *,
+    argv: list[str],
+    folder: str,
+) -> torch.Tensor:
     """In a worker: what megatron-core's own model computes before the first step, loaded by its own
     loop (--load).
     """
@@ -121,7 +132,9 @@ def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: s
         length = ids.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
         with torch.no_grad():
-            found.append(model[0].eval()(ids, torch.arange(length).expand_as(ids), mask))
+            found.append(
+                model[0].eval()(ids, torch.arange(length).expand_as(ids), mask),
+            )
         raise SystemExit(0)
 
     pretrain = megatron.training.pretrain

@@ -52,7 +52,9 @@ def trained_under_fsdp(
 
     def by_rows(p: torch.Tensor) -> Shard:
         """torchtitan's choice for fewer experts than ranks; FSDP2 needs equal parts then."""
-        return Shard(int(p.ndim > 2 and p.shape[1] % shape[-1] == 0))
+        return Shard(
+            int(p.ndim > 2 and p.shape[1] % shape[-1] == 0),
+        )
 
     options: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": by_rows if within else None}
     found = {}
@@ -89,12 +91,22 @@ def trained_alone(model: str) -> dict[str, torch.Tensor]:
     return whole.weights
 
 
-CASES = [(tuple(MODELS), shape, False) for shape in ((3,), (2, 2))]
+CASES = [
+    (
+        tuple(MODELS),
+        shape,
+        False,
+    )
+    for shape in ((3,), (2, 2))
+]
 CASES += [(MIXTURES, shape, True) for shape in ((4,), (2, 2))]
 USUAL = (MIXTURES[:1], (2,), True)
 
 
-@pytest.mark.parametrize(("models", "shape", "within"), wide_but([USUAL], [USUAL, *CASES]))
+@pytest.mark.parametrize(
+    ("models", "shape", "within"),
+    wide_but([USUAL], [USUAL, *CASES]),
+)
 def test_training_under_fsdp2_equals_training_in_one_process(
     ranks: Pool, models: tuple[str, ...], shape: tuple[int, ...], within: bool
 ) -> None:

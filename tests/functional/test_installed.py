@@ -109,7 +109,9 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
         env = environment(installed) | dict(word.split("=") for word in given.split())
         with (tmp_path / f"pod-{rank}.log").open("ab") as log:
             command = [*container["command"], script]
-            started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log))
+            started.append(
+                subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log),
+            )
         return started[-1]
 
     yield start

@@ -30,7 +30,10 @@ CASES = {
         "teams": Case(optimizer={"muon_team_size": "2"}),
         "adamuon": Case(optimizer=ADAMUON),
     },
-    4: {"tp2 hsdp": TP.but(instances=2), "no_shard": Case(layers=1, strategy="no_shard")},
+    4: {
+        "tp2 hsdp": TP.but(instances=2),
+        "no_shard": Case(layers=1, strategy="no_shard"),
+    },
 }
 
 
@@ -58,7 +61,11 @@ def measure(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
             "metrics": trainer.optimizer.metrics.latest,
             "update_rms": updates.square().mean().sqrt().item(),
             "momentum_norm": (
-                torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item()
+                torch.cat(
+                    [value.reshape(-1) for value in momentum.values()],
+                )
+                .norm()
+                .item()
             ),
         }
     return found
@@ -101,7 +108,11 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
         placed.pop("weight", None)
     generator = torch.Generator().manual_seed(0)
     parameters, gradients = {}, {}
-    shapes = {"weight": (8, 2), "apart": (10, 6), "experts.w": (12, 5, 3)}
+    shapes = {
+        "weight": (8, 2),
+        "apart": (10, 6),
+        "experts.w": (12, 5, 3),
+    }
     for name, shape in shapes.items():
         weight, gradient = torch.randn(2, *shape, generator=generator).unbind()
         if name == "experts.w":

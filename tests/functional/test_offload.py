@@ -114,7 +114,11 @@ def bits_of(trainer: Any) -> dict[str, torch.Tensor]:
     return bits
 
 
-def offloads(folder: Path, state: str = "momentum", **more: Any) -> list[dict[str, Any]]:
+def offloads(
+    folder: Path,
+    state: str = "momentum",
+    **more: Any,
+) -> list[dict[str, Any]]:
     """None; this state on cpu, on nvme, and half of it on nvme."""
     folder.mkdir(exist_ok=True)
     cpu = {"muon_offload": "cpu", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_state": state}
@@ -172,7 +176,12 @@ def training(ranks: Pool, tmp_path: Path) -> Trainings:
     corpus = cli.make_corpus(tmp_path)
     steps = cli.words("--train-iters 4 --save-interval 2 --eval-interval 3 --eval-iters 1")
     (tmp_path / "state").mkdir()
-    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps), batch=12)
+    return Trainings(
+        ranks,
+        tmp_path,
+        (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps),
+        batch=12,
+    )
 
 
 HOST = ("--muon-offload", "cpu")
@@ -195,7 +204,10 @@ MOVES = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "before", "after"), wide_but([MOVES[0]], MOVES))
+@pytest.mark.parametrize(
+    ("precision", "before", "after"),
+    wide_but([MOVES[0]], MOVES),
+)
 def test_checkpoints_are_the_same_wherever_state_lives(
     training: Trainings, every_way: str, precision: str, before: str, after: str
 ) -> None:
@@ -243,7 +255,13 @@ def anonymous_bytes() -> int:
     return 1024 * next(int(line.split()[1]) for line in status if line.startswith("RssAnon:"))
 
 
-def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
+def grow(
+    rank: int,
+    world_size: int,
+    *,
+    offload: str,
+    folder: str,
+) -> dict[str, int]:
     """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own
     memory.
     """
@@ -276,7 +294,13 @@ def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(
 ) -> None:
     """The process's own memory as the system counts it, and the count of tensors."""
     none, nvme = (
-        ranks(1, grow, offload=where, folder=str(tmp_path))[0] for where in ("none", "nvme")
+        ranks(
+            1,
+            grow,
+            offload=where,
+            folder=str(tmp_path),
+        )[0]
+        for where in ("none", "nvme")
     )
     momentum = none["device"]
     assert momentum == nvme["disk"] >= 10 * nvme["staging"]

@@ -133,7 +133,13 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, savin
 # before the first
 
 
-def make_stores(rank: int, world_size: int, *, folder: str, limit: int) -> list[bool]:
+def make_stores(
+    rank: int,
+    world_size: int,
+    *,
+    folder: str,
+    limit: int,
+) -> list[bool]:
     """In a worker: two stores of a run of which rank 1 alone has momentum; which are on disk."""
     from megatron_muon.core.layout import Shard
     from megatron_muon.offload.run import OffloadRun
@@ -159,7 +165,15 @@ def refusal_of_stores(rank: int, world_size: int, **settings: Any) -> str:
 def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
     """Story: they did not ask for failures with the others, who waited."""
     folder = str(tmp_path)
-    assert ranks(2, make_stores, folder=folder, limit=1 << 20) == [[True, True]] * 2
+    assert (
+        ranks(
+            2,
+            make_stores,
+            folder=folder,
+            limit=1 << 20,
+        )
+        == [[True, True]] * 2
+    )
     assert list(tmp_path.iterdir()) == []
     refusal, again = ranks(2, refusal_of_stores, folder=folder, limit=1 << 17)
     assert again == refusal

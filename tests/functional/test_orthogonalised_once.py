@@ -90,7 +90,11 @@ def blocks_of(
     return blocks
 
 
-def check(found: list[dict[str, Any]], case: Case, label: str = "") -> None:
+def check(
+    found: list[dict[str, Any]],
+    case: Case,
+    label: str = "",
+) -> None:
     """Each step has orthogonalised the blocks of the model once: all ranks together, or each by
     itself.
 

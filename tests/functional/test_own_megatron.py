@@ -31,7 +31,12 @@ FSDP = MUON[2:]
 STEPS = ("--global-batch-size", "4", "--train-iters", "4")
 
 
-def own(folder: Path, enabled: str, *flags: str, cold: bool = False) -> cli.Run:
+def own(
+    folder: Path,
+    enabled: str,
+    *flags: str,
+    cold: bool = False,
+) -> cli.Run:
     """Run the script on two ranks."""
     torchrun = cli.words("-m torch.distributed.run --standalone --nproc-per-node 2")
     line = [sys.executable, *torchrun, str(SCRIPT), *cli.TINY, *STEPS, *ON_CPU, *flags]
@@ -51,7 +56,11 @@ def test_a_script_of_ones_own_trains_saves_and_resumes_as_pretrain_gpt(ranks, tm
     """
     flags = (*corpus, *MUON, *cli.words("--save checkpoints --save-interval 3"))
     (tmp_path / "ours").mkdir()
-    ours = Trainings(ranks, tmp_path / "ours", (*cli.TINY, *STEPS, *flags))().checked()
+    ours = Trainings(
+        ranks,
+        tmp_path / "ours",
+        (*cli.TINY, *STEPS, *flags),
+    )().checked()
     first = own(tmp_path, "first", *flags, "--exit-interval", "3", cold=True)
     resumed = own(tmp_path, "last", *flags, "--load", "checkpoints")
     assert len(ours.losses) == 4

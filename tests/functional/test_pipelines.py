@@ -56,7 +56,12 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def stage_of(mesh: DeviceMesh, *, apart: Sequence[str] = (), is_sharded: bool = True) -> Stage:
+def stage_of(
+    mesh: DeviceMesh,
+    *,
+    apart: Sequence[str] = (),
+    is_sharded: bool = True,
+) -> Stage:
     """This rank's stage, by `fully_shard` over the other dimensions of the mesh, but for parameters
     that stay apart.
     """
@@ -187,7 +192,13 @@ def one_after_the_other(rank: int, world_size: int, *, case: str, folder: str) -
             optimizer.state_dict()
             optimizer.close()
             store.set(f"{case} {rank}", "")
-        peers = [f"{case} {rank}" for rank in (2 * stage, 2 * stage + 1)]
+        peers = [
+            f"{case} {rank}"
+            for rank in (
+                2 * stage,
+                2 * stage + 1,
+            )
+        ]
         store.wait(peers, timedelta(seconds=40))
     return True
 

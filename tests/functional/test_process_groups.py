@@ -68,7 +68,10 @@ UNEVEN = [(2, 0), (2, 1), (1, 0)]
 ONE_NODE = [(3, 0), (3, 1), (3, 2)]
 
 
-@pytest.mark.parametrize(("nodes", "size"), [(UNEVEN, "auto"), (ONE_NODE, "2")])
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [(UNEVEN, "auto"), (ONE_NODE, "2")],
+)
 def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, size: str) -> None:
     """Nodes of two ranks and of one: each rank divided by its own node's, and they waited for each
     other.
@@ -90,7 +93,12 @@ def refusal(rank: int, world_size: int, **how: Any) -> str:
 
 def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
     """It named 1 where 2 works."""
-    said = ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4")
+    said = ranks(
+        4,
+        refusal,
+        nodes=[(2, 0), (2, 1)] * 2,
+        team_size="4",
+    )
     message = "team_size 4 is more than the ranks of a node that share these matrices; use auto, "
     assert said == [message + "or 2"] * 4
 
@@ -146,7 +154,10 @@ def sums_among(rank: int, world_size: int) -> list[float]:
     world.bound_device_id = torch.device("cpu", 0)
     # torch 2.11 has the usual one alone
     has_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
-    for order in ([0, 1], [1, 0] if has_order else [0, 1]) * 2:
+    for order in (
+        [0, 1],
+        [1, 0] if has_order else [0, 1],
+    ) * 2:
         group = group_among(order, half)
         assert group.rank() == order.index(half.rank())
         assert timeout_of(group) == timeout_of(world) != timeout_of(half)

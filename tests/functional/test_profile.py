@@ -38,13 +38,26 @@ class Range(NamedTuple):
 def ranges(file):
     trace = json.loads(gzip.decompress(file.read_bytes()))
     events = (event for event in trace["traceEvents"] if event.get("cat") == "user_annotation")
-    return [Range(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events]
+    return [
+        Range(
+            event["name"],
+            event["ts"],
+            event["ts"] + event["dur"],
+        )
+        for event in events
+    ]
 
 
 def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks, tmp_path):
     places = cli.words("--tensorboard-dir run/tensorboard --save saves --save-interval 3")
     batches = cli.words("--load saves --micro-batch-size 2 --global-batch-size 4")
-    common = (*cli.TINY, *cli.make_corpus(tmp_path), *batches, *places, *cli.MUON)
+    common = (
+        *cli.TINY,
+        *cli.make_corpus(tmp_path),
+        *batches,
+        *places,
+        *cli.MUON,
+    )
     training = Trainings(ranks, tmp_path, common)
     training("--train-iters", "3").checked()
     traces = tmp_path / "run" / "torch_profile"

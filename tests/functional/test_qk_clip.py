@@ -48,7 +48,10 @@ def test_the_same_logits_come_to_the_threshold(ranks: Pool) -> None:
         if label == "bf16":
             assert second.logit == pytest.approx(THRESHOLD, rel=0.02)
         elif label in ("no_shard", "optim"):
-            assert [second.logit, third.logit] == pytest.approx([THRESHOLD] * 2, rel=1e-5), label
+            assert [second.logit, third.logit] == pytest.approx(
+                [THRESHOLD] * 2,
+                rel=1e-5,
+            ), label
         else:  # the second layer sees what the first one's attention has become
             assert THRESHOLD * (1 - 1e-5) <= second.logit <= 1.1 * THRESHOLD, label
 
@@ -115,7 +118,12 @@ def test_a_run_logs_the_largest_logit(ranks: Pool, tmp_path: Path) -> None:
     flags = (*cli.TINY, *cli.make_corpus(tmp_path), *cli.MUON, "--train-iters", "4")
     log = "--log-max-attention-logit --tensorboard-log-interval 1 --tensorboard-dir events"
     clip = "--qk-clip --qk-clip-threshold 0.05"
-    Trainings(ranks, tmp_path, flags, batch=4)(*cli.words(f"{log} {clip}")).checked()
+    Trainings(
+        ranks,
+        tmp_path,
+        flags,
+        batch=4,
+    )(*cli.words(f"{log} {clip}")).checked()
     points = read_events(tmp_path / "events").points("max_attention_logit")
     assert [point.step for point in points] == [1, 2, 3, 4]
     assert all(0.05 < point.value < 1.0 for point in points)

@@ -45,7 +45,13 @@ def sharded(model: Any, layout: str) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, batches: range, *, muon: bool, **options: Any) -> Any:
+def trained(
+    model: nn.Module,
+    batches: range,
+    *,
+    muon: bool,
+    **options: Any,
+) -> Any:
     """The largest logit of each step, and whole weights in the end; this rank takes `batches` of
     each step.
     """

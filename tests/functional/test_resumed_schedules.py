@@ -35,7 +35,17 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     """Eight steps of twelve sequences, of which every one is saved."""
     steps = ("--train-iters", str(STEPS), "--save-interval", "1")
     return Trainings(
-        ranks, tmp_path, (*cli.TINY, *corpus, *FULL, *SWIGLU, *steps, *SCHEDULE), batch=12
+        ranks,
+        tmp_path,
+        (
+            *cli.TINY,
+            *corpus,
+            *FULL,
+            *SWIGLU,
+            *steps,
+            *SCHEDULE,
+        ),
+        batch=12,
     )
 
 
@@ -82,7 +92,14 @@ def test_a_run_resumed_within_its_schedule_is_the_uninterrupted_one(
         assert warnings(run) == []
         first, second, *rest = whole.losses[done:]
         # The second line of a start averages over its first step too.
-        assert run.losses == [first, pytest.approx((first + second) / 2, abs=2e-6), *rest], name
+        assert run.losses == [
+            first,
+            pytest.approx(
+                (first + second) / 2,
+                abs=2e-6,
+            ),
+            *rest,
+        ], name
         for step in range(done + 1, STEPS + 1):
             different = differences(saved(training, name, step), saved(training, "whole", step))
             assert different == [], (name, step)

@@ -52,9 +52,20 @@ class Mixture(Net):
         x = self.embed_tokens(tokens[:, :-1])
         for layer in self.layers:
             x = x + layer(x)
-        x = x + self.back(self.narrow(x)) + torch.einsum("...i,eio->...o", x, self.experts)
+        x = (
+            x
+            + self.back(self.narrow(x))
+            + torch.einsum(
+                "...i,eio->...o",
+                x,
+                self.experts,
+            )
+        )
         scores = self.lm_head(self.norm(x))
-        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            scores.flatten(0, 1),
+            tokens[:, 1:].flatten(),
+        )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -155,7 +166,10 @@ def own_file(folder: Path) -> Path:
 
 
 def save_by_rank(run: Run, folder: Path) -> None:
-    torch.save([run.model.state_dict(), run.optimizer.state_dict()], own_file(folder))
+    torch.save(
+        [run.model.state_dict(), run.optimizer.state_dict()],
+        own_file(folder),
+    )
 
 
 def load_by_rank(run: Run, folder: Path) -> None:
@@ -169,7 +183,11 @@ def state_of(run: Run, options: StateDictOptions | None = None) -> dict[str, Any
     return {"model": model, "optimizer": optimizer}
 
 
-def set_state(run: Run, state: Mapping[str, Any], options: StateDictOptions | None = None) -> None:
+def set_state(
+    run: Run,
+    state: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> None:
     of_torch.set_state_dict(
         run.model,
         run.optimizer,
@@ -229,7 +247,10 @@ WAYS: dict[str, Way] = {
 }
 
 
-def different(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def different(
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+) -> list[str]:
     """The places where two runs differ, also in the type of a number."""
     if found.keys() != expected.keys():
         return sorted(found.keys() ^ expected.keys())
@@ -253,9 +274,20 @@ def saved_and_loaded(
 ) -> dict[str, Any]:
     """In a worker: for each way what differs after it."""
     torch.set_num_threads(1)
-    given = {**settings, **({"offload_dir": folder} if settings.get("offload") == "nvme" else {})}
+    given = {
+        **settings,
+        **({"offload_dir": folder} if settings.get("offload") == "nvme" else {}),
+    }
     first, second, third = frameworks.tokens(3)
-    run, found = Run(placement, given, seed=0, lr=0.02), dict[str, Any]()
+    run, found = (
+        Run(
+            placement,
+            given,
+            seed=0,
+            lr=0.02,
+        ),
+        dict[str, Any](),
+    )
     run.step(first)
     run.step(second)
     for way in ways:

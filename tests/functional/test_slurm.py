@@ -58,7 +58,11 @@ class Cluster:
     def submit(self, folder: Path, *arguments: str | Path) -> Job:
         """`sbatch ARGUMENTS` in a folder."""
         (folder / "logs").mkdir(parents=True)
-        return Job(self, self.call("sbatch", "--parsable", *arguments, cwd=folder).strip(), folder)
+        return Job(
+            self,
+            self.call("sbatch", "--parsable", *arguments, cwd=folder).strip(),
+            folder,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,11 @@ class Job:
         while not condition(self):
             late = time.monotonic() > deadline
             assert not late, "\n".join(
-                (str(self.shown), self.log(), self.log(0)[-5000:]),
+                (
+                    str(self.shown),
+                    self.log(),
+                    self.log(0)[-5000:],
+                ),
             )
             time.sleep(0.2)
 
@@ -182,7 +190,11 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     """Two nodes; every iteration once, and the losses of a run that nobody interrupted."""
     job = jobs["preempted"]
     corpus = cli.make_corpus(tmp_path)
-    whole = Trainings(ranks, tmp_path, (*cli.TINY, *FLAGS, *corpus))().checked()
+    whole = Trainings(
+        ranks,
+        tmp_path,
+        (*cli.TINY, *FLAGS, *corpus),
+    )().checked()
     assert len(whole.iterations) == STEPS
 
     assert job.ended() == "COMPLETED", job.log()

@@ -20,7 +20,12 @@ def test_a_sweep_trains_what_is_missing_and_ends_with_a_table(tmp_path: Path) ->
     model = cli.TINY[: cli.TINY.index("--eval-iters")]
     batches = "--global-batch-size 4 --train-iters 4 --log-interval 1"
     validation = "--eval-interval 2 --eval-iters 1"
-    flags = (*cli.make_corpus(tmp_path), *cli.MUON, *batches.split(), *validation.split())
+    flags = (
+        *cli.make_corpus(tmp_path),
+        *cli.MUON,
+        *batches.split(),
+        *validation.split(),
+    )
     write_config(tmp_path / "tiny.yaml", *model, *flags)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": path, "CONFIG": "tiny.yaml", "OUT": "s", "RATES": "muon:0.01 muon:1e20"}

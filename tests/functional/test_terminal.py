@@ -46,7 +46,16 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus):
     environ = cli.environment() | {"TERM": "xterm-256color"}
     for name in ("NO_COLOR", "COLUMNS", "LINES"):
         environ.pop(name, None)
-    line = [str(warm.PYTHON), *command("train", "--config", "tiny.yaml", "--out", "x")[1:]]
+    line = [
+        str(warm.PYTHON),
+        *command(
+            "train",
+            "--config",
+            "tiny.yaml",
+            "--out",
+            "x",
+        )[1:],
+    ]
     process = subprocess.Popen(
         line,
         cwd=tmp_path,

@@ -133,14 +133,25 @@ def alone(ranks: Pool) -> dict[str, Curve]:
     norm, zeros = ranks(1, gradient_statistics, case=SMALL)[0]
     assert norm == pytest.approx(found["small"][0].norm, rel=1e-6)
     assert zeros == found["small"][0].zeros
-    assert abs(found["QK-clip"][4].loss - found["dense"][4].loss) > 1e-3, "QK-clip must be at work"
+    assert (
+        abs(
+            found["QK-clip"][4].loss - found["dense"][4].loss,
+        )
+        > 1e-3
+    ), "QK-clip must be at work"
     return found
 
 
 def check(found: Curve, expected: Curve, label: str) -> None:
     """One curve is the other."""
-    assert found[0].norm == pytest.approx(expected[0].norm, rel=1e-5), f"{label}: gradient norm"
-    assert found[0].zeros == pytest.approx(expected[0].zeros, rel=1e-5), f"{label}: zeros"
+    assert found[0].norm == pytest.approx(
+        expected[0].norm,
+        rel=1e-5,
+    ), f"{label}: gradient norm"
+    assert found[0].zeros == pytest.approx(
+        expected[0].zeros,
+        rel=1e-5,
+    ), f"{label}: zeros"
     for number, (one, other) in enumerate(zip(found, expected, strict=False)):
         assert abs(one.loss - other.loss) <= 1e-4, (
             f"{label}: step {number} has loss {one.loss}, expected {other.loss}"
@@ -178,9 +189,13 @@ def test_bf16_trains_alike(ranks: Pool, alone: dict[str, Curve]) -> None:
 
 def test_models_of_which_little_trains_take_steps(ranks: Pool) -> None:
     """Ranks whose parameters were all frozen left the others waiting in a collective."""
-    for label, curve in ranks(2, curves, cases=spread(FROZEN, 1), steps=1, micro_batches=2)[
-        0
-    ].items():
+    for label, curve in ranks(
+        2,
+        curves,
+        cases=spread(FROZEN, 1),
+        steps=1,
+        micro_batches=2,
+    )[0].items():
         assert curve[0].loss < 10.0, label
 
 

@@ -55,7 +55,14 @@ def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(
     size, of_layout = LAYOUTS[layout]
     steps = cli.words("--train-iters 4 --save-interval 2 --eval-interval 3 --eval-iters 1 --bf16")
     more = cli.words("--muon-metrics-interval 1 --tensorboard-dir events")
-    flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *steps, *more, *of_layout)
+    flags = (
+        *cli.TINY,
+        *cli.make_corpus(tmp_path),
+        *FULL,
+        *steps,
+        *more,
+        *of_layout,
+    )
     training = Trainings(ranks, tmp_path, flags, batch=4)
     (tmp_path / "state").mkdir()
     disk = (
@@ -94,7 +101,10 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(
     (tmp_path / "momentum").mkdir()
     host, disk = {"offload": "cpu"}, {"offload": "nvme", "offload_dir": str(tmp_path / "momentum")}
     with ranks.two_memories():
-        for offload, steps in ((host, (0, 2)), (disk, (2, 4))):
+        for offload, steps in (
+            (host, (0, 2)),
+            (disk, (2, 4)),
+        ):
             given = {**options, **offload}
             found = ranks(
                 size, resumed, kind=kind, options=given, folder=str(tmp_path), steps=steps

@@ -81,14 +81,19 @@ for flag in ("--load", "--pretrained-checkpoint"):
     CASES[f"{flag} evil --use-checkpoint-args"] = words
 
 
-def in_one_process(directory: Path, cases: Iterable[str]) -> dict[str, tuple[int | str, str, str]]:
+def in_one_process(
+    directory: Path,
+    cases: Iterable[str],
+) -> dict[str, tuple[int | str, str, str]]:
     """The exit status, stdout and stderr of each case, as the first rank of two."""
     for name, text in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     (directory / "loop.yaml").symlink_to("loop.yaml")
     given, got = directory / "cases.json", directory / "results.json"
-    given.write_text(json.dumps({flags: [*RUN, *flags.split()] for flags in cases}))
+    given.write_text(
+        json.dumps({flags: [*RUN, *flags.split()] for flags in cases}),
+    )
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
     command = [sys.executable, "-c", ONE_PROCESS, str(given), str(got)]

@@ -139,9 +139,16 @@ class Case:
         return not any(part in name for part in self.frozen)
 
 
-def values_of(name: str, shape: Sequence[int], *, salt: str = "") -> torch.Tensor:
+def values_of(
+    name: str,
+    shape: Sequence[int],
+    *,
+    salt: str = "",
+) -> torch.Tensor:
     """Normal fp32 numbers that depend on the name alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{salt}/{name}".encode()))
+    generator = torch.Generator().manual_seed(
+        zlib.crc32(f"{salt}/{name}".encode()),
+    )
     return torch.randn(tuple(shape), generator=generator)
 
 

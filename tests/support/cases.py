@@ -193,7 +193,11 @@ BLOCKS_OVER_LAYOUTS = {
     "hybrid, latent attention, tp2": but(
         TP.but(hybrid="M+", query_groups=3, latent=True, query_latent=True), **OVER_TP
     ),
-    "expert tp2": but(MOE.but(swiglu=True, experts=2, expert_tensor=2), **GATED, **OVER_TP),
+    "expert tp2": but(
+        MOE.but(swiglu=True, experts=2, expert_tensor=2),
+        **GATED,
+        **OVER_TP,
+    ),
     "fewer query groups than tp4": but(TP4, **HEADS, **OVER_TP),
     "fused latents, tp2": but(
         TP.but(latent=True, query_latent=True, fused_down=True), **WHOLE, **OVER_TP
@@ -231,7 +235,11 @@ def of_layout(name: str, number: int) -> Group:
     """
     ranks, case = LAYOUTS_OF_TABLE[name]
     other = SHARDED[number % 2]
-    cases = {SHARDED[2]: case, other: case.but(strategy=other), "allgather": but(case, **GATHERED)}
+    cases = {
+        SHARDED[2]: case,
+        other: case.but(strategy=other),
+        "allgather": but(case, **GATHERED),
+    }
     if case.instances > 1:
         cases[OUTER] = case.but(outer="optim")
     variants = [*VARIANTS.items(), ("clip", Case(attention=CLIP))]
@@ -283,7 +291,12 @@ def _teams(ranks: int, size: str, *labels: str) -> Group:
         cases |= {label: VARIANTS[label] for label in ("cautious", "hyperball", "steps by name")}
         cases["tp2"] = BLOCKS_OVER_LAYOUTS["tp2 dp2"]
     again = ("delayed",) if ranks == 3 else ()
-    return Group(ranks, of_all(cases, muon_team_size=size), (("plain", "again"),), again=again)
+    return Group(
+        ranks,
+        of_all(cases, muon_team_size=size),
+        (("plain", "again"),),
+        again=again,
+    )
 
 
 REPLICATED = Case(layers=1, strategy="no_shard", optimizer=SHARED)
@@ -303,17 +316,41 @@ TABLE: dict[str, Group] = {
         often=True,
         again=("delayed",),
     ),
-    **{f"settings on {n}": Group(n, spread(SETTINGS, n), often=n == 2) for n in (2, 3)},
-    **{f"blocks on {n}": Group(n, spread(BLOCKS, n), often=n == 2) for n in (2, 3, 4)},
     **{
-        f"variants on {n}": Group(n, spread(VARIANTS | MORE_VARIANTS, n + 3), often=n == 3)
+        f"settings on {n}": Group(
+            n,
+            spread(SETTINGS, n),
+            often=n == 2,
+        )
+        for n in (2, 3)
+    },
+    **{
+        f"blocks on {n}": Group(
+            n,
+            spread(BLOCKS, n),
+            often=n == 2,
+        )
+        for n in (2, 3, 4)
+    },
+    **{
+        f"variants on {n}": Group(
+            n,
+            spread(VARIANTS | MORE_VARIANTS, n + 3),
+            often=n == 3,
+        )
         for n in (2, 3)
     },
     "clip on 2": Group(2, spread(CLIPPED, 2), again=("two_memories",)),
     "clip on 3": Group(3, spread(CLIPPED, 3)),
     "how rows travel": _travel(),
     **{
-        f"shared on {n}": Group(n, _SHARED, (("plenty", "tiny"),), n == 3, ("delayed",))
+        f"shared on {n}": Group(
+            n,
+            _SHARED,
+            (("plenty", "tiny"),),
+            n == 3,
+            ("delayed",),
+        )
         for n in (2, 3)
     },
     "blocks over layouts": Group(4, BLOCKS_OVER_LAYOUTS),
@@ -323,7 +360,14 @@ TABLE: dict[str, Group] = {
     "teams of 2 on 3": _teams(3, "2", "heads"),
     "teams of 2 on 4": _teams(4, "2", "gated mlp", "heads", "latent attention", "hybrid"),
     "teams of 4 on 4": _teams(4, "4", "experts", "stacked experts", "stacked experts, whole"),
-    **{f"frozen on {n}": Group(n, spread(FROZEN, n), often=n == 2) for n in (2, 3)},
+    **{
+        f"frozen on {n}": Group(
+            n,
+            spread(FROZEN, n),
+            often=n == 2,
+        )
+        for n in (2, 3)
+    },
     # Adam has the weights; Megatron-FSDP does not note where a part begins
     "clip, replicated parts": Group(
         4,

@@ -57,7 +57,13 @@ _VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: 
 def sizes(text: str) -> dict[str, int]:
     """Names and numbers, one after the other."""
     parts = text.split()
-    return dict(zip(parts[::2], map(int, parts[1::2]), strict=True))
+    return dict(
+        zip(
+            parts[::2],
+            map(int, parts[1::2]),
+            strict=True,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,9 @@ def environment(*, cold: bool = False) -> dict[str, str]:
     """The environment of a command; what it starts with torchrun has everything imported unless it
     is `cold`.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))),
+    )
     warmth = {} if cold else warm.PROCESS.environment()
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TMPDIR": str(warm.PROCESS.folder)}
     return {**os.environ, **own, **warmth}
@@ -162,7 +170,17 @@ def torchrun(
         str(ranks),
     ]
     return run(
-        [*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env, cold=cold
+        [
+            *command,
+            str(
+                ROOT / "pretrain_gpt.py",
+            ),
+            *args,
+        ],
+        cwd,
+        seconds=seconds,
+        env=env,
+        cold=cold,
     )
 
 
@@ -221,7 +239,10 @@ def make_corpus(directory: Path) -> tuple[str, ...]:
     chance = random.Random(0)
     documents = (" ".join(chance.choices(vocabulary, k=120)) for _ in range(60))
     source = directory / "documents.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents),
+        "utf-8",
+    )
     prepare([source], directory / "tiny")
     tokenizer = words("--tokenizer-type NullTokenizer --vocab-size 257")
     return ("--data-path", str(directory / "tiny"), *tokenizer)

@@ -74,7 +74,10 @@ class Model:
 
     def blocks(self, name: str, rows: int) -> list[slice]:
         """The rows of each of a matrix's blocks."""
-        sizes = next((sizes for part, sizes in self.split.items() if part in name), (rows,))
+        sizes = next(
+            (sizes for part, sizes in self.split.items() if part in name),
+            (rows,),
+        )
         if sizes == "interleaved":
             return [slice(0, rows, 2), slice(1, rows, 2)]
         assert not isinstance(sizes, str)
@@ -164,7 +167,11 @@ and a convolution.
 """
 
 WITH_SCANNED = MODELS | {
-    SCANNED: Model({}, split={"up_proj": (4, 6)}, flatten={"projection": True})
+    SCANNED: Model(
+        {},
+        split={"up_proj": (4, 6)},
+        flatten={"projection": True},
+    )
 }
 
 
@@ -253,7 +260,10 @@ def run_of(name: str, settings: str) -> Run:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
 
-    def randoms(scale: float, shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
+    def randoms(
+        scale: float,
+        shapes: Mapping[str, Sequence[int]],
+    ) -> dict[str, torch.Tensor]:
         return {
             key: scale * torch.randn(tuple(shape), generator=generator)
             for key, shape in shapes.items()

@@ -30,7 +30,11 @@ class Net(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH))
+            nn.Sequential(
+                nn.Linear(WIDTH, INNER),
+                nn.GELU(),
+                nn.Linear(INNER, WIDTH),
+            )
             for _ in range(2)
         )
         self.narrow, self.back = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH)
@@ -44,7 +48,10 @@ class Net(nn.Module):
             x = x + layer(x)
         x = x + self.back(self.narrow(x))
         scores = self.lm_head(self.norm(x))
-        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        return nn.functional.cross_entropy(
+            scores.flatten(0, 1),
+            tokens[:, 1:].flatten(),
+        )
 
 
 def device() -> str:
@@ -57,7 +64,14 @@ def tokens(steps: int) -> list[torch.Tensor]:
     process.
     """
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(WORDS, (4, 9), generator=generator) for _ in range(steps)]
+    batches = [
+        torch.randint(
+            WORDS,
+            (4, 9),
+            generator=generator,
+        )
+        for _ in range(steps)
+    ]
     return [batch.to(device()) for batch in batches]
 
 
@@ -69,7 +83,9 @@ class Training:
 
     model: nn.Module
     optimizer: Any
-    whole: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: full(tensor))
+    whole: Callable[[torch.Tensor], torch.Tensor] = field(
+        default=lambda tensor: full(tensor),
+    )
 
     def step(self, batch: torch.Tensor) -> float:
         self.optimizer.zero_grad()
@@ -138,7 +154,11 @@ def fsdp2(
 
 def fsdp2_tp(**settings: Any) -> Training:
     """Layers cut by tensor parallelism over two ranks, rows and columns, beside `fully_shard`."""
-    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        device(),
+        (dist.get_world_size() // 2, 2),
+        mesh_dim_names=("dp", "tp"),
+    )
     model = Net().to(device())
     plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
     plan |= {"narrow": ColwiseParallel(), "back": RowwiseParallel()}

@@ -40,4 +40,8 @@ class FusedAdam(torch.optim.Optimizer):
                     state["exp_avg_sq"] * beta2 + (1 - beta2) * gradient * gradient
                 )
                 rms = state["exp_avg_sq"].div(1 - beta2**count).sqrt_().add_(group["eps"])
-                parameter.addcdiv_(state["exp_avg"], rms, value=-group["lr"] / (1 - beta1**count))
+                parameter.addcdiv_(
+                    state["exp_avg"],
+                    rms,
+                    value=-group["lr"] / (1 - beta1**count),
+                )

@@ -94,7 +94,9 @@ def build_gpt(case: Case, config: Any) -> torch.nn.Module:
     if case.stacked:
         config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
     for layer in model.decoder.layers if case.stacked else ():
-        layer.mlp.experts = torch.nn.ModuleDict({name: torch.nn.Module() for name in STACKED})
+        layer.mlp.experts = torch.nn.ModuleDict(
+            {name: torch.nn.Module() for name in STACKED},
+        )
         for name, module in layer.mlp.experts.items():
             module.weight = torch.nn.Parameter(torch.empty(case.stacked, *STACKED[name]))
             module.weight.allreduce = False  # as megatron-core marks the weights of experts

@@ -124,7 +124,12 @@ class Trainer:
         self._advance(result)
         return result
 
-    def train(self, tokens: torch.Tensor, *, micro_batches: int = 1) -> tuple[float, Any]:
+    def train(
+        self,
+        tokens: torch.Tensor,
+        *,
+        micro_batches: int = 1,
+    ) -> tuple[float, Any]:
         """One training step as megatron.training makes it; the mean loss of the global batch, and
         step()'s result.
 
@@ -181,7 +186,15 @@ class Trainer:
         copies = {name: p._local_tensor.detach().clone() for name, p in self.parameters.items()}
         for name, state in self.states().items():
             for slot, value in state.items():
-                copies[f"{name}:{slot}"] = getattr(value, "_local_tensor", value).detach().clone()
+                copies[f"{name}:{slot}"] = (
+                    getattr(
+                        value,
+                        "_local_tensor",
+                        value,
+                    )
+                    .detach()
+                    .clone()
+                )
         return copies
 
     def _advance(self, result: Any) -> None:
@@ -189,7 +202,10 @@ class Trainer:
             self.steps_done += 1
             self._schedule.step(1)
 
-    def _write(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor]) -> None:
+    def _write(
+        self,
+        gradient: Callable[[str, Sequence[int], int], torch.Tensor],
+    ) -> None:
         sharded = self.case.strategy != "no_shard"
         for name, parameter in self.parameters.items():
             original = parameter.orig_param

@@ -80,4 +80,6 @@ if __name__ == "__main__":
             getattr(p, "_local_tensor", p).detach().cpu().numpy().tobytes()
             for p in model.parameters()
         ]
-        sys.stdout.write(f"weights of rank {args.rank}: {zlib.crc32(b''.join(weights))}\n")
+        sys.stdout.write(
+            f"weights of rank {args.rank}: {zlib.crc32(b''.join(weights))}\n",
+        )

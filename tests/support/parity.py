@@ -116,7 +116,13 @@ def tolerance(case: Case) -> float:
     return 0.0 if settings["decoupled_weight_decay"] else 1e-6
 
 
-def check(seen: Seen, case: Case, *, atol: float | None = None, label: str = "") -> None:
+def check(
+    seen: Seen,
+    case: Case,
+    *,
+    atol: float | None = None,
+    label: str = "",
+) -> None:
     """Compare with the reference on whole matrices; by default to the case's tolerance."""
     reference, clipped = Reference(case, seen.shapes, steps=seen.steps), 0
     for step in range(1, seen.steps + 1):
@@ -159,7 +165,13 @@ def largest_logits(case: Case, layer: int, step: int, ranks: int) -> Sequence[fl
     return torch.stack(of_ranks).amax(0).tolist()
 
 
-def assert_same_bits(one: Seen, other: Seen, label: str = "", *, atol: float = 0.0) -> None:
+def assert_same_bits(
+    one: Seen,
+    other: Seen,
+    label: str = "",
+    *,
+    atol: float = 0.0,
+) -> None:
     """Weights and state are the same, or at most `atol` apart."""
     for step in one.after:
         for kind, tensors in one.after[step].items():

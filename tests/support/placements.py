@@ -89,7 +89,13 @@ LAYOUTS: dict[str, dict[int, tuple[Cut, Cut]]] = {
     "hsdp x ep": _on("1 2 2 | R S0 R | R s0 S0"),
     "replicas of all": _on("2 2 | S0 | R R"),
     "shards of shards": _on("2 2 | S0 S0 | S0 S0"),
-    "plain beside fsdp": {size: (PLAIN, Cut((size,), "S0")) for size in (2, 4)},
+    "plain beside fsdp": {
+        size: (
+            PLAIN,
+            Cut((size,), "S0"),
+        )
+        for size in (2, 4)
+    },
     "experts apart": {
         2: (
             Cut((2,), "S0"),
@@ -193,7 +199,12 @@ class Held:
 
     def parameters(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
         """Parameters with these values."""
-        return {name: nn.Parameter(self.tensor(name, whole)) for name, whole in wholes.items()}
+        return {
+            name: nn.Parameter(
+                self.tensor(name, whole),
+            )
+            for name, whole in wholes.items()
+        }
 
     def give(
         self,
@@ -214,7 +225,13 @@ class Held:
         for name, p in parameters.items():
             mine, theirs = local_of(p), self.local(name, wholes[name])
             assert mine.shape == theirs.shape, (name, mine.shape, theirs.shape)
-            found[name] = float((mine - theirs).abs().max()) if mine.numel() else 0.0
+            found[name] = (
+                float(
+                    (mine - theirs).abs().max(),
+                )
+                if mine.numel()
+                else 0.0
+            )
             if math.isnan(found[name]):
                 found[name] = math.inf
         return found

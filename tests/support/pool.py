@@ -84,7 +84,12 @@ class Pool:
             raise RankError(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
         return [result for _, result in answers]
 
-    def start(self, world_size: int, function: Callable[..., Any], **kwargs: Any) -> list[_Worker]:
+    def start(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        **kwargs: Any,
+    ) -> list[_Worker]:
         """Start a task; the first answer of each worker is ("started", process id)."""
         for index in range(len(self._workers), world_size):
             self._workers.append(_Worker(index, self._folder))

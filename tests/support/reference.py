@@ -36,7 +36,11 @@ def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
 
 
-def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] | None:
+def row_blocks(
+    case: Case,
+    name: str,
+    shape: Sequence[int],
+) -> list[list[int]] | None:
     """The rows of each block of a matrix, or of one expert of a stack; None for one block.
 
     Walks through the heads of Megatron's fused matrices row by row and says what each row belongs
@@ -121,7 +125,11 @@ def in_projection(name: str) -> list[tuple[str, int]]:
     ]
 
 
-def rows_to_scale(case: Case, name: str, gamma: list[float]) -> Iterator[tuple[int, float]]:
+def rows_to_scale(
+    case: Case,
+    name: str,
+    gamma: list[float],
+) -> Iterator[tuple[int, float]]:
     """Each row of a projection with its factor of QK-clip, by walking through the heads; `gamma` is
     of each group.
     """
@@ -145,7 +153,12 @@ def rows_to_scale(case: Case, name: str, gamma: list[float]) -> Iterator[tuple[i
 class SplitMuon(Muon):
     """emerging-optimizers' Muon that orthogonalises blocks of rows alone."""
 
-    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+    def orthogonalize(
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        **_group: Any,
+    ) -> torch.Tensor:
         update = torch.empty_like(grad)
         for rows in p.row_blocks:  # type: ignore[attr-defined]
             update[rows] = self.scaled_orthogonalize_fn(grad[rows])
@@ -157,7 +170,12 @@ class SplitAdaptiveMuon(AdaptiveMuon):
     its own shape.
     """
 
-    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+    def orthogonalize(
+        self,
+        p: torch.Tensor,
+        grad: torch.Tensor,
+        **_group: Any,
+    ) -> torch.Tensor:
         self.blocks = p.row_blocks  # type: ignore[attr-defined]
         return SplitMuon.orthogonalize(self, p, grad)  # type: ignore[arg-type]
 
@@ -294,7 +312,11 @@ class Reference:
         whole = torch.stack(list(parts)) if len(self.shapes[name]) == 3 else parts[0]
         return whole.detach().clone()
 
-    def _muon(self, matrices: list[torch.nn.Parameter], ns_steps: int) -> torch.optim.Optimizer:
+    def _muon(
+        self,
+        matrices: list[torch.nn.Parameter],
+        ns_steps: int,
+    ) -> torch.optim.Optimizer:
         settings = self.case.settings
         common = {
             "lr": settings["lr"],

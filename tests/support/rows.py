@@ -65,4 +65,7 @@ class ByMatrix:
             assert held.of not in self.applied, "an update is applied twice"
             self.applied.append(held.of)
             update = chunk.updates[held.start : held.start + held.shard.numel]
-            self._apply(held.of, update.view(held.shard.rows, held.shard.cols).clone())
+            self._apply(
+                held.of,
+                update.view(held.shard.rows, held.shard.cols).clone(),
+            )

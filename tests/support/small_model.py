@@ -13,7 +13,9 @@ class Model(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(10, 6)
         self.conv = nn.Conv2d(1, 2, 3)
-        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 6)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(6, 8), nn.Linear(8, 6)],
+        )
         self.scale = nn.Parameter(torch.ones(()))
         self.lm_head = nn.Linear(6, 10, bias=False)
 
@@ -28,4 +30,8 @@ def give_gradients(parameters: Iterable[torch.Tensor], seed: int = 0) -> None:
     """Random gradients, the same for the same shapes and seed."""
     generator = torch.Generator().manual_seed(seed)
     for p in parameters:
-        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p.dtype)
+        p.grad = torch.randn(
+            p.shape,
+            generator=generator,
+            dtype=torch.float32,
+        ).to(p.dtype)

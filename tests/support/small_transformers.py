@@ -49,7 +49,12 @@ def model_of(config: str, *, attention: str = "sdpa", **changes: Any) -> Any:
 
 def batch_of(seed: int, *, length: int = 11) -> dict[str, torch.Tensor]:
     """Two texts; the first has padding on its left."""
-    tokens = torch.randint(1, 32, (2, length), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        1,
+        32,
+        (2, length),
+        generator=torch.Generator().manual_seed(seed),
+    )
     seen = torch.ones_like(tokens)
     seen[0, :3] = 0
     return {"input_ids": tokens, "attention_mask": seen, "labels": tokens}

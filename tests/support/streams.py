@@ -26,7 +26,13 @@ Clock = dict[str, int]
 
 def later(one: Clock, other: Clock) -> Clock:
     names = one.keys() | other.keys()
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in names}
+    return {
+        name: max(
+            one.get(name, 0),
+            other.get(name, 0),
+        )
+        for name in names
+    }
 
 
 @dataclass
@@ -189,7 +195,13 @@ class Gpu(TorchDispatchMode):
 
         return watched
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(
             value.alias_info and not value.alias_info.is_write for value in func._schema.returns
@@ -209,7 +221,12 @@ class Gpu(TorchDispatchMode):
         self._run(self.current, func._schema.name, found)
         return result
 
-    def _run(self, line: Line, operation: str, found: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    def _run(
+        self,
+        line: Line,
+        operation: str,
+        found: Iterable[tuple[torch.Tensor, bool]],
+    ) -> None:
         line.clock[line.name] = line.clock.get(line.name, 0) + 1
         for tensor, writes in found:
             self._note(tensor, writes, line, operation)
@@ -219,7 +236,12 @@ class Gpu(TorchDispatchMode):
             return
         start = tensor.data_ptr()
         last = sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            (size - 1) * stride
+            for size, stride in zip(
+                tensor.shape,
+                tensor.stride(),
+                strict=True,
+            )
         )
         end = start + (last + 1) * tensor.element_size()
         self._alive.append(tensor.untyped_storage())

@@ -110,7 +110,13 @@ def _put[T: torch.Tensor](tensor: T, where: torch.device) -> T:
 class _Apart(TorchDispatchMode):
     """Refuses what mixes places, and gives results the place of what they are computed from."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         found = _tensors(args, kwargs)
         if any(issubclass(kind, DTensor) for kind in types):

@@ -118,7 +118,14 @@ def serve(address: str) -> dict[str, Any]:
     os.rename(f"{address}.new", address)  # who sees it can connect
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     while True:
-        if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+        if (
+            sys.stdin
+            in select.select(
+                [listener, sys.stdin],
+                [],
+                [],
+            )[0]
+        ):
             shutil.rmtree(Path(address).parent, ignore_errors=True)  # the tests were killed
             os._exit(0)
         connection, _ = listener.accept()

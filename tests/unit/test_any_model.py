@@ -214,7 +214,10 @@ def test_state_dicts_go_on_as_if_nothing_had_happened(dtype: torch.dtype, kind: 
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.SGD, torch.optim.AdamW, torch.optim.Muon],
+)
 def test_a_state_of_another_optimizer_is_refused(kind: Any) -> None:
     """SGD's has momentum of the same name, which is a sum and not an average."""
     p = nn.Parameter(torch.eye(4))

@@ -70,7 +70,9 @@ def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
         layers.append(nn.ModuleDict())
         layers[-1]["qkv"] = nn.Linear(8, 16)
         layers[-1]["up"] = nn.Linear(8, 24 if number else 8, bias=False)
-    model = nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(8, 10, bias=False)})
+    model = nn.ModuleDict(
+        {"layers": layers, "lm_head": nn.Linear(8, 10, bias=False)},
+    )
     optimizer = megatron_muon.Muon(
         model.named_parameters(), split={"qkv": (8, 4, 4)}, exclude=["layers.1.up"]
     )
@@ -83,7 +85,14 @@ def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
         "adamw 1 24 x 8 layers.1.up.weight (exclude)",
         "adamw 1 10 x 8 lm_head.weight (output layer)",
     ]
-    assert optimizer.table(full=True).count("\n") == 4 + len(list(model.parameters())) - 1
+    assert (
+        optimizer.table(full=True).count("\n")
+        == 4
+        + len(
+            list(model.parameters()),
+        )
+        - 1
+    )
 
 
 ROWS = torch.arange(16)
@@ -92,13 +101,19 @@ BLOCKS: list[tuple[Any, Sequence[torch.Tensor]]] = [
     (np.int64(4), ROWS.split(4)),
     ((6, 2), ROWS.split([6, 2, 6, 2])),
     ("interleaved", [ROWS[0::2], ROWS[1::2]]),
-    (("interleaved", 6, 2), [PAIRS[:, :6].flatten(), PAIRS[:, 6:].flatten()]),
+    (
+        ("interleaved", 6, 2),
+        [PAIRS[:, :6].flatten(), PAIRS[:, 6:].flatten()],
+    ),
     ("whole", [ROWS]),
 ]
 
 
 @pytest.mark.parametrize(("split", "blocks"), BLOCKS)
-@pytest.mark.parametrize("shape", [(16, 8), (2, 3, 16, 8)])
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 8), (2, 3, 16, 8)],
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_of_a_matrix_or_of_each_in_a_stack_step_as_separate_matrices(
     split: Any,

@@ -92,7 +92,13 @@ class Quantized(torch.Tensor):
         self.codes = codes
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         assert func == torch.ops.aten.detach.default
         return Quantized(args[0].codes)
 
@@ -103,7 +109,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "1D without names": (groups(ONE, of(3)), r"parameter 1 has shape \(3,\)"),
     "4D by pattern": (wrong(matrices=["conv.weight"]), "only parameters that are not among these"),
     "a kernel by group": (
-        groups({"params": [("w", of(8, 3, 5, 5))], "optimizer": "muon"}),
+        groups(
+            {"params": [("w", of(8, 3, 5, 5))], "optimizer": "muon"},
+        ),
         r"w has shape \(8, 3, 5, 5\); .* if it is a convolution or in",
     ),
     "twice": (groups(("a", ONE), ("b", ONE)), "b is given twice"),
@@ -184,7 +192,12 @@ def test_fsdps_cpu_offload_is_refused(four_ranks: None) -> None:
 
 def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) -> None:
     row = init_device_mesh("cpu", (4,))
-    given = [("experts.w", sharded((8, 3, 3), row, _StridedShard(0, split_factor=2)))]
+    given = [
+        (
+            "experts.w",
+            sharded((8, 3, 3), row, _StridedShard(0, split_factor=2)),
+        )
+    ]
     with pytest.raises(ValueError, match=r"experts.w"):
         megatron_muon.Muon(given)
     given = [("w", sharded((4, 8, 3), row, Shard(1)))]

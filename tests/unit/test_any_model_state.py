@@ -147,7 +147,10 @@ def test_gradients_may_be_of_another_dtype_than_their_parameters() -> None:
         p.grad = part.clone()
     names = ("experts.w", "a", "b")
     megatron_muon.Muon(list(zip(names, parameters, strict=True)), lr=0.1).step()
-    torch.testing.assert_close(stack.detach(), torch.stack([p.detach() for p in alone]))
+    torch.testing.assert_close(
+        stack.detach(),
+        torch.stack([p.detach() for p in alone]),
+    )
     assert not torch.equal(stack, start)
 
 
@@ -156,7 +159,9 @@ def test_sparse_gradients_are_refused() -> None:
     net["embed"] = nn.Embedding(5, 16, sparse=True)
     net["up"] = nn.Linear(16, 24)
     optimizer = make(net)
-    net["up"](net["embed"](torch.tensor([1]))).sum().backward()
+    net["up"](
+        net["embed"](torch.tensor([1])),
+    ).sum().backward()
     with pytest.raises(UserError, match=r"embed.weight is sparse; make its module with sparse=F"):
         optimizer.step()
 

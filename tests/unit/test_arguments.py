@@ -11,7 +11,14 @@ from megatron_muon.megatron.flags.refusals import ADAPTIVE as ADAPTIVE_SETTINGS
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
 FSDP = "--use-megatron-fsdp"
-MUON, ADAPTIVE, ADAM = (f"--optimizer {name} {FSDP}" for name in ("muon", "adaptive_muon", "adam"))
+MUON, ADAPTIVE, ADAM = (
+    f"--optimizer {name} {FSDP}"
+    for name in (
+        "muon",
+        "adaptive_muon",
+        "adam",
+    )
+)
 TP2 = "--tensor-model-parallel-size 2"
 NO_FUSED_GRADIENTS = "--no-gradient-accumulation-fusion"
 

@@ -25,7 +25,11 @@ ALONE = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
 @given(
     groups=st.integers(1, 5),
     in_group=st.integers(1, 3),
-    logits=st.lists(st.floats(-200, 1e6, width=32), min_size=15, max_size=15),
+    logits=st.lists(
+        st.floats(-200, 1e6, width=32),
+        min_size=15,
+        max_size=15,
+    ),
     alpha=st.floats(0.05, 0.95),
 )
 def test_a_group_is_scaled_by_its_largest_logit(groups, in_group, logits, alpha):
@@ -40,7 +44,12 @@ def test_a_group_is_scaled_by_its_largest_logit(groups, in_group, logits, alpha)
     for group in range(groups):
         largest = max(logits[group * in_group : (group + 1) * in_group])
         gamma = 100.0 / largest if largest > 100.0 else 1.0
-        expected = {OTHER: 1.0, QUERY: gamma**alpha, KEY: gamma ** (1.0 - alpha), ROTARY: gamma}
+        expected = {
+            OTHER: 1.0,
+            QUERY: gamma**alpha,
+            KEY: gamma ** (1.0 - alpha),
+            ROTARY: gamma,
+        }
         for kind, factor in expected.items():
             assert math.isclose(found[kind, group].item(), factor, rel_tol=2e-6)
             assert (found[kind, group] == 1.0) == (
@@ -51,7 +60,9 @@ def test_a_group_is_scaled_by_its_largest_logit(groups, in_group, logits, alpha)
 def test_rows_of_projections_are_those_of_the_attention():
     common = {"num_layers": 1, "hidden_size": 30, "num_attention_heads": 6}
     grouped = TransformerConfig(**common, num_query_groups=3)
-    assert projections(grouped) == {"linear_qkv": [(QUERY, 10), (KEY, 5), (OTHER, 5)]}
+    assert projections(grouped) == {
+        "linear_qkv": [(QUERY, 10), (KEY, 5), (OTHER, 5)],
+    }
     grouped.attention_output_gate = True
     gated = [(QUERY, 10), (OTHER, 10), (KEY, 5), (OTHER, 5)]
     assert projections(grouped) == {"linear_qkv": gated}
@@ -87,7 +98,16 @@ def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask,
     record_max_logits(attention)
     assert attention.current_max_attn_logits is None
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(2, 3, 4, 4, generator=generator) for _ in range(2)]
+    batches = [
+        torch.randn(
+            2,
+            3,
+            4,
+            4,
+            generator=generator,
+        )
+        for _ in range(2)
+    ]
     for scores in batches:
         scores[:, :, 0, -1] = 1e3  # in the future
     future = torch.ones(1, 1, 4, 4).tril().logical_not()
@@ -97,7 +117,9 @@ def test_local_attention_keeps_the_largest_logit_of_each_head(monkeypatch, mask,
         )
         future = None
     visible = torch.ones(4, 4).tril().bool()
-    expected = torch.stack([scores[..., visible].amax((0, 2)) for scores in batches]).amax(0)
+    expected = torch.stack(
+        [scores[..., visible].amax((0, 2)) for scores in batches],
+    ).amax(0)
     for scores in batches:
         probabilities = attention.scale_mask_softmax(
             scores.clone().requires_grad_().clone(), future

@@ -54,7 +54,13 @@ class Enqueued(TorchDispatchMode):
         self.operations: list[tuple[Any, ...]] = []
         self._made: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":
             self.operations.append(
@@ -89,9 +95,17 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
             held = [shape[0] // RANKS] * RANKS
             matrices.append(row_sharded(f"w{number}", shape, held))
         layout = Layout(RANKS, tuple(matrices))
-        held = Held(layout, dist.new_group(range(RANKS)), machine.DEVICE, [1] * len(SHAPES))
+        held = Held(
+            layout,
+            dist.new_group(range(RANKS)),
+            machine.DEVICE,
+            [1] * len(SHAPES),
+        )
         parameters = [
-            torch.nn.Parameter(torch.empty(r // 4, c, device=machine.DEVICE)) for r, c in SHAPES
+            torch.nn.Parameter(
+                torch.empty(r // 4, c, device=machine.DEVICE),
+            )
+            for r, c in SHAPES
         ]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -152,7 +166,13 @@ class RecordedGraph(TorchDispatchMode):
         self._values, self._before = values, [value.detach().clone() for value in values]
         self._operations: list[tuple[Any, Any, Any, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self._operations.append((func, args, kwargs or {}, result))
         return result
@@ -176,7 +196,10 @@ class Captured:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
         torch.manual_seed(0)
         self.weights = {name: torch.nn.Parameter(torch.randn(8, 4)) for name in "ab"}
-        self.muon = Muon([{"params": list(self.weights.items()), "optimizer": "muon"}], **arguments)
+        self.muon = Muon(
+            [{"params": list(self.weights.items()), "optimizer": "muon"}],
+            **arguments,
+        )
         self.graphs: list[RecordedGraph] = []
         monkeypatch.setattr(torch.cuda, "CUDAGraph", self._graph)
         monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)

@@ -33,7 +33,13 @@ NAMES = ("norm", "fc1_w", "fc1_v")
 
 def adamw(prefix: str, *, step: float) -> dict[str, Any]:
     """torch's: a count for each parameter; a SwiGLU's fc1 is two, with settings of one."""
-    state = {f"{prefix}{name}": {**ADAM, "step": torch.tensor(step)} for name in NAMES}
+    state = {
+        f"{prefix}{name}": {
+            **ADAM,
+            "step": torch.tensor(step),
+        }
+        for name in NAMES
+    }
     settings = {f"{prefix}{name}": {"eps": 1e-8} for name in ("norm", "fc1")}
     return {"state": state, "param_to_group_meta": settings}
 
@@ -41,7 +47,13 @@ def adamw(prefix: str, *, step: float) -> dict[str, Any]:
 def fused(prefix: str, *, step: int) -> dict[str, Any]:
     """As Transformer Engine's FusedAdam keeps it: a count for each group."""
     state = {f"{prefix}{name}": dict(ADAM) for name in NAMES}
-    settings = {f"{prefix}{name}": {"eps": 1e-8, "step": step} for name in ("norm", "fc1")}
+    settings = {
+        f"{prefix}{name}": {
+            "eps": 1e-8,
+            "step": step,
+        }
+        for name in ("norm", "fc1")
+    }
     return {"state": state, "param_to_group_meta": settings}
 
 

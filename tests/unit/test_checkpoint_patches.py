@@ -22,7 +22,11 @@ from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
     def save(iteration: int, entry: object = 1) -> None:
         writer = dcp.FileSystemWriter(folders.iteration_folder(tmp_path, iteration))
-        dcp.save({"a": torch.ones(3), "b": entry}, storage_writer=writer, no_dist=True)
+        dcp.save(
+            {"a": torch.ones(3), "b": entry},
+            storage_writer=writer,
+            no_dist=True,
+        )
 
     checkpoint_patches.save_beside_and_rename(patches)
     monkeypatch.setattr(training, "save_checkpoint", save)

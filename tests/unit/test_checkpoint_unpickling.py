@@ -133,7 +133,9 @@ def test_an_index_changes_no_class(tmp_path: Path, kind: str) -> None:
     """
     folder = write(tmp_path)
     sound = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
-    (folder / ".metadata").write_bytes(sound[:2] + CHANGES[kind] + b"0" + sound[2:])
+    (folder / ".metadata").write_bytes(
+        sound[:2] + CHANGES[kind] + b"0" + sound[2:],
+    )
     before = Path("/a/b").parent
     (found,) = folders.problems(folder)
     assert re.search(rf"\.metadata names changes of \S*{kind}, which .* do not trust this", found)
@@ -146,7 +148,10 @@ def test_an_entry_that_names_a_command(
 ) -> None:
     write(tmp_path, 4)
     command = Command(f"touch {mark}")
-    folder = write(tmp_path, **{name: command if name == "args" else {"x": [1, command]}})
+    folder = write(
+        tmp_path,
+        **{name: command if name == "args" else {"x": [1, command]}},
+    )
     assert folders.problems(folder) == []
     found, remedy = found_by_doctor(folder)
     assert f"entry '{name}" in found

@@ -61,7 +61,10 @@ def test_a_pod_types_a_command_that_exists():
     )
     values = "GPUS=8 NODES=2 RANK=1 MASTER_ADDR=llama3-8b-master-0 MASTER_PORT=23456"
     for value in values.split():
-        command = command.replace("${}".format(*value.split("=")), value.partition("=")[2])
+        command = command.replace(
+            "${}".format(*value.split("=")),
+            value.partition("=")[2],
+        )
     assert "$" not in command
     args = parse_args(shlex.split(command))
     assert (args.nnodes, args.node_rank, args.nproc_per_node) == ("2", 1, "8")
@@ -76,13 +79,23 @@ def test_a_pod_types_a_command_that_exists():
 def pod(tmp_path):
     """Starts the pod's script with a `python3` of the code that is given."""
 
-    def start(code: str, rank: int = 0, port: int = 1) -> subprocess.Popen[bytes]:
+    def start(
+        code: str,
+        rank: int = 0,
+        port: int = 1,
+    ) -> subprocess.Popen[bytes]:
         command = tmp_path / "python3"
         command.write_text(f"#!/bin/bash\n{code}\n")
         command.chmod(0o755)
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "GPUS": "8"}
+        env = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "NODES": "2",
+            "GPUS": "8",
+        }
         env |= {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        started.append(subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path, env=env))
+        started.append(
+            subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path, env=env),
+        )
         return started[-1]
 
     started: list[subprocess.Popen[bytes]] = []
@@ -173,7 +186,11 @@ def submit(tmp_path):
     env = dict(word.split("=") for word in job.split())
     env |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
 
-    def run(script: str, *flags: str, **more: str) -> tuple[int, list[str]]:
+    def run(
+        script: str,
+        *flags: str,
+        **more: str,
+    ) -> tuple[int, list[str]]:
         line = ["bash", ROOT / f"scripts/slurm/{script}.sbatch", *flags]
         given = {**env, **more}
         done = subprocess.run(line, cwd=tmp_path, env=given, stdout=subprocess.PIPE, text=True)

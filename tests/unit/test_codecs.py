@@ -33,14 +33,26 @@ def random_values(rows: int, cols: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, cols, generator=generator) * 10**exponents
 
 
-def encoded(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) -> Tensor:
+def encoded(
+    codec: Codec,
+    values: Tensor,
+    place: Place = HERE,
+    *,
+    step: int = 0,
+) -> Tensor:
     size = codec.record_bytes(*values.shape)
     record = torch.full((size,), 0xA5, dtype=torch.uint8)
     codec.encode(values, record, place, step=step)
     return record
 
 
-def stored(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) -> Tensor:
+def stored(
+    codec: Codec,
+    values: Tensor,
+    place: Place = HERE,
+    *,
+    step: int = 0,
+) -> Tensor:
     return codec.decode(encoded(codec, values, place, step=step), *values.shape)
 
 
@@ -54,7 +66,11 @@ def int8_scales(values: Tensor) -> Tensor:
     values.
     """
     scales = torch.empty_like(values)
-    for block, scale in zip(values.split(BLOCK_COLS, 1), scales.split(BLOCK_COLS, 1), strict=True):
+    for block, scale in zip(
+        values.split(BLOCK_COLS, 1),
+        scales.split(BLOCK_COLS, 1),
+        strict=True,
+    ):
         if block.numel():
             scale[:] = block.abs().amax(dim=1, keepdim=True) / 127**2
     return scales
@@ -77,7 +93,11 @@ def test_fp32_keeps_every_bit_and_decodes_to_the_record_itself(
 ) -> None:
     """NaNs with payloads and subnormal numbers included."""
     torch.manual_seed(seed)
-    bits = torch.randint(-(2**31), 2**31, (rows, cols)).int()
+    bits = torch.randint(
+        -(2**31),
+        2**31,
+        (rows, cols),
+    ).int()
     record = encoded(CODECS["fp32"], bits.view(torch.float32))
     assert torch.equal(record.view(torch.int32), bits.flatten())
     CODECS["fp32"].decode(record, rows, cols).fill_(1.5)
@@ -103,13 +123,21 @@ def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, 
     2^-23 of up to 127^2.
     """
     codec, values = CODECS[name], random_values(rows, cols, seed)
-    found = stored(codec, values, Place(key=seed, row=step >> 16, col=0), step=step)
+    found = stored(
+        codec,
+        values,
+        Place(key=seed, row=step >> 16, col=0),
+        step=step,
+    )
     tolerance = 2e-5 if name == "int8" else 0.0
     assert ((found - values).abs() <= spacing_of(codec, values) * (1.0 + tolerance)).all()
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("rows", "cols"), [(512, 1024), (2**19, 1)])
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [(512, 1024), (2**19, 1)],
+)
 def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) -> None:
     """A resumed training was not bit for bit the same: after loading, every fourth of int8's scales
     had changed.
@@ -119,7 +147,10 @@ def test_what_was_decoded_is_encoded_as_it_was(name: str, rows: int, cols: int) 
     codec = CODECS[name]
     record = encoded(codec, random_values(rows, cols, seed=1), step=1)
     for step in (2, 3):
-        assert torch.equal(encoded(codec, codec.decode(record, rows, cols), step=step), record)
+        assert torch.equal(
+            encoded(codec, codec.decode(record, rows, cols), step=step),
+            record,
+        )
 
 
 def test_bf16_keeps_nan_and_infinities() -> None:
@@ -200,7 +231,9 @@ def test_rounding_does_not_depend_on_the_cut(
     row = data.draw(st.integers(0, 1000))
     col = BLOCK_COLS * data.draw(st.integers(0, 5))
     grid = BLOCK_COLS if name == "int8" else 1
-    row_cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
+    row_cuts = sorted(
+        data.draw(st.lists(st.integers(0, rows), max_size=3)),
+    )
     cuts = data.draw(st.lists(st.integers(0, cols // grid), max_size=3))
     col_cuts = sorted(grid * cut for cut in cuts)
     whole = stored(codec, values, Place(key, row, col), step=seed)
@@ -228,7 +261,10 @@ def test_rounding_depends_on_step_and_place(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("shape", [(257, 300), (1, 1), (0, 5)])
+@pytest.mark.parametrize(
+    "shape",
+    [(257, 300), (1, 1), (0, 5)],
+)
 def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
     codec = CODECS[name]
     random = random_values(*shape)
@@ -237,4 +273,7 @@ def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]
         on_gpu = torch.zeros_like(record, device="cuda")
         codec.encode(values.cuda(), on_gpu, HERE, step=step)
         assert torch.equal(on_gpu.cpu(), record)
-        assert torch.equal(codec.decode(on_gpu, *shape).cpu(), codec.decode(record, *shape))
+        assert torch.equal(
+            codec.decode(on_gpu, *shape).cpu(),
+            codec.decode(record, *shape),
+        )

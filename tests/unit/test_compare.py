@@ -30,7 +30,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         slow = falling(0.03 + seed / 1000)
         fast = falling(0.06 + seed / 1000)
         make_run(root / f"adam-{seed}", slow, optimizer="adam", lr="0.002", seed=seed)
-        make_run(root / f"muon-{seed}", fast, seed=seed, args={"save": f"ck-{seed}"})
+        make_run(
+            root / f"muon-{seed}",
+            fast,
+            seed=seed,
+            args={"save": f"ck-{seed}"},
+        )
     make_run(root / "whole", falling(0.06))
     make_run(root / "late", falling(0.01))
     make_run(root / "diverged", lambda step: math.nan)

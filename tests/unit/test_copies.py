@@ -33,7 +33,9 @@ def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
     copies, start = [], 0
     for place, (rows, cols) in enumerate(shapes):
         start += draw(st.integers(0, 1)) * draw(st.integers(0, 3))
-        copies.append(Copy((rows, cols), Strided(start, (cols, 1)), targets[place]))
+        copies.append(
+            Copy((rows, cols), Strided(start, (cols, 1)), targets[place]),
+        )
         start += rows * cols
     return copies, start, end
 
@@ -70,10 +72,16 @@ def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
     assert len(merged([*copies[:-1], moved])) == 3
 
 
-MOMENTS = st.lists(st.integers(0, 12), min_size=2, max_size=2).map(sorted)
+MOMENTS = st.lists(
+    st.integers(0, 12),
+    min_size=2,
+    max_size=2,
+).map(sorted)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3000), MOMENTS), max_size=30))
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), MOMENTS), max_size=30),
+)
 def test_buffers_that_are_in_use_at_one_time_do_not_overlap(
     wanted: list[tuple[int, list[int]]],
 ) -> None:

@@ -28,7 +28,12 @@ def backend():
 
 
 def output_of(script):
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return run.stdout
 
 
@@ -43,7 +48,13 @@ def surroundings(buffers):
     """All attributes that the backend may replace."""
     import torch._dynamo.config as dynamo_config
 
-    cuda = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.nvtx, torch.accelerator)
+    cuda = (
+        torch.cuda,
+        torch.cuda.memory,
+        torch.cuda.random,
+        torch.cuda.nvtx,
+        torch.accelerator,
+    )
     makers = (torch, torch.Tensor, torch.nn.Module, DeviceMesh, device_context.DeviceContext)
     state = {"compiler": dynamo_config.disable}
     for owner in (*cuda, *makers, buffers, dist):
@@ -92,7 +103,11 @@ def test_a_failed_install_is_rolled_back(monkeypatch):
     assert torch.Tensor.to is original
 
 
-@pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda", 1), 0], ids=str)
+@pytest.mark.parametrize(
+    "device",
+    ["cuda:0", torch.device("cuda", 1), 0],
+    ids=str,
+)
 def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
     source = torch.arange(6.0)
     made = [

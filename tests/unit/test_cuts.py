@@ -50,7 +50,11 @@ def test_every_rank_gets_its_rows_of_a_bucket(
     ranks = list(range(instances * pieces * parts))
     random.shuffle(ranks)
     places = np.array(ranks).reshape(instances, pieces, parts)
-    shapes = {"rows": (rows * parts, cols), "columns": (rows, cols * parts), "not cut": part}
+    shapes = {
+        "rows": (rows * parts, cols),
+        "columns": (rows, cols * parts),
+        "not cut": part,
+    }
     shape = shapes[along]
     whole = np.arange(shape[0] * shape[1]).reshape(shape)
     cut = [whole] * parts
@@ -77,7 +81,11 @@ HALVES = [(0, 5, 0, 4), (5, 3, 0, 4)]
 BLOCKS = RowSplit(2, (3, 1))
 
 
-def digest(name: str = "w", shards: Sequence[Any] = HALVES, split: RowSplit = BLOCKS) -> int:
+def digest(
+    name: str = "w",
+    shards: Sequence[Any] = HALVES,
+    split: RowSplit = BLOCKS,
+) -> int:
     first = from_rectangles(name, (8, 4), shards, split)
     second = Matrix("v", (3, 3), everywhere((3, 3), 2))
     return Layout(2, (first, second)).digest()
@@ -88,7 +96,9 @@ def test_a_digest_is_of_all_that_is_in_a_layout() -> None:
         digest(),
         digest(name="u"),
         digest(split=RowSplit(1, (3, 5))),
-        digest(shards=[(0, 4, 0, 4), (4, 4, 0, 4)]),
+        digest(
+            shards=[(0, 4, 0, 4), (4, 4, 0, 4)],
+        ),
         digest(shards=HALVES[::-1]),
         digest(shards=[(0, 8, 0, 4)] * 2),
     ]
@@ -106,5 +116,8 @@ def test_matrices_that_share_their_shards_are_as_if_each_had_its_own() -> None:
     assert Layout(2, own).digest() == Layout(2, shared).digest()
     assert Layout(2, own).held(1) == Layout(2, shared).held(1)
     with pytest.raises(ValueError, match="w3: no rank holds row 8, column 0"):
-        Layout(2, (*shared, Matrix("w3", (9, 4), own[0].shards)))
+        Layout(
+            2,
+            (*shared, Matrix("w3", (9, 4), own[0].shards)),
+        )
     assert Layout(3, shared).held(2) == [Held(2, 0, 0, 0, 4)] * 3

@@ -52,7 +52,12 @@ def texts(prefix):
     dataset = IndexedDataset(str(prefix))
     found = [dataset[index] for index in range(len(dataset))]
     assert all((ids.dtype, ids[-1]) == (np.uint16, 256) for ids in found)
-    return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in found]
+    return [
+        bytes(
+            ids[:-1].astype(np.uint8),
+        ).decode()
+        for ids in found
+    ]
 
 
 def digest(prefix):
@@ -318,7 +323,13 @@ def test_data_of_another_tokenizer_or_a_larger_vocabulary_is_refused_with_both_n
     ):
         require_data(run(data=[text + ".bin"]))
     # The model's folder does not matter.
-    (one, other) = (TokenizerSpec("SentencePieceTokenizer", f"{at}/t.model") for at in ("a", "/b"))
+    (one, other) = (
+        TokenizerSpec(
+            "SentencePieceTokenizer",
+            f"{at}/t.model",
+        )
+        for at in ("a", "/b")
+    )
     assert one.kind_and_file() == other.kind_and_file() != TokenizerSpec().kind_and_file()
     # Without a manifest the ids at the beginning count.
     Path(f"{text}.prepared.json").unlink()

@@ -35,14 +35,26 @@ OTHERS = {
 
 def prose(page: Path) -> str:
     """A page without its code."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```$",
+        "",
+        page.read_text("utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     return re.sub(r"`[^`\n]*`", "code", re.sub(r"^    .*$", "", text, flags=re.MULTILINE))
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(
+            r"[^\w -]",
+            "",
+            heading.lower(),
+        ).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def links(page: Path) -> Iterator[str]:
@@ -92,7 +104,10 @@ def known_flags() -> set[str]:
     measuring = [CommandParser(), CommandParser()]
     for module, parser in zip((step, train), measuring, strict=True):
         module.configure(parser)
-    for parser in (*measuring, *(cli._build_parser([name])[0] for name in cli.COMMANDS)):
+    for parser in (
+        *measuring,
+        *(cli._build_parser([name])[0] for name in cli.COMMANDS),
+    ):
         waiting = [parser]
         while waiting:
             for action in waiting.pop()._actions:

@@ -115,7 +115,10 @@ FAMILIES = {
         {"c_attn.weight": parts(24, 24, 24)},
         transposed=("c_attn", "c_proj", "c_fc"),
     ),
-    "gpt-bigcode": Family({"model_type": "gpt_bigcode", **OLD}, {"c_attn.weight": parts(24, 6, 6)}),
+    "gpt-bigcode": Family(
+        {"model_type": "gpt_bigcode", **OLD},
+        {"c_attn.weight": parts(24, 6, 6)},
+    ),
     "gpt-oss": Family(
         {"model_type": "gpt_oss", **TEXT, **EXPERTS},
         {"experts.gate_up_proj": turns},
@@ -230,7 +233,11 @@ def test_the_table_names_classes_of_transformers_and_their_weights() -> None:
     transformers = pytest.importorskip("transformers")
     found: dict[str, str] = {}
     for file in (Path(transformers.__file__).parent / "models").rglob("modeling_*.py"):
-        for text in re.split(r"^class ", file.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        for text in re.split(
+            r"^class ",
+            file.read_text("utf-8"),
+            flags=re.MULTILINE,
+        )[1:]:
             name = re.split(r"\W", text, maxsplit=1)[0]
             found[name] = found.get(name, "") + text
     others = ("W_pack", "qkv_opreact")  # Baichuan's and NX-AI's own code
@@ -280,7 +287,10 @@ def test_factors_of_an_adapter_are_matrices_of_their_own() -> None:
         nn.Linear(24, 8, bias=False),
         nn.Linear(8, 24, bias=False),
     )
-    factors = {"lora_A": nn.ModuleDict({"default": down}), "lora_B": nn.ModuleDict({"default": up})}
+    factors = {
+        "lora_A": nn.ModuleDict({"default": down}),
+        "lora_B": nn.ModuleDict({"default": up}),
+    }
     model = Remote(q_proj=nn.ModuleDict({"base_layer": base, **factors}))
     path = "layers.0.q_proj"
     assert table_of(model) == {

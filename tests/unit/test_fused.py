@@ -94,7 +94,12 @@ BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[Any]]] = {
         48,
         [GATED_GROUPS, GATED_GROUPS, GATED_HEADS, (1, (48,))],
     ),
-    "heads that are columns": (GPT | GATED, f"{ATTENTION}linear_proj.weight", 16, [(1, (16,))] * 4),
+    "heads that are columns": (
+        GPT | GATED,
+        f"{ATTENTION}linear_proj.weight",
+        16,
+        [(1, (16,))] * 4,
+    ),
     "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
 }
 """Sizes, a parameter's name and rows, and its blocks with PLAIN, SPLIT, HEADS and WHOLE."""
@@ -113,8 +118,18 @@ for name, rows, plain, heads in (
     ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
     ("linear_q_down_proj", 5, (1, (5,)), (1, (5,))),
     ("linear_kv_down_proj", 8, (1, (6, 2)), (1, (6, 2))),
-    ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
-    ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
+    (
+        "linear_qkv_down_proj",
+        13,
+        (1, (5, 6, 2)),
+        (1, (5, 6, 2)),
+    ),
+    (
+        "linear_kv_up_proj",
+        28,
+        (4, (4, 3)),
+        (1, (4, 3) * 4),
+    ),
 ):
     splits = [plain, plain, heads, (1, (rows,))]
     BLOCKS[name] = LATENT, f"{ATTENTION}{name}.weight", rows, splits
@@ -124,7 +139,15 @@ for name, rows, plain, heads in (
 def test_each_setting_splits_what_it_names(case: str) -> None:
     sizes, name, rows, expected = BLOCKS[case]
     config = (MLATransformerConfig if sizes is LATENT else TransformerConfig)(**sizes)
-    found = [split(config, name, (rows, 16), settings) for settings in (PLAIN, SPLIT, HEADS, WHOLE)]
+    found = [
+        split(
+            config,
+            name,
+            (rows, 16),
+            settings,
+        )
+        for settings in (PLAIN, SPLIT, HEADS, WHOLE)
+    ]
     assert found == [RowSplit(*each) for each in expected]
 
 
@@ -137,7 +160,13 @@ PAIR = (4, 4)
     ("name", "rows", "settings", "over_tp", "on_one"),
     [
         (FC1, (24, 8), SPLIT, RowSplit(3, PAIR), RowSplit(1, PAIR)),
-        (QKV, (32, 8), PLAIN, RowSplit(*GROUPS), RowSplit(1, (8,))),
+        (
+            QKV,
+            (32, 8),
+            PLAIN,
+            RowSplit(*GROUPS),
+            RowSplit(1, (8,)),
+        ),
         # Mamba's z, x, B, C and dt went to Muon as one matrix.
         (IN_PROJ, (32, 16), PLAIN, RowSplit(2, MAMBA), RowSplit(1, MAMBA)),
         (IN_PROJ, (32, 16), WHOLE, whole(32), whole(16)),
@@ -186,7 +215,12 @@ def test_interleaved_gates() -> None:
 def test_qkv_is_split_beside_latent_attention() -> None:
     """The branch for latent attention left a `linear_qkv` of the same model whole."""
     config = MLATransformerConfig(**LATENT, num_query_groups=2, kv_channels=4)
-    assert split(config, QKV, (32, 16), PLAIN) == RowSplit(2, (8, 4, 4))
+    assert split(
+        config,
+        QKV,
+        (32, 16),
+        PLAIN,
+    ) == RowSplit(2, (8, 4, 4))
 
 
 def test_a_layers_own_config_gives_its_sizes() -> None:

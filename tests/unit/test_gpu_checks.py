@@ -35,7 +35,11 @@ def context(tmp_path, monkeypatch):
     """A CPU with few small matrices on two simulated ranks, in a process as torchrun starts it."""
     for name, value in (("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(step_checks, "SHAPES", ((24, 40), (33, 7), (4, 10, 6)))
+    monkeypatch.setattr(
+        step_checks,
+        "SHAPES",
+        ((24, 40), (33, 7), (4, 10, 6)),
+    )
     monkeypatch.setattr(step_checks, "SIMULATED", 2)
     step_checks.values.cache_clear()
     yield Context(torch.device("cpu"), tmp_path)

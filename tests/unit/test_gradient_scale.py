@@ -30,7 +30,11 @@ def normal(seed: int) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def moved(scale: float, dtype: torch.dtype = torch.float32, **given: Any) -> torch.Tensor:
+def moved(
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+    **given: Any,
+) -> torch.Tensor:
     """The sum of three updates, for gradients of size `scale`."""
     start = normal(7) if "hyperball" in given else torch.zeros(SHAPE)
     p = nn.Parameter(start.clone().to(dtype))

@@ -40,7 +40,11 @@ def trained(make: Make, place: str, **given: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     matrix, vector = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
     of_muon = {"lr": make(0.0625), "weight_decay": make(0.125), "momentum": make(0.875)}
-    of_adamw = {"lr": make(0.0625), "weight_decay": make(0.125), "eps": make(2.0**-20)}
+    of_adamw = {
+        "lr": make(0.0625),
+        "weight_decay": make(0.125),
+        "eps": make(2.0**-20),
+    }
     of_adamw["betas"] = make(0.875), make(0.9375)
     groups: list[dict[str, Any]] = [
         {"params": [matrix], "optimizer": "muon"},
@@ -87,7 +91,12 @@ def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
     taken.
     """
     p = nn.Parameter(torch.eye(4))
-    optimizer = megatron_muon.Muon([p], lr=0.1, weight_decay=torch.tensor([0.0]), hyperball=True)
+    optimizer = megatron_muon.Muon(
+        [p],
+        lr=0.1,
+        weight_decay=torch.tensor([0.0]),
+        hyperball=True,
+    )
     group = optimizer.param_groups[0]
     group["weight_decay"], group["lr"] = torch.tensor([0.0]), torch.tensor([0.1])
     p.grad = torch.ones(4, 4)

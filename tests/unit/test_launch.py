@@ -163,7 +163,10 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(
     assert shown in err
     assert out == ""
     told = json.loads((tmp_path / "1.json").read_text())
-    assert (told["status"], told["error"]) == (status, error or shown.splitlines()[0])
+    assert (told["status"], told["error"]) == (
+        status,
+        error or shown.splitlines()[0],
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,29 @@ def test_every_grid_tiles_and_every_damage_is_found(
         st.permutations([(range(*rows), range(*cols)) for rows, cols in cells])
     )
     shards = [shard(rank, *cell) for rank, cell in enumerate(in_any_order)]
-    Layout(world_size=len(shards), matrices=(matrix(*shards, shape=(12, 8)),))
+    Layout(
+        world_size=len(shards),
+        matrices=(matrix(*shards, shape=(12, 8)),),
+    )
 
     victim = data.draw(st.integers(0, len(shards) - 1))
     broken = shards[victim]
     one = replace(broken, rank=len(shards), rows=1, cols=1)
-    taller, narrower = replace(broken, rows=broken.rows + 1), replace(broken, cols=broken.cols - 1)
+    taller, narrower = (
+        replace(
+            broken,
+            rows=broken.rows + 1,
+        ),
+        replace(broken, cols=broken.cols - 1),
+    )
     shards[victim : victim + 1] = data.draw(
         st.sampled_from([[], [broken, one], [taller], [narrower]])
     )
     with pytest.raises(LayoutError, match=r"^w: "):
-        Layout(world_size=len(shards) + 1, matrices=(matrix(*shards, shape=(12, 8)),))
+        Layout(
+            world_size=len(shards) + 1,
+            matrices=(matrix(*shards, shape=(12, 8)),),
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +80,12 @@ def test_a_fault_is_named_with_its_place(rows: list[range], cols: int, message: 
 
 
 def test_blocks_make_all_rows() -> None:
-    fused = row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))
+    fused = row_sharded(
+        "w",
+        (6, 4),
+        [3, 3],
+        RowSplit(2, (2,)),
+    )
     with pytest.raises(LayoutError, match=r"blocks of 2 x \[2\] rows do not make its 6 rows"):
         Layout(world_size=2, matrices=(fused,))
 
@@ -76,14 +93,21 @@ def test_blocks_make_all_rows() -> None:
 SPLITS = st.builds(
     RowSplit,
     groups=st.integers(1, 5),
-    parts=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    parts=st.lists(
+        st.integers(1, 6),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
 )
 
 
 @given(SPLITS, st.integers(1, 5))
 def test_blocks_are_views_that_cover_the_matrix(split: RowSplit, cols: int) -> None:
     whole_matrix = Matrix("w", (split.rows, cols), split=split)
-    matrix = torch.arange(split.rows * cols, dtype=torch.float32).view(split.rows, cols)
+    matrix = torch.arange(
+        split.rows * cols,
+        dtype=torch.float32,
+    ).view(split.rows, cols)
     views = split.views(matrix)
     shapes = [view.flatten(0, 1).shape for view in views]
     assert shapes == whole_matrix.blocks

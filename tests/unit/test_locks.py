@@ -48,7 +48,9 @@ def holder(file: Path) -> subprocess.Popen[str]:
 def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
     with holder(file) as other:
         assert other.stdout.readline() == "held\n"
-        who = re.escape(f"{file.parent} (process {other.pid} on {socket.gethostname()}, since 20")
+        who = re.escape(
+            f"{file.parent} (process {other.pid} on {socket.gethostname()}, since 20",
+        )
         with pytest.raises(
             UserError, match=rf"{who}.*\); wait for its end, or give another --save DIR$"
         ):

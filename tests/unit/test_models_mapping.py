@@ -81,7 +81,11 @@ def imported(config: dict[str, Any]) -> dict[str, Any]:
     return to_config(args)
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4]))
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+)
 def test_a_fused_projection_is_cut_by_group(groups: int, queries: int, head_dim: int) -> None:
     """Rows are numbered as Megatron orders them: in each group queries, then key, then value."""
     heads = Heads(groups, queries, head_dim)

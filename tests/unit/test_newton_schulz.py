@@ -47,7 +47,10 @@ def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("shape", [(12, 20), (72, 72), (1, 9)])
+@pytest.mark.parametrize(
+    "shape",
+    [(12, 20), (72, 72), (1, 9)],
+)
 @pytest.mark.parametrize("coefficient_type", ["simple", "quintic", "polar_express", "aol"])
 def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     coefficient_type: str, shape: tuple[int, int]
@@ -62,7 +65,10 @@ def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5)
 
 
-@pytest.mark.parametrize("shape", [(72, 72), (40, 160), (128, 128)])
+@pytest.mark.parametrize(
+    "shape",
+    [(72, 72), (40, 160), (128, 128)],
+)
 def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) -> None:
     """Dividing the rounded matrix by its norm rounded it again: the error grew by up to 39 %
     against no_shard's.
@@ -72,7 +78,15 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) ->
     """
     ours, theirs, twice = [], [], []
     for seed in range(40):
-        block = torch.randn(1, *shape, generator=seeded(seed)) * 1e-3 * (1 + 0.02 * seed)
+        block = (
+            torch.randn(
+                1,
+                *shape,
+                generator=seeded(seed),
+            )
+            * 1e-3
+            * (1 + 0.02 * seed)
+        )
         exact = polynomial(block[0], QUINTIC)
         wire = block.bfloat16()
         with eo_utils.fp32_matmul_precision("medium"):
@@ -80,14 +94,22 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) ->
             rounded_twice = newton_schulz(wire[0].float(), steps=5, coefficient_type="quintic")
         found = ns.standard(started(wire, torch.bfloat16), QUINTIC)[0]
         for errors, update in ((ours, found), (theirs, plain), (twice, rounded_twice)):
-            errors.append(float((update.double() - exact).norm() / exact.norm()))
+            errors.append(
+                float((update.double() - exact).norm() / exact.norm()),
+            )
     assert sum(ours) <= 1.02 * sum(theirs)
     assert sum(twice) > 1.025 * sum(theirs)
 
 
 @pytest.mark.parametrize(
     ("precision", "gram"),
-    [("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)],
+    [
+        ("high", lambda a: 8 * a + 28),
+        (
+            "medium",
+            lambda a: 12 * a + 22,
+        ),
+    ],
 )
 def test_auto_takes_gram_where_it_needs_fewer_operations(precision, gram) -> None:
     """Five steps: 20 a + 10 against `gram` in units of n^3, equal at 1.5."""
@@ -164,8 +186,18 @@ SIZES_ALONE = {(16, 16), (16, 40), (24, 24)}
     [
         (0, ALONE, SHAPES_ALONE, SIZES_ALONE),
         (7, ALONE, SHAPES_ALONE, SIZES_ALONE),
-        (3, OF_TWO, [(40, 16)], {(16, 16), (16, 24)}),
-        (3, OF_TWO, [(16, 48)], {(16, 16), (16, 24)}),
+        (
+            3,
+            OF_TWO,
+            [(40, 16)],
+            {(16, 16), (16, 24)},
+        ),
+        (
+            3,
+            OF_TWO,
+            [(16, 48)],
+            {(16, 16), (16, 24)},
+        ),
     ],
 )
 def test_the_symmetric_kernel_is_compiled_before_the_first_step(
@@ -176,7 +208,9 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
     """
     orthogonalizer = orthogonalize.Orthogonalizer()
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
-    of_all = itertools.chain(*(team.slots(i, matrix) for i, matrix in enumerate(matrices)))
+    of_all = itertools.chain(
+        *(team.slots(i, matrix) for i, matrix in enumerate(matrices)),
+    )
     slots = [slot for slot in of_all if slot.rank == 0]
     kinds = orthogonalizer.kernel_kinds(slots)
     orthogonalizer.warm_up(kinds)

@@ -59,7 +59,10 @@ def test_the_status_is_the_workers(codes, expected):
     assert node.status(SimpleNamespace(failures=failures)) == expected
 
 
-@pytest.mark.parametrize(("of_rank", "expected"), [(75, 75), (1, 1)])
+@pytest.mark.parametrize(
+    ("of_rank", "expected"),
+    [(75, 75), (1, 1)],
+)
 def test_a_node_that_outlives_the_first_ends_as_its_ranks_did(monkeypatch, of_rank, expected):
     """A pod whose rank had saved failed the job, because the pod with the rendezvous was gone
     before it.

@@ -49,11 +49,18 @@ def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: 
     """
     place = Place(key, row=3 * rows, col=5 * cols)
     seed = np.frombuffer(
-        hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(),
+        hashlib.blake2b(
+            f"{step} {key}".encode(),
+            digest_size=8,
+        ).digest(),
         "<u4",
     )
-    of_row = lowbias32(np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0])
-    of_col = lowbias32(np.arange(place.col, place.col + cols, dtype=np.uint32) ^ seed[1])
+    of_row = lowbias32(
+        np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0],
+    )
+    of_col = lowbias32(
+        np.arange(place.col, place.col + cols, dtype=np.uint32) ^ seed[1],
+    )
     mixed = (of_row[:, None] ^ of_col) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B)
     values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(step % 1000))

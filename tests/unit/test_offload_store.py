@@ -57,7 +57,13 @@ class Bench:
         self.offsets = self.store.disk._offsets
         self.expected = {i: torch.zeros(count, 256) for i, count in enumerate(rows)}
 
-    def step(self, order: list[int], *, wave: int, chance: random.Random) -> None:
+    def step(
+        self,
+        order: list[int],
+        *,
+        wave: int,
+        chance: random.Random,
+    ) -> None:
         """A step in this order, in waves of so many shards: every value is multiplied and
         added to.
         """
@@ -98,7 +104,11 @@ def benches(tmp_path: Path) -> Iterator[Any]:
 )
 @given(
     rows=st.lists(st.integers(0, 20), min_size=1, max_size=12),
-    places=st.lists(st.sampled_from([DISK, DISK, HOST, DEVICE]), min_size=12, max_size=12),
+    places=st.lists(
+        st.sampled_from([DISK, DISK, HOST, DEVICE]),
+        min_size=12,
+        max_size=12,
+    ),
     staging_pages=st.integers(1, 40),
     waves=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     seed=st.integers(0, 2**32),
@@ -182,7 +192,11 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def bench(benches: Any) -> Bench:
     """After a step, with nothing read ahead."""
     bench: Bench = benches([8] * 4, staging_pages=24)
-    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
+    bench.step(
+        [0, 1, 2, 3],
+        wave=4,
+        chance=random.Random(0),
+    )
     bench.store.read(0)  # what was read ahead is dropped
     return bench
 

@@ -59,8 +59,14 @@ def test_powers_of_two_change_no_bit(exponent: int) -> None:
 
 
 def test_zero_stays_zero() -> None:
-    assert torch.equal(orthogonalized(Orthogonalizer(), torch.zeros(4, 3)), torch.zeros(4, 3))
-    assert torch.equal(to_unit_magnitude(torch.zeros(2, 2), torch.float32), torch.zeros(2, 2))
+    assert torch.equal(
+        orthogonalized(Orthogonalizer(), torch.zeros(4, 3)),
+        torch.zeros(4, 3),
+    )
+    assert torch.equal(
+        to_unit_magnitude(torch.zeros(2, 2), torch.float32),
+        torch.zeros(2, 2),
+    )
 
 
 def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:

@@ -85,7 +85,11 @@ def test_lock_lies_within_the_ranges(group):
         assert version in requirement.specifier, f"{line}: requirements/lock.txt has {version}"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / ".ci/run"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script",
+    [*SCRIPTS, ROOT / ".ci/run"],
+    ids=lambda path: path.name,
+)
 def test_scripts_are_executable_bash(script):
     assert script.stat().st_mode & stat.S_IXUSR, f"chmod +x {script}"
     assert script.read_text("utf-8").startswith("#!/usr/bin/env bash\n")
@@ -106,7 +110,14 @@ def test_the_script_hands_its_flags_and_the_ranks_to_the_command(tmp_path):
         (tree / name).chmod(0o755)
     shutil.copy(ROOT / "scripts/quickstart.sh", tree / "scripts/quickstart.sh")
     line, env = [tree / "scripts/quickstart.sh", "--muon-lr", "0.01"], {**os.environ, "NPROC": "3"}
-    done = subprocess.run(line, cwd="/", env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line,
+        cwd="/",
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 7
     assert done.stdout.splitlines()[-1] == f"{os.getpid()} quickstart --nproc 3 -- --muon-lr 0.01"
 
@@ -189,7 +200,12 @@ def check_env(site_packages, *arguments):
         f"sys.argv[1:] = {[str(argument) for argument in arguments]!r}\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.split()
 
 
@@ -234,7 +250,14 @@ def test_a_command_that_needs_megatron_says_what_to_install(tmp_path):
     )
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     line = [sys.executable, "-c", code, *lines]
-    run = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        line,
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.stdout.splitlines()[-1].split() == ["2"] * len(lines), run.stderr
     errors = [line for line in run.stderr.splitlines() if "error:" in line]
     assert len(errors) == len(lines), run.stderr

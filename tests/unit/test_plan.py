@@ -54,7 +54,12 @@ def planned(layout: Layout, buffer_bytes: int | None = None, element_bytes: int 
     return make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=memory)
 
 
-def alike(ranks: int, count: int, shape: tuple[int, int], *rows: list[int]) -> Layout:
+def alike(
+    ranks: int,
+    count: int,
+    shape: tuple[int, int],
+    *rows: list[int],
+) -> Layout:
     """Matrices of one shape, cut in turns by these rows on each rank."""
     matrices = []
     for index in range(count):
@@ -62,7 +67,11 @@ def alike(ranks: int, count: int, shape: tuple[int, int], *rows: list[int]) -> L
     return Layout(ranks, tuple(matrices))
 
 
-@given(layouts(), st.integers(0, 4000), st.sampled_from([2, 4]))
+@given(
+    layouts(),
+    st.integers(0, 4000),
+    st.sampled_from([2, 4]),
+)
 def test_every_matrix_has_an_owner_and_travels_once(
     layout: Layout, more: int, element_bytes: int
 ) -> None:
@@ -82,7 +91,11 @@ def test_every_matrix_has_an_owner_and_travels_once(
     assert plan == planned(layout, smallest + more, element_bytes)
 
 
-@given(layouts(), st.integers(0, 60_000), st.sampled_from([2, 4]))
+@given(
+    layouts(),
+    st.integers(0, 60_000),
+    st.sampled_from([2, 4]),
+)
 def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_bytes: int) -> None:
     smallest = smallest_bytes(lambda size: planned(layout, size, element_bytes))
     plan = planned(layout, smallest + more, element_bytes)
@@ -96,7 +109,11 @@ def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_byt
             planned(layout, smallest - 2000, element_bytes)
 
 
-@given(layouts(), st.integers(0, 60_000), st.sampled_from([1, 2, 4]))
+@given(
+    layouts(),
+    st.integers(0, 60_000),
+    st.sampled_from([1, 2, 4]),
+)
 def test_what_the_error_names_is_enough_with_teams_too(
     layout: Layout, more: int, node: int
 ) -> None:
@@ -159,7 +176,10 @@ def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_
     assert times.step_ms <= whole_step * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("rows", [[6, 1, 1], [1, 6, 1], [1, 1, 6]])
+@pytest.mark.parametrize(
+    "rows",
+    [[6, 1, 1], [1, 6, 1], [1, 1, 6]],
+)
 def test_who_holds_most_owns(rows: list[int]) -> None:
     plan = planned(alike(3, 1, (8, 4), rows))
     assert plan.owners == (rows.index(6),)
@@ -188,7 +208,9 @@ def test_even_holders_keep_what_is_theirs() -> None:
 
 
 def test_whole_matrices_move_when_one_rank_holds_all() -> None:
-    plan = planned(alike(4, 40, (8, 8), [8, 0, 0, 0]))
+    plan = planned(
+        alike(4, 40, (8, 8), [8, 0, 0, 0]),
+    )
     assert plan.imbalance <= 1.05
     assert len(plan.whole[0]) == 10
 

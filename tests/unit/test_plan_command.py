@@ -50,7 +50,13 @@ def main(command: str, words: list[str]) -> int:
     return rehearse.main(words) if command == "rehearse" else cli.main([command, *words])
 
 
-def planned(tmp_path: Path, line: str, *, command: str = "plan", status: int = 0) -> dict[str, Any]:
+def planned(
+    tmp_path: Path,
+    line: str,
+    *,
+    command: str = "plan",
+    status: int = 0,
+) -> dict[str, Any]:
     """The figures of a command line."""
     target = tmp_path / "figures.json"
     words = [*line.split(), "--json", str(target)]
@@ -82,7 +88,13 @@ def message(capsys: pytest.CaptureFixture[str], line: str) -> str:
         ("llama3-8b", 16, 32 * 4, True),
         ("moe-large", 128, 48 * (64 * 2 + 5), True),
         pytest.param("llama3-8b", 4096, 32 * 4, False, marks=pytest.mark.wide),
-        pytest.param("moe-large", 4096, 48 * (64 * 2 + 5), False, marks=pytest.mark.wide),
+        pytest.param(
+            "moe-large",
+            4096,
+            48 * (64 * 2 + 5),
+            False,
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_the_shipped_models_are_planned(
@@ -279,7 +291,14 @@ def test_a_plan_names_the_owners_that_training_would(
 
 
 @pytest.mark.parametrize(
-    "run", [f"{QUICKSTART} 4", pytest.param(f"{LLAMA} 64", marks=pytest.mark.wide)]
+    "run",
+    [
+        f"{QUICKSTART} 4",
+        pytest.param(
+            f"{LLAMA} 64",
+            marks=pytest.mark.wide,
+        ),
+    ],
 )
 def test_plan_and_rehearsal_agree(tmp_path: Path, run: str) -> None:
     """Bytes and products to the last one; memory within 10 %. Plans counted 1.4 to 3 times what a

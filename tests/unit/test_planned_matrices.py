@@ -159,11 +159,17 @@ def test_latent_attention_and_predicted_tokens_are_listed(planned: Any) -> None:
     assert found["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (8, 4)
 
 
-SHAPES = st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8]))
+SHAPES = st.tuples(
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 4, 6, 8]),
+)
 
 
 @settings(max_examples=60)
-@given(st.lists(SHAPES, min_size=1, max_size=8), st.integers(1, 5))
+@given(
+    st.lists(SHAPES, min_size=1, max_size=8),
+    st.integers(1, 5),
+)
 def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> None:
     """Each rank's part of every parameter, also where rows of several lengths share a bucket."""
     cpu.install(force=True)
@@ -174,7 +180,10 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
 
     model = torch.nn.Module()
     for index, shape in enumerate(sizes):
-        model.register_parameter(f"w{index}", torch.nn.Parameter(torch.empty(shape, device="meta")))
+        model.register_parameter(
+            f"w{index}",
+            torch.nn.Parameter(torch.empty(shape, device="meta")),
+        )
     ddp_config = SimpleNamespace(data_parallel_sharding_strategy="optim")
     groups = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: world_size))
     holders = PieceHolders(np.arange(world_size).reshape(1, world_size, 1))

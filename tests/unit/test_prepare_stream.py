@@ -101,7 +101,12 @@ class Trial:
             ),
             make_rules(
                 chosen_rules(),
-                Held(layout, Group(2, 0), torch.device("cpu"), [1] * len(SHAPES)),
+                Held(
+                    layout,
+                    Group(2, 0),
+                    torch.device("cpu"),
+                    [1] * len(SHAPES),
+                ),
                 {"nesterov": nesterov},
             ),
             defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
@@ -152,7 +157,11 @@ class Trial:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **how: zeros(*sizes, **how))
+    monkeypatch.setattr(
+        torch,
+        "zeros",
+        lambda *sizes, device=None, **how: zeros(*sizes, **how),
+    )
     gpu = Gpu(monkeypatch)
     monkeypatch.setattr(dist, "all_to_all_single", Network(gpu).all_to_all_single)
     with gpu:
@@ -192,7 +201,12 @@ def test_rows_are_prepared_beside_products(
     one_stream = trial(place=place, nesterov=nesterov)
     one_stream.store.prepare_stream = None  # type: ignore[union-attr]
     assert all(
-        torch.equal(one, other) for one, other in zip(weights, one_stream.train(), strict=True)
+        torch.equal(one, other)
+        for one, other in zip(
+            weights,
+            one_stream.train(),
+            strict=True,
+        )
     )
     assert all(one_stream.behind), (
         "as it was: copies back lie behind products, and with no slot free so does the host"

@@ -76,7 +76,11 @@ def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, end, status):
     """The parent of orphans is no longer the launcher: only the mark in their environment tells
     whose they are.
     """
-    assert watch(python(CHILD + end), tmp_path / "log", env=dict(os.environ)) == Ended(status)
+    assert watch(
+        python(CHILD + end),
+        tmp_path / "log",
+        env=dict(os.environ),
+    ) == Ended(status)
     assert is_gone(int((tmp_path / "log").read_text()))
 
 
@@ -99,7 +103,15 @@ SAVES = (
 def test_a_signal_gives_time_to_save_and_no_more(tmp_path, code, signals, grace_s, ended):
     sender = signal_when(tmp_path / "log", "ready", *signals)
     began = time.monotonic()
-    assert watch(python(code), tmp_path / "log", env=dict(os.environ), grace_s=grace_s) == ended
+    assert (
+        watch(
+            python(code),
+            tmp_path / "log",
+            env=dict(os.environ),
+            grace_s=grace_s,
+        )
+        == ended
+    )
     sender.join()
     assert time.monotonic() - began < 25
     assert ("saved" in (tmp_path / "log").read_text()) is (code == SAVES)

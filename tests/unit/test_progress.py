@@ -74,7 +74,13 @@ def test_the_loss_is_the_mean_of_an_interval_and_facts_are_written_once(
         losses = {LOSS: torch.tensor([loss])}
         progress.log(log, losses, 0.1, iteration, int(iteration == 3), 1.0)
     steps = [facts for event, facts in told if event == "step"]
-    assert [(step["step"], step["loss"]) for step in steps] == [(1, 4.0), (3, 3.0), (6, 2.0)]
+    assert [
+        (
+            step["step"],
+            step["loss"],
+        )
+        for step in steps
+    ] == [(1, 4.0), (3, 3.0), (6, 2.0)]
     assert [step.get("tokens_per_s") for step in steps] == [None, 256.0, 384.0]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["state_bytes"] == {"all of it": 8}
@@ -155,7 +161,11 @@ def test_the_error_of_a_teams_block_is_the_blocks():
         ranks=(0, 1),
         total=lambda part: (block / 0.5) @ (block / 0.5).mT,
     )
-    for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
+    for probe, part in zip(
+        parts,
+        block.split([4, 6], dim=1),
+        strict=True,
+    ):
         probe.block(part, 0.5, team)
     error, measured = (
         sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured")

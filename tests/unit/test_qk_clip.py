@@ -89,7 +89,12 @@ def test_clipped_heads_get_the_scaled_queries_and_keys_and_no_others(config: str
         model(**batch_of(seed), use_cache=False).loss.backward()
     found = clip.step()
     assert found is not None
-    torch.testing.assert_close(found, torch.stack(of_layers).max(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found,
+        torch.stack(of_layers).max(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
     start = {name: p.clone() for name, p in reference.named_parameters()}
     reference.load_state_dict(model.state_dict())
@@ -97,7 +102,11 @@ def test_clipped_heads_get_the_scaled_queries_and_keys_and_no_others(config: str
     with seen_by_attention(reference) as after, torch.no_grad():
         for module, (args, kwargs) in inputs.items():
             module(*args, **kwargs)
-    for module, gammas in zip(before, (threshold / of_groups).clamp(max=1.0), strict=True):
+    for module, gammas in zip(
+        before,
+        (threshold / of_groups).clamp(max=1.0),
+        strict=True,
+    ):
         of_groups_, of_heads = (
             gammas.view(-1, 1, 1),
             gammas.repeat_interleave(HEADS // groups).view(-1, 1, 1),
@@ -130,7 +139,16 @@ def test_chunks_find_what_whole_logits_hold(
 ) -> None:
     monkeypatch.setattr(qk_clip, "CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
-    query, key = (torch.randn(2, heads, 8, 5, generator=generator) for heads in (6, 2))
+    query, key = (
+        torch.randn(
+            2,
+            heads,
+            8,
+            5,
+            generator=generator,
+        )
+        for heads in (6, 2)
+    )
     logits = query.unflatten(1, (2, 3)) @ key[:, :, None].mT * 0.7
     logits = logits.flatten(1, 2)
     shape = (2, 1, 8, 8)
@@ -204,7 +222,12 @@ def test_between_measured_steps_nothing_is_measured_or_scaled() -> None:
 @pytest.mark.wide
 def test_a_compiled_model_is_measured_in_one_graph() -> None:
     """Also where it has run before the clip was made."""
-    torch.testing.assert_close(measured(compiled=True), measured(compiled=False), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        measured(compiled=True),
+        measured(compiled=False),
+        rtol=1e-5,
+        atol=0,
+    )
 
 
 def test_logits_that_are_not_finite_leave_their_heads_alone() -> None:

@@ -36,7 +36,10 @@ MATRICES: list[tuple[tuple[int, int], list[int]]] = [
 ]
 
 
-def layout(name: str, shards: list[tuple[tuple[int, int], list[int]]]) -> Layout:
+def layout(
+    name: str,
+    shards: list[tuple[tuple[int, int], list[int]]],
+) -> Layout:
     """Matrices given by shape and by rows on each rank."""
     matrices = []
     for at, (shape, rows) in enumerate(shards):
@@ -125,7 +128,10 @@ def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
 def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() -> None:
     """prime-rl #3437: FSDP2 gives ranks five rows, two or none; equal shards did not fit."""
     held = [5] * 14 + [2, 0]
-    matrices = layout("dense", [((72, cols), held) for cols in (40, 72, 200, 40)])
+    matrices = layout(
+        "dense",
+        [((72, cols), held) for cols in (40, 72, 200, 40)],
+    )
     of = rehearsal(Group("dense", matrices), muon_exchange_buffer_mb=0.25)
     record = recorded(dataclasses.replace(of, world_size=16), [0, 13, 14, 15])
     assert check(record) == []
@@ -204,7 +210,10 @@ ACTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "torch.cuda.synchronize": (lambda _: torch.cuda.synchronize(), "host"),
     "a copy from host memory": (lambda updates: updates.add_(torch.ones(1).to("cuda")), "host"),
     "bytes more in use": (lambda _: KEPT.append(torch.zeros(1000, device="cuda")), "leak"),
-    "may take 419,430": (lambda _: torch.zeros(2**22, device="cuda").mul_(2), "memory"),
+    "may take 419,430": (
+        lambda _: torch.zeros(2**22, device="cuda").mul_(2),
+        "memory",
+    ),
 }
 
 

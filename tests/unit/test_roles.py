@@ -27,12 +27,22 @@ WORDS, WIDTH = 40, 8
 class Language(nn.Module):
     """A model whose names say nothing; `rows` is the width of its output layer."""
 
-    def __init__(self, rows: int = WORDS, *, tied: bool = False, config: Any = None) -> None:
+    def __init__(
+        self,
+        rows: int = WORDS,
+        *,
+        tied: bool = False,
+        config: Any = None,
+    ) -> None:
         super().__init__()
         self.tok = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.Linear(WIDTH, WORDS)  # as wide as the vocabulary, and not the last
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WORDS), nn.Linear(WORDS, WIDTH)) for _ in range(2)
+            nn.Sequential(
+                nn.Linear(WIDTH, WORDS),
+                nn.Linear(WORDS, WIDTH),
+            )
+            for _ in range(2)
         )
         self.read = nn.Linear(WIDTH, rows, bias=False)
         self.config = config
@@ -54,7 +64,14 @@ LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
 }
-T5_SIZES = {"vocab_size": 40, "d_model": 8, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 1}
+T5_SIZES = {
+    "vocab_size": 40,
+    "d_model": 8,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 1,
+    "num_heads": 1,
+}
 MODELS: dict[str, tuple[Any, dict[str, str]]] = {
     "tied": (lambda: Language(tied=True), {"tok.weight": "embedding"}),
     "as wide as the vocabulary": (
@@ -167,7 +184,13 @@ def test_a_warning_names_stacks_that_adamw_takes() -> None:
 def test_no_warning_for_what_users_chose_themselves(settings: dict[str, Any]) -> None:
     given: Any = stack_beside_matrix()
     if settings.pop("group", False):
-        given = [{"params": given[::2]}, {"params": given[1:2], "optimizer": "adamw"}]
+        given = [
+            {"params": given[::2]},
+            {
+                "params": given[1:2],
+                "optimizer": "adamw",
+            },
+        ]
     assert warned(lambda: megatron_muon.Muon(given, **settings)) == []
 
 

@@ -55,7 +55,11 @@ def test_an_update_of_zero_lets_weights_decay() -> None:
     optimizer.step()
     assert weight[0, 0] > 1.0
     torch.testing.assert_close(
-        weight.detach()[1:], torch.full((2, 4), 1.0 - SETTINGS["lr"] * DECAY)
+        weight.detach()[1:],
+        torch.full(
+            (2, 4),
+            1.0 - SETTINGS["lr"] * DECAY,
+        ),
     )
 
 
@@ -63,7 +67,12 @@ def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
     matrix = torch.eye(3, 4)
     stack = torch.nn.Parameter(torch.stack([matrix, 5.0 * matrix]))
     optimizer = on_spheres([stack])
-    stack.grad = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    stack.grad = torch.randn(
+        2,
+        3,
+        4,
+        generator=torch.Generator().manual_seed(1),
+    )
     optimizer.step()
     norms = torch.linalg.vector_norm(stack.detach(), dim=(1, 2))
     torch.testing.assert_close(norms, torch.tensor([3.0**0.5, 5.0 * 3.0**0.5]))
@@ -140,14 +149,23 @@ def test_an_update_along_the_matrix_does_not_throw_it_far() -> None:
     """What is left of ||w - lr * R * normalize(update)||^2 is rounding then: dividing by it made
     norms of 90,000 R.
     """
-    weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    weight = torch.nn.Parameter(
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(0)),
+    )
     norm = float(weight.detach().norm())
     hyperball = on_spheres([weight], lr=0.99999).rules[-1]
     update = (weight.detach() + 1e-5).flatten()
     weight.grad = torch.empty_like(weight)
     hyperball.begin(Step([{"lr": 0.99999}], lambda slot: [], SILENT))
     rows = [update.view(64, 64)]
-    part = Part([0], [weight], [{}], update, rows, [weight.data])
+    part = Part(
+        [0],
+        [weight],
+        [{}],
+        update,
+        rows,
+        [weight.data],
+    )
     with torch.no_grad():
         hyperball.after(part)
         hyperball.end()
@@ -176,7 +194,9 @@ def test_the_example_of_the_design_is_a_rule_and_works() -> None:
     ):
         torch.testing.assert_close(none, old.detach() * (1.0 - 0.1 * 0.05))
         assert torch.equal(all_of_it, muon)
-        assert float((some - none).abs().max()) == pytest.approx(0.1 * 0.01, rel=1e-3)
+        assert float(
+            (some - none).abs().max(),
+        ) == pytest.approx(0.1 * 0.01, rel=1e-3)
 
 
 def test_a_rule_for_whole_updates_has_no_teams() -> None:

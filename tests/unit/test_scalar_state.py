@@ -14,7 +14,13 @@ from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_s
 from megatron_muon.offload.run import OffloadRun
 from tests.support.fused_adam import FusedAdam
 
-SHAPES = ((70, 40), (0, 8), (5000,), (3,), (0,))
+SHAPES = (
+    (70, 40),
+    (0, 8),
+    (5000,),
+    (3,),
+    (0,),
+)
 """Of 1,024 elements to a piece: three pieces, none, five, one, none; the last two are a group of
 their own.
 """
@@ -140,7 +146,12 @@ def test_empty_shards_are_stepped_over_in_step() -> None:
     initialize_scalar_state(without_state(adam))
     full.grad = torch.ones(2, 3)
     adam.step()
-    assert [float(adam.state[parameter]["step"]) for parameter in (full, empty)] == [1.0, 1.0]
+    assert [
+        float(
+            adam.state[parameter]["step"],
+        )
+        for parameter in (full, empty)
+    ] == [1.0, 1.0]
 
 
 def without_state(inner: torch.optim.Optimizer) -> Any:
@@ -148,7 +159,14 @@ def without_state(inner: torch.optim.Optimizer) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))]
+    ("capturable", "counter"),
+    [
+        (False, 0),
+        (
+            True,
+            torch.zeros(1, dtype=torch.int),
+        ),
+    ],
 )
 def test_a_counter_in_the_group_is_there_to_be_loaded(capturable: bool, counter: Any) -> None:
     """It came with the first step: a resumed run did not ask the checkpoint for it, and counted

@@ -99,7 +99,11 @@ def test_the_table_says_why_and_what_is_split() -> None:
     chosen = [[p for p in names if mp.is_muon_matrix(p) is ours] for ours in (True, False)]
     groups = [{"params": chosen[0]}, {"params": chosen[1], "optimizer": "adam"}]
     splits = (RowSplit(1, (8,) * 4), RowSplit(2, (4, 4)))
-    table = mp.parameter_table(groups, names, dict(zip(chosen[0], splits, strict=True)))
+    table = mp.parameter_table(
+        groups,
+        names,
+        dict(zip(chosen[0], splits, strict=True)),
+    )
     lines = [" ".join(line.split()) for line in table.splitlines()]
     for line in (
         "muon 1 32 x 48 blocks.1.weight (blocks of 4 x 8 rows)",
@@ -147,7 +151,10 @@ def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_component(
     pattern: str, near: str
 ) -> None:
     nothing = f"--muon-exclude {pattern} matches none of Muon's 12 matrices by whole components of"
-    with pytest.raises(UserError, match=re.escape(nothing) + f".*{re.escape(near)}$"):
+    with pytest.raises(
+        UserError,
+        match=re.escape(nothing) + f".*{re.escape(near)}$",
+    ):
         matching("--muon-exclude", ["linear_qkv", pattern], NAMES)
 
 

@@ -35,7 +35,13 @@ class WholeMatrices(Exchange):
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.runs = 0
         self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
-        shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
+        shapes = [
+            (
+                parameter.shape[:-1].numel(),
+                parameter.shape[-1],
+            )
+            for parameter in parameters
+        ]
         matrices = []
         for number, (rows, cols) in enumerate(shapes):
             held = [rows, 0] if rows else [0, 1]

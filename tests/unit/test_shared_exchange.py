@@ -59,7 +59,11 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
-def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[Any], list[int]]:
+def step(
+    plan: Plan,
+    shapes: Shapes,
+    rank: int,
+) -> tuple[list[Any], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised;
     checks its order.
     """

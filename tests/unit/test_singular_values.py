@@ -50,7 +50,13 @@ SETS = (*PROVEN_STEPS, *REVERSING_SETS)
 class _TF32(TorchFunctionMode):
     """Rounds the operands of fp32 products to the ten bits of TF32, as a GPU does for "high"."""
 
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        call: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         name = getattr(call, "__name__", "")
         if name in ("matmul", "__matmul__"):
             args = tuple(map(_rounded, args))
@@ -78,15 +84,23 @@ def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     """
     m, n = ROWS, ratio * ROWS
     generator = torch.Generator().manual_seed(ratio)
-    u, _ = torch.linalg.qr(torch.randn(m, m, dtype=torch.double, generator=generator))
-    v, _ = torch.linalg.qr(torch.randn(n, m, dtype=torch.double, generator=generator))
+    u, _ = torch.linalg.qr(
+        torch.randn(m, m, dtype=torch.double, generator=generator),
+    )
+    v, _ = torch.linalg.qr(
+        torch.randn(n, m, dtype=torch.double, generator=generator),
+    )
     spectra = [
         torch.logspace(0, -math.log10(condition), m, dtype=torch.double) for condition in CONDITIONS
     ]
     for share in DOMINANT:
         rest = math.sqrt((1 - share**2) / (m - 1))
-        spectra.append(torch.tensor([share] + [rest] * (m - 1), dtype=torch.double))
-    spectra.append(torch.linalg.svdvals(torch.randn(m, n, dtype=torch.double, generator=generator)))
+        spectra.append(
+            torch.tensor([share] + [rest] * (m - 1), dtype=torch.double),
+        )
+    spectra.append(
+        torch.linalg.svdvals(torch.randn(m, n, dtype=torch.double, generator=generator)),
+    )
     for _ in range(RANDOM):
         exponents, dominant = torch.rand(2, m, dtype=torch.double, generator=generator)
         strength, power = torch.rand(2, dtype=torch.double, generator=generator)

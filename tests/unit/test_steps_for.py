@@ -39,7 +39,14 @@ def test_the_last_pattern_that_is_found_holds() -> None:
         NAMES[1]: 3,
         NAMES[3]: 3,
     }
-    assert steps_of(NAMES, {"fc1": 3, "layers.0": 4}, argument="--muon-ns-steps-for")[NAMES[1]] == 4
+    assert (
+        steps_of(
+            NAMES,
+            {"fc1": 3, "layers.0": 4},
+            argument="--muon-ns-steps-for",
+        )[NAMES[1]]
+        == 4
+    )
     assert steps_for(SimpleNamespace(muon_ns_steps_for=["a=b=2"])) == {"a=b": 2}
 
 

@@ -54,7 +54,13 @@ def test_an_interrupted_sweep_stops_and_trains_the_rest_when_started_again(sweep
     """A run that diverged is not trained again, and not compared."""
     grid = {"RATES": "adam:1e-3 muon:4e-3 muon:1e20", "SEEDS": "1 2", "DIVERGED": "1e20"}
     every = [
-        f"{point}-{seed}" for seed in (1, 2) for point in ("adam-1e-3", "muon-4e-3", "muon-1e20")
+        f"{point}-{seed}"
+        for seed in (1, 2)
+        for point in (
+            "adam-1e-3",
+            "muon-4e-3",
+            "muon-1e20",
+        )
     ]
     status, trained, compared = sweep("lr_sweep.sh", INTERRUPTED="adam-1e-3-2", **grid)
     assert (status, folders(trained), compared) == (130, every[:4], [])

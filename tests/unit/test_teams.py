@@ -24,7 +24,9 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     """A piece of a slice has the place in it that it has in the block; test_exchange carries out
     what follows from that.
     """
-    parts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    parts = data.draw(
+        st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    )
     split = RowSplit(data.draw(st.integers(1, 7)), tuple(parts))
     cut = data.draw(st.integers(0, split.rows))
     cols = data.draw(st.integers(1, 40))
@@ -34,7 +36,9 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     for block in matrix.blocks:
         possible = [count for count in TEAM_SIZES if count <= min(size, max(block))]
         count = data.draw(st.sampled_from(possible))
-        cuts.append((data.draw(st.integers(0, size // count - 1)) * count, count))
+        cuts.append(
+            (data.draw(st.integers(0, size // count - 1)) * count, count),
+        )
     team = Team(tuple(range(size)), (0.0,) * size, tuple(cuts))
     numbers = torch.arange(matrix.numel).view(matrix.shape)
     seen = torch.zeros_like(numbers)
@@ -43,7 +47,11 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
         block = split.views(numbers)[block_slice.block].reshape(block_slice.of)
         starts = [replace(block_slice, place=k).shape for k in range(block_slice.place)]
         dim = 0 if block_slice.is_tall else 1
-        own = block.narrow(dim, sum(start[dim] for start in starts), block_slice.shape[dim])
+        own = block.narrow(
+            dim,
+            sum(start[dim] for start in starts),
+            block_slice.shape[dim],
+        )
         common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
             pieces = block_slice.pieces(shard)
@@ -62,7 +70,11 @@ def rectangle(matrix: torch.Tensor, row: int, col: int, piece: Piece) -> torch.T
 
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
-    team = Team((0, 1, 2, 3), (0.0,) * 4, ((0, 4),))
+    team = Team(
+        (0, 1, 2, 3),
+        (0.0,) * 4,
+        ((0, 4),),
+    )
     wide, tall = Matrix("w", (64, 201)), Matrix("w", (63, 5))
     assert [part.shape[1] for part in team.slices(0, wide)] == [48, 56, 48, 49]
     assert [part.shape[0] for part in team.slices(0, tall)] == [15, 16, 16, 16]
@@ -72,10 +84,18 @@ def test_parts_of_long_sides_are_multiples_of_eight() -> None:
 
 
 def rules(ranks: int, *, node: int = 8, size: int = 0) -> TeamRules:
-    return TeamRules(Iteration(products=KERNEL).cost, [rank // node for rank in range(ranks)], size)
+    return TeamRules(
+        Iteration(products=KERNEL).cost,
+        [rank // node for rank in range(ranks)],
+        size,
+    )
 
 
-def plan_of(shapes: list[tuple[int, int]], ranks: int, teams: TeamRules | None) -> Plan:
+def plan_of(
+    shapes: list[tuple[int, int]],
+    ranks: int,
+    teams: TeamRules | None,
+) -> Plan:
     matrices = []
     for number, shape in enumerate(shapes):
         held = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
@@ -95,7 +115,9 @@ def test_a_matrix_beyond_a_ranks_share_gets_a_team() -> None:
     assert max(together.loads) < 0.6 * max(alone.loads)
     for index, team in enumerate(together.teams):
         assert len(team.loads) == len(team.ranks), index
-    assert sum(together.loads) == pytest.approx(sum(sum(team.loads) for team in together.teams))
+    assert sum(together.loads) == pytest.approx(
+        sum(sum(team.loads) for team in together.teams),
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +144,12 @@ def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
 def test_more_ranks_make_a_step_no_slower() -> None:
     """Llama 3's matrices of 32 layers: the largest load falls, or stays."""
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)] * 32
-    loads = [max(plan_of(shapes, ranks, rules(ranks)).loads) for ranks in (64, 256, 1024)]
+    loads = [
+        max(
+            plan_of(shapes, ranks, rules(ranks)).loads,
+        )
+        for ranks in (64, 256, 1024)
+    ]
     assert loads == sorted(loads, reverse=True)
     assert loads[-1] < 0.5 * max(plan_of(shapes, 1024, None).loads)
 

@@ -263,12 +263,20 @@ FAILED = {"event": "line", "line": "node: error: RuntimeError: iteration 5: Unex
                 "diverged": False,
             },
         ),
-        (Ended(1, 15), [], {"outcome": "failed", "status": 143, "iterations": 3, "loss": 4.0}),
+        (
+            Ended(1, 15),
+            [],
+            {"outcome": "failed", "status": 143, "iterations": 3, "loss": 4.0},
+        ),
         (Ended(75, 15), [], {"outcome": "stopped", "status": 75}),
         (Ended(75, 2), [], {"outcome": "interrupted", "status": 130}),
         (Ended(2), [], {"outcome": "refused"}),
         # Megatron ends such a step before it is logged; with --rerun-mode disabled by an error
-        (Ended(16), [{"event": "diverged", "step": 5}], {"outcome": "failed", "diverged": True}),
+        (
+            Ended(16),
+            [{"event": "diverged", "step": 5}],
+            {"outcome": "failed", "diverged": True},
+        ),
         (Ended(1), [FAILED], {"status": 1, "diverged": True}),
         (Ended(0), [STEP | {"loss": math.nan}], {"diverged": True}),
     ],

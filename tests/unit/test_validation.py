@@ -129,7 +129,10 @@ def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path
     (tmp_path / folders.TRACKER).write_text("1")
     load = ("--ckpt-format", "fsdp_dtensor", flag, str(tmp_path), "--use-checkpoint-args")
     argv = [*MODEL, *MUON, *load]
-    args = arguments.parse(parser, [*arguments.missing_defaults(parser, argv, device="cpu"), *argv])
+    args = arguments.parse(
+        parser,
+        [*arguments.missing_defaults(parser, argv, device="cpu"), *argv],
+    )
     with pytest.raises(
         UserError,
         match=rf"^the checkpoint 1 in {tmp_path} cannot be loaded .*names posix\.mkdir.*$",

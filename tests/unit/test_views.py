@@ -46,7 +46,11 @@ def placements(draw: Any, mesh: tuple[int, ...], dims: int) -> list[Placement]:
 
 @given(
     st.lists(st.integers(1, 7), min_size=2, max_size=4),
-    st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
+    st.lists(
+        st.integers(1, 4),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
     st.booleans(),
     st.booleans(),
     st.randoms(use_true_random=False),
@@ -85,7 +89,15 @@ def test_every_rank_has_its_elements_of_every_matrix(
     )
     shards = placed_shards(view, ranks, cuts)
     Layout(
-        ranks.size, tuple(Matrix(str(number), view.matrix, of) for number, of in enumerate(shards))
+        ranks.size,
+        tuple(
+            Matrix(
+                str(number),
+                view.matrix,
+                of,
+            )
+            for number, of in enumerate(shards)
+        ),
     )
     for place, local in parts.items():
         rank = int(ranks[place])

@@ -69,7 +69,13 @@ def test_an_installed_wheel_finds_its_files(built, tmp_path):
     with zipfile.ZipFile(built) as archive:
         archive.extractall(site)
     code = f"from megatron_muon import shipped; print(shipped.find(shipped.Path({config!r})))"
-    line, environ = [sys.executable, "-P", "-c", code], {**os.environ, "PYTHONPATH": str(site)}
+    line, environ = (
+        [sys.executable, "-P", "-c", code],
+        {
+            **os.environ,
+            "PYTHONPATH": str(site),
+        },
+    )
     done = subprocess.run(
         line, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
