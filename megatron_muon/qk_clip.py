@@ -197,6 +197,8 @@ def _record(
     mask: Any,
     given: Any,
 ) -> None:
+    if given.get("position_bias") is not None:
+        raise UserError("QKClip does not support position biases; leave QKClip out")
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
@@ -365,6 +367,9 @@ def _attentions(model: nn.Module) -> Iterator[_Attention]:
             )
         norms = [child for child, _ in module.named_children() if "norm" in child]
         bounds = [each for each in norms if each not in _LATENT_NORMS]
+        for each in ("attn_logit_softcapping", "clip_qkv"):
+            if getattr(config, each, None) is not None:
+                bounds.append(each)
         if bounds:
             raise UserError(
                 f"QKClip: {name} ({kind}) has {' and '.join(bounds)}: its logits are bounded, and"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,22 @@ def compare_settings(
                 f"{name} is {one} on rank 0 and {two} on rank {others[0]}; give every rank the same"
                 " settings"
             )
+
+
+class NoScaler:
+    """Refuses torch.amp.GradScaler, which reads this attribute of an optimizer before its step.
+
+    Lightning reads it without a scaler: False.
+    """
+
+    def __get__(self, optimizer: object, owner: type) -> bool:
+        reader = sys._getframe(1).f_globals.get("__name__")
+        if reader == torch.amp.grad_scaler.__name__:
+            raise UserError(
+                "GradScaler is for fp16, which Muon does not support: it can skip a step on one"
+                " rank alone, and the others wait; train in bf16 without it"
+            )
+        return False
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:

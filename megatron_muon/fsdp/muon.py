@@ -111,6 +111,8 @@ class Muon(MuonState):
         UserError: a ValueError that names parameter or value, and the remedy.
     """
 
+    _step_supports_amp_scaling = guards.NoScaler()
+
     def __init__(
         self,
         params: Any,

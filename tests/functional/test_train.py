@@ -88,7 +88,8 @@ class Running:
         it.
         """
         found = psutil.process_iter(["cwd", "cmdline"])
-        return [one for one in found if one.info["cwd"] == str(self.cwd) and one.pid != os.getpid()]
+        here = [one for one in found if one.info["cwd"] == str(self.cwd)]
+        return [one for one in here if one.pid != os.getpid()]
 
     @property
     def trains(self) -> bool:

@@ -279,8 +279,11 @@ def _travel() -> Group:
         **{label: VARIANTS[label] for label in ("cautious", "hyperball", "normuon")},
     }
     for label, case in travelers.items():
-        cases |= {f"{label}, {way}": but(case, **settings) for way, settings in ways.items()}
-        same.append(tuple(f"{label}, {way}" for way in ways))
+        names = []
+        for way, settings in ways.items():
+            names.append(f"{label}, {way}")
+            cases[names[-1]] = but(case, **settings)
+        same.append(tuple(names))
     return Group(3, cases, tuple(same), again=("delayed",))
 
 

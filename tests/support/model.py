@@ -249,14 +249,13 @@ class Trainer:
         """
         whole: dict[str, torch.Tensor] = {}
         seen: dict[str, torch.Tensor] = {}
-        mine = {
-            name: (
-                self._place(name) if shapes[name][0] == self.shapes[name][0] else (slice(None),),
-                shapes[name],
-                shard.detach().float().cpu().numpy(),  # tensors take four times as long to unpickle
-            )
-            for name, shard in shards.items()
-        }
+        mine = {}
+        for name, shard in shards.items():
+            shape = shapes[name]
+            is_cut = shape[0] == self.shapes[name][0]
+            place = self._place(name) if is_cut else (slice(None),)
+            # tensors take four times as long to unpickle
+            mine[name] = (place, shape, shard.detach().float().cpu().numpy())
         for rank, shards_of_rank in enumerate(self._of_all_ranks(mine)):
             for name, (place, shape, values_of_rank) in shards_of_rank.items():
                 shard = torch.from_numpy(values_of_rank)

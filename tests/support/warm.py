@@ -194,7 +194,8 @@ def become(command: dict[str, Any]) -> tuple[str, str]:
     if arguments[0] == "-u":
         arguments = arguments[1:]
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = filter(None, added)
     if arguments[0] in ("-m", "-c"):
         sys.path.insert(0, command["cwd"])
         sys.argv[:] = arguments[:1] + arguments[2:]

@@ -236,3 +236,19 @@ def test_a_matrix_of_zeros_is_named_in_the_first_step() -> None:
     expected = r"^hyperball keeps the norm .*, and layers\.0\.weight is zero: .* by exclude"
     with pytest.raises(UserError, match=expected):
         optimizer.step()
+
+
+def test_a_grad_scaler_is_refused_before_the_step_and_a_disabled_one_is_not() -> None:
+    """Lightning reads the same attribute without a scaler, and clips unless it is True."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.1)
+    give_gradients(list(model.parameters()), 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(UserError, match=r"^GradScaler is for fp16, which Muon does not support"):
+        scaler.step(optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert optimizer._step_supports_amp_scaling is False
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    assert not any(map(torch.equal, model.parameters(), before))

@@ -35,7 +35,12 @@ def parts(*sizes: int) -> Blocks:
 
 def heads(count: int, *sizes: int) -> Blocks:
     """In each of so many heads one matrix after the other."""
-    return lambda rows: [part.flatten() for part in rows.view(count, -1).split(sizes, dim=1)]
+
+    def blocks(rows: torch.Tensor) -> list[torch.Tensor]:
+        parts = rows.view(count, -1).split(sizes, dim=1)
+        return [part.flatten() for part in parts]
+
+    return blocks
 
 
 def turns(rows: torch.Tensor) -> list[torch.Tensor]:

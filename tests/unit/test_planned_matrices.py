@@ -63,8 +63,10 @@ def planned(tmp_path: Path) -> Any:
         from megatron_muon.tools.plan.planned_model import read_model
 
         path = tmp_path / "run.yaml"
-        lines = [f"  --{name.replace('_', '-')}: {value}\n" for name, value in flags.items()]
-        path.write_text("MODEL_ARGS:\n" + "".join(lines), "utf-8")
+        text = "MODEL_ARGS:\n"
+        for name, value in flags.items():
+            text += f"  --{name.replace('_', '-')}: {value}\n"
+        path.write_text(text, "utf-8")
         return [group.layout for group in read_model(path, world_size)[1]]
 
     return groups

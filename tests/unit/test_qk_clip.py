@@ -267,6 +267,7 @@ def of(kind: str, **settings: Any) -> Any:
             lambda: of("Qwen3Config"),
             r"self_attn \(Qwen3Attention\) has q_norm and k_norm: its logits are bounded",
         ),
+        (lambda: of("Gemma2Config"), "has attn_logit_softcapping: its logits are bounded"),
         (
             lambda: of("GPTNeoXConfig"),
             r"projections of gpt_neox.layers.0.attention \(GPTNeoXAttention\) are not known",

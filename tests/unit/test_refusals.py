@@ -111,6 +111,11 @@ OF_MUONS_RUN = [
     (f"{NO_SHARD} --muon-momentum-dtype int8", "--muon-momentum-dtype has no effect"),
     (f"{SHARED} --muon-momentum-dtype int8", None),
     (f"{NO_SHARD} --num-distributed-optimizer-instances 2", "-instances does not work with"),
+    ("--muon-exchange allgather --muon-exchange-dtype bf16", "-dtype has no effect here"),
+    ("--muon-exchange allgather --muon-team-size 2", "-size has no effect here: .* gathers fp32"),
+    ("--muon-share-replicated", "-replicated has no effect here: it is for no_shard"),
+    (f"{NO_SHARD} --muon-exchange allgather", "--muon-exchange has no effect here"),
+    (f"{SHARED} --muon-team-size 4", "-team-size has no effect here: .* leave it out"),
     (f"{NORMUON} --muon-team-size 2", "NorMuon .*; use --muon-team-size 1"),
     # blocks that tensor-parallel replicas have in parts
     (f"{SHARED} --muon-tp-mode distributed {TP2}", IN_PARTS.format("--muon-share-replicated")),
@@ -121,6 +126,7 @@ OF_MUONS_RUN = [
     (f"{NORMUON} {WHOLE}", None),
     # decay and norms
     ("--muon-hyperball", "--weight-decay 0.01 does not work with .*; use --weight-decay 0$"),
+    ("--muon-cautious-weight-decay --weight-decay 0", "--weight-decay 0 does not work with"),
     (f"{SPHERE} --muon-cautious-weight-decay", "-decay does not work with --muon-hyperball"),
     (f"{SPHERE} --qk-clip", "--qk-clip does not work with"),
     # where momentum lives

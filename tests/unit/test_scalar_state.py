@@ -136,7 +136,8 @@ def test_empty_shards_are_stepped_over_in_step() -> None:
     """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes
     the counter.
     """
-    full, empty = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(0, 3))
+    full = torch.nn.Parameter(torch.ones(2, 3))
+    empty = torch.nn.Parameter(torch.ones(0, 3))
     adam = torch.optim.AdamW([full, empty])
     for parameter in (full, empty):
         adam.state[parameter] |= {

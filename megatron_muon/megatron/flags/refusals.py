@@ -68,7 +68,7 @@ CONFLICTS = {
         "--qk-clip",
         "--optimizer adaptive_muon",
     ),
-    "--muon-cautious-weight-decay": ("decoupled_weight_decay=False",),
+    "--muon-cautious-weight-decay": ("--weight-decay 0", "decoupled_weight_decay=False"),
     # These normalize after what would be scaled.
     "--qk-clip": ("--qk-layernorm", "--qk-l2-norm"),
     "--muon-split-heads": ("--muon-no-split-qkv",),
@@ -235,6 +235,7 @@ def _conditions(run: CheckedRun) -> dict[str, Any]:
         "--megatron-fsdp-main-params-dtype": main_params not in ("fp32", "float32"),
         "--cuda-graph-impl full_iteration": re.search(r"\bfull_iteration\b", graphs),
         "--num-distributed-optimizer-instances": run.num_distributed_optimizer_instances > 1,
+        "--weight-decay 0": not (run.muon_hyperball or any(run.get(name) for name in DECAYS)),
         "decoupled_weight_decay=False": run.get("decoupled_weight_decay") is False,
         "--qk-layernorm": run.qk_layernorm and normalizes_heads,
         "--qk-l2-norm": run.qk_l2_norm and normalizes_heads,
@@ -245,7 +246,7 @@ def _conditions(run: CheckedRun) -> dict[str, Any]:
 
 
 def _without_effect(run: CheckedRun) -> Rules:
-    """Settings of this package's step, where megatron-core's own Muon trains."""
+    """Settings that the strategy or the exchange ignores."""
     for flag in run.given(OF_OWN_EXCHANGE):
         yield (
             run.is_megatrons_own,
@@ -253,6 +254,24 @@ def _without_effect(run: CheckedRun) -> Rules:
             " megatron-core's own there; use optim, optim_grads or optim_grads_params, or"
             " --muon-share-replicated",
         )
+    ignored: list[str] = []
+    why = ""
+    if run.repeated:
+        why = "no_shard exchanges nothing"
+        ignored = run.given(("muon_exchange", "muon_exchange_dtype", "muon_team_size"))
+    elif run.replicated:
+        why = "--muon-share-replicated gives every matrix one owner, which broadcasts its update"
+        ignored = run.given(("muon_exchange", "muon_team_size"))
+    elif run.muon_share_replicated:
+        why = "it is for no_shard, and other strategies share the work already"
+        ignored = ["--muon-share-replicated"]
+    elif run.muon_exchange == "allgather":
+        why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
+        ignored = run.given(("muon_exchange_buffer_mb", "muon_team_size"))
+        if run.muon_exchange_dtype == "bf16":
+            ignored.append("--muon-exchange-dtype")
+    for flag in ignored:
+        yield True, f"{flag} has no effect here: {why}; leave it out"
 
 
 def _blocks(run: CheckedRun) -> Rules:
