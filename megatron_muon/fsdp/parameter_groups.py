@@ -158,7 +158,7 @@ def _check_unique(given: Iterable[Given]) -> None:
 
 
 def check_betas(betas: Any, name: str, where: str = "") -> None:
-    """Raise a UserError unless `betas` are two numbers in a sequence, an array or a tensor."""
+    """Raise a UserError for a beta out of range."""
     first, second = betas
     check_number("adam_beta1", first, setting=f"{name}[0]{where}")
     check_number("adam_beta1", second, setting=f"{name}[1]{where}")

@@ -138,16 +138,6 @@ def test_what_is_not_one_finite_number_is_refused(wrong: str) -> None:
     assert torch.equal(w.detach(), torch.eye(4)), "nothing has moved"
 
 
-@pytest.mark.parametrize("betas", [0.9, torch.ones(3), None], ids=repr)
-def test_betas_are_two_numbers(betas: Any) -> None:
-    """One number in a group was a TypeError."""
-    b = nn.Parameter(torch.zeros(4))
-    with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
-        megatron_muon.Muon([{"params": [b], "optimizer": "adamw", "betas": betas}])
-    with pytest.raises(UserError, match=r"betas.*=.* are not two numbers"):
-        megatron_muon.Muon([b], adamw_betas=betas)
-
-
 def test_a_step_reads_a_tensor_on_the_device_where_it_is() -> None:
     """Its memory is part of a CUDA graph; tensors elsewhere, or of another dtype, are read by the
     host.
