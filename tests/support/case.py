@@ -31,7 +31,7 @@ HYBRID = {
     "linear_value_head_dim": 3,
     "linear_conv_kernel_dim": 4,
 }
-STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
+STACKED = {"linear_fc1": (10, 6), "linear_fc2": (5, 6)}
 
 
 @dataclass(frozen=True)

@@ -145,21 +145,22 @@ class NorMuon(Rule):
             dist.all_reduce(self._all, group=self.held.group)
 
     def _part(self, index: int, *, sending: bool) -> torch.Tensor | None:
-        """This rank's numbers of a matrix; when sending, of those that several ranks hold only the first's."""
-        (experts, rows, _), shard, whole = (
-            self._stacks[index],
-            self._shards[index],
-            self._whole[index],
-        )
+        """This rank's slice of a matrix's numbers; None if it has none.
+
+        When sending, also None unless this rank is the first that holds them.
+        """
+        experts, rows, _ = self._stacks[index]
+        shard = self._shards[index]
+        whole = self._whole[index]
         if self.held.replicated:
             return whole
         by_row = self._by_row[index]
-        if sending and (
-            shard is None
-            or shard.rank != self._rank
-            or (shard.col_start if by_row else shard.row_start)
-        ):
-            return None
+        if sending:
+            if shard is None or shard.rank != self._rank:  # the first holder sends for its replicas
+                return None
+            start = shard.col_start if by_row else shard.row_start % rows
+            if start > 0:
+                return None
         if by_row or experts == 1:
             row, count, col, cols = self._rectangles[index]
             return whole[row : row + count] if by_row else whole[col : col + cols]
