@@ -49,8 +49,8 @@ def ranges(file):
 
 
 def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks, tmp_path):
-    places = cli.words("--tensorboard-dir run/tensorboard --save saves --save-interval 3")
-    batches = cli.words("--load saves --micro-batch-size 2 --global-batch-size 4")
+    places = cli.words("--tensorboard-dir run/tensorboard")
+    batches = cli.words("--micro-batch-size 2 --global-batch-size 4")
     common = (
         *cli.TINY,
         *cli.make_corpus(tmp_path),
@@ -58,16 +58,11 @@ def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks, t
         *places,
         *cli.MUON,
     )
+    profiled = "--train-iters 7 --profile --use-pytorch-profiler"
+    steps = "--profile-step-start 5 --profile-step-end 7"
     training = Trainings(ranks, tmp_path, common)
-    training("--train-iters", "3").checked()
+    training(*cli.words(f"{profiled} {steps}")).checked()
     traces = tmp_path / "run" / "torch_profile"
-    assert not traces.exists()
-
-    steps = cli.words(
-        "--profile --use-pytorch-profiler --profile-step-start 5 --profile-step-end 7"
-    )
-    # goes on at 3
-    training("--train-iters", "7", "--override-opt-param-scheduler", *steps).checked()
     assert sorted(file.name for file in traces.iterdir()) == ["rank-0.json.gz", "rank-1.json.gz"]
     orthogonalized = 0
     for file in traces.iterdir():
