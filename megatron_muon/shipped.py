@@ -33,7 +33,7 @@ def require(file: Path) -> None:
 
 
 def note(file: Path) -> str:
-    """What to tell a user whose file is taken from the package; empty where it is not."""
+    """A note for a user whose file comes from the package; empty for other files."""
     found = find(file)
     return (
         "" if found == file else f"{file} is not in this folder: taking the package's own, {found}"

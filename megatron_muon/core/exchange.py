@@ -229,7 +229,11 @@ class Exchange:
             self._agree(wave, marks)
 
     def _agree(self, wave: Wave, marks: list[torch.Tensor]) -> None:
-        """Have a matrix of several blocks, or of a team, NaN where one of them is; normalise whole updates."""
+        """Make every block of a matrix NaN if one is, on each rank of its team; normalize whole updates.
+
+        `marks` has 0 for each finite block of a stack, NaN for the others; blocks are in one
+        agreement at most.
+        """
         of_slots = (
             torch.cat(marks).view(-1)
             if marks
@@ -249,7 +253,7 @@ class Exchange:
         for stack, of_stack in zip(
             wave.stacks, agreed.split([len(stack) for stack in wave.stacks]), strict=True
         ):
-            stack.add_(of_stack)
+            stack.add_(of_stack)  # 0 or NaN
 
     def _normalize_whole(
         self, index: int, blocks: list[torch.Tensor], finite: torch.Tensor

@@ -364,13 +364,11 @@ def schedule(travelling: int, local: int) -> list[int]:
 
 
 def moments_of(order: Sequence[int]) -> list[list[int]]:
-    """For each wave the first moment of each of its stages, by the order in which waves go on."""
-    moments: list[list[int]] = [
-        []
-        for _ in range(
-            max(order, default=-1) + 1,
-        )
-    ]
-    for moment, number in enumerate(order):
-        moments[number].append(moment * MOMENTS)
+    """For each wave, the first moment of each of its stages.
+
+    `order[position]` is the wave that runs its next stage there; a stage has `MOMENTS` moments.
+    """
+    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    for position, wave in enumerate(order):
+        moments[wave].append(position * MOMENTS)
     return moments

@@ -250,7 +250,7 @@ class Team:
         ]
 
     def slots(self, index: int, matrix: Matrix) -> list[BlockSlice]:
-        """The same block by block, also of one owner."""
+        """Like `slices`, but one slice for each block even if the matrix has one owner."""
         return replace(
             self,
             cuts=self.cuts or ((0, 1),) * len(matrix.blocks),

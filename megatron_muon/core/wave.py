@@ -134,7 +134,10 @@ class Wave:
         self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
 
     def make_views(self, arena: Arena, first_chunk: int) -> None:
-        """Make every view and copy, once buffers have places; chunks are numbered from `first_chunk` on."""
+        """Make this wave's tensors, views and copies in an allocated arena.
+
+        `first_chunk` is the number of its first chunk in the whole step.
+        """
         route = self.route
         self.tensors = tensors = {
             name: arena.tensor(buffer) for name, buffer in self.buffers.items()

@@ -225,7 +225,7 @@ def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
 
 
 def is_stored_transposed(name: str, modules: Modules) -> bool:
-    """Whether a weight is stored as (inputs, outputs)."""
+    """True if a weight is stored as (inputs, outputs)."""
     module = modules.get(name.rpartition(".")[0])
     if getattr(module, "is_transposed", False):
         return True

@@ -129,7 +129,7 @@ def check_first_gradients(members: Sequence[torch.Tensor]) -> None:
 
 
 def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
-    """Whether there are gradients, all zero on every rank of `group`. Collective."""
+    """True if there are gradients, all zero on every rank of `group`. Collective."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     is_any = any(bool(gradient.any()) for gradient in gradients)
     found = numbers_of_all_ranks([len(gradients), is_any], group)

@@ -278,7 +278,7 @@ class Muon(MuonState):
         self._run = None
 
     def table(self, *, full: bool = False) -> str:
-        """Which parameters Muon takes and which AdamW, why, what is split and what does not decay.
+        """A table of parameters: their optimizer and why, splits, and those without decay.
 
         One line for each kind of parameter, such as all layers' query projections; with `full` for
         each parameter.

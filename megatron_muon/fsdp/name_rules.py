@@ -55,7 +55,7 @@ OUTPUT_WEIGHTS = (".generator.weight", ".generator.proj.weight")
 
 
 def is_numbered(name: str) -> bool:
-    """Whether a parameter is in a numbered layer."""
+    """True if a parameter is in a numbered layer."""
     return any(part.isdigit() for part in name.split("."))
 
 
@@ -65,23 +65,23 @@ def around(name: str) -> str:
 
 
 def is_output(name: str) -> bool:
-    """Whether a parameter belongs to an output layer, by its name."""
+    """True if a parameter belongs to an output layer, by its name."""
     is_named = any(part in OUTPUTS for part in name.lower().split("."))
     return (is_named or f".{name}".endswith(OUTPUT_WEIGHTS)) and not is_numbered(name)
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a parameter is a table of vectors, by its name."""
+    """True if a parameter is a table of vectors, by its name."""
     return any(_matches_any(part, EMBEDDINGS) for part in name.lower().split("."))
 
 
 def is_table(name: str) -> bool:
-    """Whether a 2D parameter is a table, by the last component of its name."""
+    """True if a 2D parameter is a table, by the last component of its name."""
     return _matches_any(name.lower().rpartition(".")[2], TABLES)
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a parameter belongs to experts, by its name."""
+    """True if a parameter belongs to experts, by its name."""
     return any(fnmatchcase(part, EXPERTS) for part in name.lower().split("."))
 
 

@@ -187,5 +187,5 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 
 def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Whether an AdamW group's weight decay holds for this parameter."""
+    """True if an AdamW group's weight decay holds for this parameter."""
     return parameter.ndim > 1 or bool(group[DECAY_VECTORS])

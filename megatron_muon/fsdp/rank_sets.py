@@ -32,7 +32,7 @@ class RankSet:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds whole matrices."""
+        """True if every rank holds whole matrices."""
         for p in self.matrices:
             if isinstance(p, DTensor) and not all(
                 isinstance(cut, Replicate) for cut in p.placements

@@ -57,7 +57,7 @@ _LARGEST_KERNEL = 16
 """Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
 
 Predicate = Callable[[str, torch.Tensor], bool]
-"""Whether Muon takes the parameter of this name."""
+"""True if Muon takes the parameter of this name."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Selection:
         return Selection(groups, choices, frozen)
 
     def table(self, *, full: bool = False) -> str:
-        """Which optimizer takes which parameters, why, what is split and what does not decay."""
+        """A table of parameters: their optimizer and why, splits, and decay."""
         rows = []
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
             for p in group["params"]:
@@ -174,7 +174,7 @@ def why_not_muon(
 
 
 def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter of more than two dimensions can be a stack of matrices.
+    """True if a parameter of more than two dimensions can be a stack of matrices.
 
     A convolution is recognized by its name, or by a small kernel with equal sides.
     """
@@ -211,7 +211,9 @@ def select(
     stacks: Sequence[str] = (),
     split: Mapping[str, fused.Split] | None = None,
 ) -> Selection:
-    """Sort parameters by optimizer; arguments are those of `Muon`.
+    """Selects the parameters that Muon takes, and as which matrices; AdamW takes the others.
+
+    Arguments are those of `Muon`.
 
     Raises:
         TypeError: `params` is a tensor, or holds something that is not a tensor.
@@ -248,7 +250,10 @@ def select(
                 _check_shape(each)
             choice.view = View(tuple(p.shape), flat=each.name in flat)
     selection.groups = _groups(trained, selection.choices)
-    taken = {each.name: each for each in selection.choices.values() if each.view is not None}
+    taken: dict[str, Choice] = {}
+    for choice in selection.choices.values():
+        if choice.view is not None:
+            taken[choice.name] = choice
     if not taken:
         raise UserError(
             "no parameter is a matrix for Muon; name some in matrices=, or use torch.optim.AdamW"

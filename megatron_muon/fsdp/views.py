@@ -32,12 +32,12 @@ class View:
 
     @property
     def is_stack(self) -> bool:
-        """Whether the leading dimensions count matrices."""
+        """True if the leading dimensions count matrices."""
         return len(self.shape) > 2 and not self.flat
 
     @property
     def is_itself(self) -> bool:
-        """Whether the parameter is the matrix."""
+        """True if the parameter is the matrix."""
         return len(self.shape) == 2 and not self.transposed
 
     @property

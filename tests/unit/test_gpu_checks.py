@@ -131,7 +131,7 @@ def test_a_checkpoint_that_is_not_read_is_found(context, monkeypatch):
 def test_sound_code_passes(name, context):
     CHECKS[name](context)
     assert context.wrong == []
-    context.keep()  # it can be written
+    context.write_findings()  # it can be written
     if name == "steps":
         assert {*context.figures, "CUDA graph"} == step_checks.VARIANTS.keys()
 

@@ -142,8 +142,12 @@ class Hyperball(Rule):
     def _numbers(
         self, sums: torch.Tensor, rates: Sequence[Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each matrix `shrink` and `pace`, of w <- shrink * (w - pace * update); 1 and 0 without an update."""
-        radius, (of_update, product) = sums[0].sqrt(), sums[1:]
+        """For each matrix `shrink` and `pace` of w <- shrink * (w - pace * update), which keeps ||w||.
+
+        `sums` are ||w||^2, ||update||^2 and <w, update>; without an update, shrink is 1 and pace 0.
+        """
+        radius = sums[0].sqrt()
+        of_update, product = sums[1:]
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0
         for _, alike in itertools.groupby(

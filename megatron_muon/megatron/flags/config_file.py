@@ -172,12 +172,16 @@ def _flags_of(argv: Sequence[str]) -> list[str]:
     return [token.partition("=")[0] for token in argv if token.startswith("--")]
 
 
-def pairs(argv: Sequence[str], actions: Container[str]) -> list[Flag]:
-    """The flags of a command line with their values, which may begin with dashes."""
+def pairs(argv: Sequence[str], known_flags: Container[str]) -> list[Flag]:
+    """The flags of a command line with their values, without those of `--unset`.
+
+    A token that is no known flag, such as -1, is a value of the flag before it.
+    """
     found: list[list[str]] = []
-    for token in _without_unset(argv)[0]:
+    tokens, _ = _without_unset(argv)
+    for token in tokens:
         flag, equals, value = token.partition("=")
-        if flag in actions and token.startswith("--"):
+        if flag in known_flags and token.startswith("--"):
             found.append([flag, value] if equals else [flag])
         elif found:
             found[-1].append(token)

@@ -1,1 +1,1 @@
-"""What this package changes in megatron-core and Megatron-FSDP, one function for each change."""
+"""Changes of megatron-core and Megatron-FSDP, one function each."""

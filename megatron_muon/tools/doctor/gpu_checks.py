@@ -83,7 +83,7 @@ class Context:
                 raise
         self.keep()
 
-    def keep(self) -> None:
+    def write_findings(self) -> None:
         """Write the findings so far, in case the check does not end."""
         found = {"figures": self.figures, "skipped": self.skipped, "wrong": self.wrong}
         file = self.folder / f"figures.{self.rank}.json"
@@ -269,24 +269,24 @@ START = "--load ../reference --ckpt-step 10"
 
 
 def training(context: Context) -> None:
-    """20 steps of the quickstart's model in Megatron's loop, compared with a run on one rank.
+    """Compares losses of the quickstart's model in Megatron's loop with those of one rank.
 
-    All runs begin at one rank's checkpoint of step 10. The largest difference of a loss is less
-    than 0.005, in bf16 and with int8 momentum 0.05; a resumed run has the same losses. Losses are
-    no measure of quality. On a single rank, QK-clip is compared with itself.
+    The reference takes 20 steps on one rank; the others take the last ten, from its checkpoint. The
+    largest difference of a loss is less than 0.005, in bf16 and with int8 momentum 0.05; a resumed
+    run has the same losses. On a single rank, a run with QK-clip is its own reference.
     """
     if context.rank == 0:
-        source = str(Path(__file__).parents[2])
+        source = str(Path(__file__).parents[2])  # this package is the text
         words = ("data", "prepare", "--input", source, "--output", "data")
         command = [sys.executable, "-m", "megatron_muon.cli", *words]
         subprocess.run(command, cwd=context.folder, check=True)
-    plain = _train(context, "reference", "", alone=True)
+    reference = _train(context, "reference", flags="", alone=True)  # others wait for it
     names = list(TRAININGS if context.on_gpu else ON_CPU)
     # ranks start trainings in the same order
     at_once = 4 if context.on_gpu and context.ranks == 1 else 1
     with ThreadPoolExecutor(at_once) as threads:
-        for _ in threads.map(functools.partial(_compare, context, plain), names):
-            context.keep()
+        for _ in threads.map(functools.partial(_compare, context, reference), names):
+            context.write_findings()
 
 
 def _compare(context: Context, plain: dict[int, float], name: str) -> None:

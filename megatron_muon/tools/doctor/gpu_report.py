@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
-    """Runs a check in its own process on this rank; its findings, and output if it failed."""
+    """Runs a check in its own process on this rank; its findings, and its log's end if not OK."""
     rank = os.environ.get("RANK", "0")
     folder.mkdir(exist_ok=True)
     log = folder / f"check.{rank}.log"
@@ -91,7 +91,7 @@ def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
     check = [name, device, str(folder), str(LIMIT_S)]
     command = [sys.executable, "-m", __name__, *check]
     start = time.perf_counter()
-    # if it hangs, it reports that and ends
+    # after LIMIT_S a check ends itself, so nothing here waits longer
     ended = processes.watch(command, log, env=env, grace_s=1.0)
     seconds = time.perf_counter() - start
     if ended.signal is not None:
@@ -103,7 +103,7 @@ def _run_check(name: str, device: str, folder: Path, port: int) -> Result:
     if ended.status:
         status = FAILED
         if seconds > LIMIT_S:
-            found["wrong"].append(f"stopped after {LIMIT_S} s; the report's log shows where")
+            found["wrong"].append(f"stopped after {LIMIT_S} s; `log` shows where")
     found |= {"status": status, "seconds": seconds, "log": []}
     if status != OK:
         found["log"] = log.read_text("utf-8", "replace").splitlines()[-200:]
@@ -156,7 +156,7 @@ def run_here(name: str, device: str, folder: str, limit: str) -> NoReturn:
     except Exception:
         status = 1
         context.wrong.append(traceback.format_exc(limit=-6))
-    context.keep()
+    context.write_findings()
     sys.stdout.flush()
     os._exit(status)  # threads of failed collectives would keep the process alive
 
