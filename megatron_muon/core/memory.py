@@ -124,7 +124,11 @@ class Memory:
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
     def of_owners(
-        self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int = 0
+        self,
+        blocks: tuple[tuple[int, int], ...],
+        cuts: Cuts | None,
+        ranks: int,
+        steps: int = 0,
     ) -> Taken:
         """What the busiest of the owners takes for a matrix cut by `Team.cuts`, if it serves as many rows."""
         owned = [0] * ranks

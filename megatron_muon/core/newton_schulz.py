@@ -86,8 +86,10 @@ class Work:
             return like.new_empty(shape)
         key = name, tuple(shape)
         if key not in self._views:
-            start, size = self._places[name], math.prod(shape) * like.dtype.itemsize
-            view = self._views[key] = self.memory[start : start + size].view(like.dtype).view(shape)
+            start = self._places[name]
+            end = start + math.prod(shape) * like.dtype.itemsize
+            view = self.memory[start:end].view(like.dtype).view(shape)
+            self._views[key] = view
             self._blocks[id(view)] = view.unbind()
         return self._views[key]
 
@@ -298,7 +300,12 @@ def _product(
             out=result[:, :half],
         )
         torch.addmm(
-            c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:]
+            c[half:, half:],
+            a[half:],
+            b[half:].mT,
+            beta=beta,
+            alpha=alpha,
+            out=result[half:, half:],
         )
     out[:, :half, half:].copy_(out[:, half:, :half].mT)
     return out
@@ -315,7 +322,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-SQUARE, WIDE = Tiles(128, 128, 64, 8, 4, 4), Tiles(128, 256, 64, 8, 8, 3)
+SQUARE = Tiles(128, 128, 64, 8, 4, 4)
+WIDE = Tiles(128, 256, 64, 8, 8, 3)
 """X X^T on an H100, of 180 configurations: square tiles were the fastest at 4,096 rows, within 1 %, wide ones at 8,192.
 
 A step with them took as long as with configurations that Triton's tuner chose from the best (docs/gpu.md); it would

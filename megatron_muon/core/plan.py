@@ -368,7 +368,8 @@ def moments_of(order: Sequence[int]) -> list[list[int]]:
 
     `order[position]` is the wave that runs its next stage there; a stage has `MOMENTS` moments.
     """
-    moments: list[list[int]] = [[] for _ in range(max(order, default=-1) + 1)]
+    waves = max(order, default=-1) + 1
+    moments: list[list[int]] = [[] for _ in range(waves)]
     for position, wave in enumerate(order):
         moments[wave].append(position * MOMENTS)
     return moments

@@ -217,7 +217,8 @@ class _StepProbe(PhaseTimer):
             block = block.float() / scale
             gram = block @ block.mT if team is None else team.total(block @ block.mT)
             gram.diagonal().sub_(1.0)
-            error = (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
+            error = torch.linalg.vector_norm(gram) / math.sqrt(len(block))
+            error = error.to(self._zero.device)
             share = 1.0 / max(len(ranks), 1)
             # one without a gradient is not
             self._error += torch.where(error.isfinite(), share * error, 0.0)

@@ -301,7 +301,8 @@ def parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
     found: list[tuple[list[HeldShard], int]] = []
     for held in route.rows:
         if found and found[-1][1] + held.shard.numel <= most:
-            found[-1] = [*found[-1][0], held], found[-1][1] + held.shard.numel
+            part, numel = found[-1]
+            found[-1] = [*part, held], numel + held.shard.numel
         else:
             found.append(([held], held.shard.numel))
     return found

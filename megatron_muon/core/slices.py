@@ -30,9 +30,11 @@ def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
-    return [
-        tuple(ranks[k : k + size]) for ranks in by_node.values() for k in range(0, len(ranks), size)
-    ]
+    teams = []
+    for ranks in by_node.values():
+        for first in range(0, len(ranks), size):
+            teams.append(tuple(ranks[first : first + size]))
+    return teams
 
 
 class BlockKind(NamedTuple):

@@ -167,7 +167,10 @@ class Wave:
         leaving = (("back", route.back.copies), ("returned", route.own_updates))
         self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
         self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
-        self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
+        self.stacks: list[torch.Tensor] = []
+        for of in route.stacks:
+            end = of.start + of.numel
+            self.stacks.append(stacks[of.start : end].view(of.shape))
         parts = (
             tensors["returned"].split(route.returned.counts)
             if route.updates_by == BROADCAST

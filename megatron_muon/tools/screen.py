@@ -72,7 +72,9 @@ LIVE_FIGURES = ("loss", "tokens_per_s", "seconds_left")
 def step_line(event: Mapping[str, Any], figures: Iterable[str] = tuple(_FIGURES)) -> str:
     """A log interval: the event `step` of `megatron.REPORTS`."""
     steps = str(event["steps"] or "")
-    line = f"step {event['step']:>{len(steps)}}/{steps}" if steps else f"step {event['step']}"
+    line = f"step {event['step']:>{len(steps)}}"
+    if steps:
+        line += f"/{steps}"
     for name in figures:
         value = event.get(name)
         if name == "seconds_left" and value is not None:

@@ -81,7 +81,7 @@ class Context:
             self.wrong.append(f"{part}: {type(failure).__name__}: {failure}")
             if self.ranks > 1:
                 raise
-        self.keep()
+        self.write_findings()
 
     def write_findings(self) -> None:
         """Write the findings so far, in case the check does not end."""
