@@ -2,7 +2,7 @@
 
 A subcommand is one entry of `GROUPS` and one module: `configure(parser)` adds arguments,
 description and examples, `run(args)` does the work, returns the exit status, and raises `UserError`
-for mistakes of the user.
+for user errors.
 """
 
 import argparse
@@ -37,28 +37,22 @@ class Command(NamedTuple):
 
 GROUPS = {
     "train and compare": {
-        "quickstart": Command(
-            "quickstart", "train a small GPT in this folder, and show what it writes"
-        ),
-        "train": Command("train.train_command", "train an experiment file"),
-        "compare": Command("compare", "compare runs: a table, and a picture of their losses"),
+        "quickstart": Command("quickstart", "train a small GPT in this folder and generate text"),
+        "train": Command("train.train_command", "train from an experiment file"),
+        "compare": Command("compare", "compare runs: a table and a plot of their losses"),
     },
-    "use what was trained": {
-        "generate": Command("models.model_commands", "write text with a checkpoint"),
-        "eval": Command(
-            "models.model_commands", "loss and bits per byte of a checkpoint on any text"
-        ),
-        "export": Command("models.model_commands", "checkpoint to Hugging Face"),
-        "import": Command(
-            "models.model_commands", "Hugging Face model to a checkpoint, to go on with"
-        ),
+    "use a checkpoint": {
+        "generate": Command("models.model_commands", "generate text from a checkpoint"),
+        "eval": Command("models.model_commands", "measure loss and bits per byte on any text"),
+        "export": Command("models.model_commands", "convert a checkpoint to Hugging Face format"),
+        "import": Command("models.model_commands", "convert a Hugging Face model to a checkpoint"),
     },
-    "plan and measure": {
-        "plan": Command("plan.plan_command", "plan a Muon step, for any number of ranks"),
+    "plan": {
+        "plan": Command("plan.plan_command", "plan a Muon step for any number of ranks"),
     },
     "prepare and check": {
         "data": Command("data", "prepare text for training"),
-        "doctor": Command("doctor.doctor_command", "check this environment, a checkpoint, a GPU"),
+        "doctor": Command("doctor.doctor_command", "check this environment, a checkpoint or a GPU"),
     },
 }
 """The subcommands by name, in groups as `megatron-muon --help` shows them."""
@@ -74,8 +68,8 @@ examples:
   megatron-muon COMMAND --help
 
 exit status:
-  0 success, 1 failure, 2 a mistake of the user, 130 Ctrl-C, 75 a training that SIGTERM ended after
-  a checkpoint (start it again with --resume); train passes on any other status of its run
+  0 success, 1 failure, 2 user error, 130 Ctrl-C, 75 training ended by SIGTERM after saving a
+  checkpoint (start it again with --resume); train passes on any other exit status of its run
 """
 
 
@@ -161,11 +155,11 @@ class _ShowVersions(argparse.Action):
 
 def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, ModuleType]]:
     """The parser, and the module of the subcommand in `arguments`, if any."""
-    about = "Muon for Megatron-LM under Megatron-FSDP: tools around training."
+    about = "Muon for Megatron-LM under Megatron-FSDP: train, compare, plan, export, check."
     usage = "megatron-muon [-h] [--version] COMMAND ..."
     parser = CommandParser(prog="megatron-muon", usage=usage, description=about, epilog=EPILOG)
     parser.add_argument(
-        "--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit"
+        "--version", action=_ShowVersions, nargs=0, help="show versions for a bug report and exit"
     )
     listed = []
     for group, commands in GROUPS.items():

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 from megatron_muon.core.user_errors import UserError as UserError
 
 _EXTRAS = {
-    "megatron": ("megatron", "Megatron's part"),
-    "einops": ("megatron", "Megatron's part"),
-    "tensorboard": ("megatron", "Megatron's part"),
-    "matplotlib": ("plots", "a picture"),
-    "transformers": ("hf", "a model of Hugging Face"),
-    "huggingface_hub": ("hf", "a model of Hugging Face"),
-    "safetensors": ("hf", "a model of Hugging Face"),
-    "tokenizers": ("hf", "a model of Hugging Face"),
+    "megatron": ("megatron", "Megatron support"),
+    "einops": ("megatron", "Megatron support"),
+    "tensorboard": ("megatron", "Megatron support"),
+    "matplotlib": ("plots", "a plot"),
+    "transformers": ("hf", "a Hugging Face model"),
+    "huggingface_hub": ("hf", "a Hugging Face model"),
+    "safetensors": ("hf", "a Hugging Face model"),
+    "tokenizers": ("hf", "a Hugging Face model"),
 }
 """Optional packages: the extra that installs each, and what needs it."""
 
@@ -41,7 +41,7 @@ def missing_extra(error: ModuleNotFoundError) -> str:
     if package not in _EXTRAS:
         return ""
     extra, part = _EXTRAS[package]
-    return f"{package} is not installed, which {part} needs; {install(extra)}"
+    return f"{part} needs {package}, which is not installed; {install(extra)}"
 
 
 class SaveError(RuntimeError):
@@ -102,7 +102,7 @@ class ExitStatus(enum.IntEnum):
 
     OK = 0
     FAILURE = 1
-    USAGE = 2  # a mistake of the user
+    USAGE = 2  # user error
     TEMPFAIL = 75  # SIGTERM ended a training after a checkpoint: start it again
     INTERRUPTED = 130  # Ctrl-C
 

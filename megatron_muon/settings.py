@@ -31,10 +31,10 @@ class RunSettings:
     """experiment file (ENV_VARS, MODEL_ARGS); flags on the command line override it"""
 
     resume: bool = False
-    """continue from the latest checkpoint in --save, if there is one"""
+    """resume from the latest checkpoint in --save, if any"""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """where to train; auto: CUDA if available"""
+    """device to train on; auto: CUDA if available"""
 
 
 @dataclass
@@ -42,12 +42,11 @@ class LoadSettings:
     """For loading a checkpoint under Megatron-FSDP."""
 
     muon_allow_missing_state: bool = False
-    """with --load: optimizer state that is missing in the checkpoint starts at zero, with a
+    """with --load: optimizer state that is missing from the checkpoint starts at zero, with a
     warning"""
 
     verify_checkpoint: bool = _field(True, arg_names=["--no-verify-checkpoint"])
-    """with --load: do not verify the checksums of the checkpoint's files, which reads each file
-    once"""
+    """with --load: skip verifying checksums, which reads each of the checkpoint's files once"""
 
 
 @dataclass
@@ -56,28 +55,27 @@ class MuonSettings:
 
     muon_exchange: Literal["owner", "allgather"] = "owner"
     """how sharded matrices are assembled: owner sends each matrix's rows to one rank, which
-    orthogonalizes it; allgather, the reference, has every rank orthogonalize all matrices"""
+    orthogonalizes it; allgather, the reference, makes every rank orthogonalize all matrices"""
 
     muon_exchange_buffer_mb: float | None = _field(None, metavar="MIB")
-    """memory budget of Muon's step on a rank beyond weights, gradients and state: send and receive
+    """per-rank memory budget of Muon's step, beyond weights, gradients and state: send and receive
     buffers, matrices being orthogonalized, temporaries; default 256, or more if the largest matrix
     needs it"""
 
     muon_free_buffers: bool = False
-    """free the step's buffers after each step, for use in forward and backward, and allocate them
-    again in the next"""
+    """free the step's buffers after each step, so that forward and backward can use the memory,
+    and allocate them again in the next step"""
 
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """dtype of exchanged rows; auto: bf16 only if Newton-Schulz starts from bf16 anyway"""
 
     muon_team_size: Literal["auto", "1", "2", "4", "8"] = "auto"
-    """with the owner exchange: number of ranks of a node that own a matrix together, each a part of
-    it; auto: teams only for matrices that exceed a rank's share of the work, and only if they save
-    time"""
+    """with the owner exchange: number of ranks in a node that jointly own a matrix, one part each;
+    auto: teams only for matrices that exceed a rank's share of the work, if they save time"""
 
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
-    """the Newton-Schulz iteration; auto: Gram iteration where it needs fewer operations and is
-    proven"""
+    """the Newton-Schulz iteration; auto: Gram iteration if it needs fewer operations and is
+    proven for the coefficients and step count"""
 
     muon_ns_steps_for: list[str] = field(
         default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN=N"}}
@@ -89,11 +87,11 @@ class MuonSettings:
     """peak learning rate of Muon's parameters; default --lr"""
 
     muon_min_lr: float | None = None
-    """lowest learning rate of Muon's parameters; default --min-lr"""
+    """minimum learning rate of Muon's parameters; default --min-lr"""
 
     muon_split_gated_mlp: bool = False
-    """orthogonalize gate and up of a gated MLP's first projection (--swiglu) as two matrices, not
-    as one"""
+    """orthogonalize the gate and up projections of a gated MLP (--swiglu) as two matrices, not as
+    one"""
 
     muon_split_heads: bool = False
     """orthogonalize every attention head separately: each query, key and value head is a block of
@@ -107,8 +105,8 @@ class MuonSettings:
     a pattern that matches no matrix is an error"""
 
     adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = "adamuon"
-    """with --optimizer adaptive_muon: the second moment of each element of the orthogonalized
-    update (adamuon), or of each row, or column of a wide matrix (normuon)"""
+    """with --optimizer adaptive_muon: second moment of the orthogonalized update per element
+    (adamuon), or per row, or per column of a wide matrix (normuon)"""
 
     adaptive_muon_beta2: float = 0.95
     """with --optimizer adaptive_muon: decay rate of the second moment's moving average"""
@@ -127,19 +125,18 @@ class MuonSettings:
     """print every parameter with its optimizer"""
 
     muon_share_replicated: bool = False
-    """with no_shard: one rank orthogonalizes each matrix and broadcasts the update, instead of all
-    ranks"""
+    """with no_shard: only one rank orthogonalizes each matrix, and broadcasts the update"""
 
     muon_metrics_interval: int = _field(0, default=METRICS_INTERVAL, metavar="K")
     """with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and
-    phases of every K-th step, logged under muon/; 0: never"""
+    phases of every K-th step, and log them under muon/; 0: never"""
 
     muon_offload: Literal["none", "cpu", "nvme"] = "none"
-    """where Muon's momentum is kept between steps: on the device, in host memory (cpu), or in files
+    """where to keep Muon's momentum between steps: on the device, in host memory (cpu), or in files
     on a local disk (nvme); updates are bit-identical"""
 
     muon_offload_state: Literal["momentum", "all"] = "momentum"
-    """with --muon-offload: the offloaded state: Muon's momentum, or all, with Adam's moments and
+    """with --muon-offload: state to offload: Muon's momentum, or all, including Adam's moments and
     the fp32 main weights"""
 
     muon_offload_dir: str | None = _field(None, metavar="DIR")
@@ -147,20 +144,21 @@ class MuonSettings:
 
     muon_offload_fraction: float = _field(1.0, metavar="F")
     """with --muon-offload: the fraction of each rank's momentum that is offloaded, largest shards
-    first; likewise of main weights and Adam's state"""
+    first; the same for main weights and Adam's state"""
 
     muon_offload_buffer_mb: float = _field(24.0, metavar="MIB")
-    """with --muon-offload: staging memory of a rank for momentum, in host memory and on the GPU
-    alike, at least three times the largest shard; the same again for main weights, and for Adam's
-    state"""
+    """with --muon-offload: staging memory per rank for momentum, both in host memory and on the
+    GPU; at least three times the largest shard. Main weights and Adam's state each take the same
+    amount again"""
 
     muon_ns_device: Literal["auto", "accelerator", "cpu"] = "auto"
-    """with --muon-offload on a machine with a GPU: accelerator orthogonalizes there and streams
-    momentum through; cpu transfers only gradients and updates; auto: accelerator"""
+    """with --muon-offload on a machine with a GPU: accelerator streams momentum to the GPU and
+    orthogonalizes there; cpu orthogonalizes on the CPU and transfers only gradients and updates;
+    auto: accelerator"""
 
     muon_momentum_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """storage of momentum: bf16 takes half and int8 a quarter of fp32's bytes, with stochastic
-    rounding; arithmetic is in fp32"""
+    """storage dtype of momentum: bf16 takes half the bytes of fp32 and int8 a quarter, with
+    stochastic rounding; arithmetic is in fp32"""
 
 
 def flag_of(name: str) -> str:
@@ -193,7 +191,7 @@ def steps_for(settings: Any) -> dict[str, int]:
         pattern, _, steps = given.rpartition("=")
         if not pattern or not steps.isdecimal():
             raise UserError(
-                f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc1=4"
+                f"--muon-ns-steps-for {given!r} is not PATTERN=N; for example, type linear_fc1=4"
             )
         found.pop(pattern, None)  # a repeated pattern takes its last place
         found[pattern] = int(steps)

@@ -93,9 +93,9 @@ def panel(ax: Axes, title: str, *, owner: bool) -> None:
             )
             ax.text(start + 0.33, y + HEIGHT / 2 + 0.14, text, fontsize=9, ha="center")
     facts = (
-        ("each rank receives 3 + 3 = 6 strips", "each rank orthogonalises 1 matrix")
+        ("each rank receives 3 + 3 = 6 strips", "each rank orthogonalizes 1 matrix")
         if owner
-        else ("each rank receives 12 strips", "each rank orthogonalises all 4 matrices")
+        else ("each rank receives 12 strips", "each rank orthogonalizes all 4 matrices")
     )
     ax.text(1.3, 0.25, "\n".join(facts), fontsize=11.5, va="top", linespacing=1.5)
     ax.set_xlim(-0.1, 12.6)

@@ -93,7 +93,7 @@ def _refuse_taken(args: argparse.Namespace) -> None:
         return
     # one that continues another's checkpoint may log to the same place
     events = None if continues else args.tensorboard_dir
-    remedy = f"give another {SAVE} DIR and {EVENTS} DIR, go on with that run with --resume"
+    remedy = f"give another {SAVE} DIR and {EVENTS} DIR, or continue that run with --resume"
     refuse_taken(args.save, events, remedy=remedy)
 
 
@@ -114,7 +114,7 @@ def resumed(flags: Sequence[str], notes: list[str]) -> list[str]:
     if found is None:
         notes.append(f"no checkpoint in {given.save} yet: a first start")
         return list(flags)
-    notes.append(f"going on from {given.save}, iteration {found}")
+    notes.append(f"continuing from {given.save}, iteration {found}")
     if given.ckpt_step is not None:
         notes.append(f"--ckpt-step {given.ckpt_step} is ignored: it is for a run's first start")
     return [*rest, SAVE, given.save, LOAD, given.save]

@@ -48,10 +48,10 @@ examples:
   megatron-muon compare runs/adamw runs/muon
   megatron-muon compare runs/lr-sweep/* --baseline runs/lr-sweep/adam-0.002-1 --png losses.png
 
-Runs that differ only in their seed are one row: mean ± standard deviation. Steps and hours are
-those to the baseline's last validation loss, interpolated between two validations; hours at the
-run's median speed, without validation. The optimizer's share needs --timing-log-level 1.
-"-": not known.
+Runs that differ only in their seed share one row: mean ± standard deviation. Steps and hours count
+until a run reaches the baseline's last validation loss, interpolated between two validations; hours
+assume the run's median speed and exclude validation. The optimizer's share needs
+--timing-log-level 1. "-" means unknown.
 """
 
 
@@ -122,9 +122,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = EPILOG
     add = parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
-    add("--baseline", type=Path, metavar="RUN", help="a run of the baseline (the first RUN)")
-    add("--png", type=Path, metavar="FILE", help="draw loss over tokens and over hours")
+    add("runs", type=Path, nargs="+", metavar="RUN", help="run folder")
+    add("--baseline", type=Path, metavar="RUN", help="run of the baseline (default: the first RUN)")
+    add("--png", type=Path, metavar="FILE", help="plot loss against tokens and against hours")
 
 
 def run(args: argparse.Namespace) -> int:

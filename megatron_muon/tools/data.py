@@ -16,22 +16,22 @@ examples:
 """
 
 DESCRIPTION = """\
-Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-path OUTPUT.
+Tokenizes text into Megatron's indexed format, PREFIX.bin and PREFIX.idx, for --data-path PREFIX.
 
-A text file is one document, and so is a line of a JSONL file (.jsonl, .ndjson). A single document
-is cut at paragraphs into up to 100, because --split divides documents. Directories are searched in
-sorted order, without hidden files, __pycache__, site-packages and dist-packages; files that are not
-UTF-8 text are skipped and counted. For corpora that take hours, Megatron-LM's
-tools/preprocess_data.py uses several processes.
+Each text file is one document, and so is each line of a JSONL file (.jsonl, .ndjson). A single
+document is cut at paragraphs into up to 100, because --split assigns whole documents. Directories
+are searched in sorted order, except hidden files, __pycache__, site-packages and dist-packages;
+files that are not UTF-8 text are skipped and counted. For corpora that take hours, use
+Megatron-LM's tools/preprocess_data.py, which runs several processes.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds `prepare` and its arguments."""
-    parser.description = "Prepare text for training."
+    parser.description = "Prepares text for training."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    prepare_parser = actions.add_parser("prepare", help="tokenize text into Megatron's .bin/.idx")
+    prepare_parser = actions.add_parser("prepare", help="tokenize text into .bin and .idx files")
     prepare_parser.description, prepare_parser.epilog = DESCRIPTION, EXAMPLES
     add = prepare_parser.add_argument
     what = prepare_parser.add_mutually_exclusive_group(required=True)
@@ -39,16 +39,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories"
     )
     what.add_argument(
-        "--stdlib", action="store_true", help="the running Python's standard library, about 30 MB"
+        "--stdlib", action="store_true", help="this Python's standard library, about 30 MB"
     )
     output = add("--output", type=Path, required=True, metavar="PREFIX")
     output.help = "write PREFIX.bin and PREFIX.idx"
     json_key = add("--json-key", default="text", metavar="KEY")
-    json_key.help = "the field of a JSONL line that holds the text (text)"
+    json_key.help = "JSONL field that contains the text (default: text)"
     tokenizer = add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE")
-    tokenizer.help = f"{', '.join(TOKENIZER_TYPES)} (the first)"
+    tokenizer.help = f"{', '.join(TOKENIZER_TYPES)} (default: the first)"
     model = add("--tokenizer-model", metavar="MODEL")
-    model.help = "file, directory or name, as Megatron's flag of this name"
+    model.help = "file, directory or name, as for Megatron's flag"
 
 
 def run(args: argparse.Namespace) -> int:

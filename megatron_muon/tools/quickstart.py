@@ -14,11 +14,12 @@ from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 from megatron_muon.tools.parser import CommandParser, positive
 
 DESCRIPTION = """\
-Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on
-two ranks, in the current folder, without a GPU or a download, in about three minutes on two free
-CPU cores, by the commands data prepare, train, compare and generate.
+Trains a small GPT on the source code of Python's standard library, with Muon under Megatron-FSDP
+on two ranks, in the current folder. It needs no GPU and no download, takes about three minutes on
+two free CPU cores, and runs the commands data prepare, train, compare and generate.
 
-Later ones train in runs/quickstart-TIME: no run is overwritten. --train-iters N makes it shorter.
+Another quickstart writes to runs/quickstart-TIME and overwrites nothing. --train-iters N shortens
+the run.
 """
 
 EXAMPLES = """\
@@ -33,8 +34,8 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
-    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
-    parser.take_megatron_flags("any flag of pretrain_gpt.py; they win over the file's")
+    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (default: 2)")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py; overrides configs/quickstart.yaml")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -149,5 +149,5 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
     master, worker = pod(0), pod(1)
     assert (worker.wait(POD_S), master.wait(POD_S)) == (0, 0), said()
     assert (tmp_path / "runs/llama3-8b/checkpoints/iter_0000060").is_dir()
-    went_on = f"going on from runs/llama3-8b/checkpoints, iteration {latest}"
+    went_on = f"continuing from runs/llama3-8b/checkpoints, iteration {latest}"
     assert went_on in logs[0].read_text()

@@ -205,7 +205,7 @@ def test_preempted_requeued_resumed_and_no_step_lost(
     assert saved[-1] == STEPS
     assert saved[0] < STEPS
     assert "no checkpoint in ck yet: a first start" in job.log(0)
-    assert f"going on from ck, iteration {saved[0]}\n" in job.log(0)
+    assert f"continuing from ck, iteration {saved[0]}\n" in job.log(0)
     found = losses(job.folder / "tensorboard")
     assert sorted(found) == list(range(1, STEPS + 1))
     assert found == losses(tmp_path / "tensorboard")
@@ -225,7 +225,7 @@ def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: dict[s
     """The first task of the sweep, and that task alone. In the end its user cancels it for good."""
     job = jobs["limited"]
     save = "runs/lr-sweep/lr=0.01,seed=1/checkpoints"
-    job.until(lambda job: f"going on from {save}, iteration" in job.log(0), seconds=200.0)
+    job.until(lambda job: f"continuing from {save}, iteration" in job.log(0), seconds=200.0)
     saved = folders.latest(job.folder / save)
     assert isinstance(saved, int)
     job.until(lambda job: job.iterations[-1] > saved)

@@ -263,7 +263,7 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     with Running(tmp_path, "train", "--resume", "--out", "x") as running:
         running.wait_for(lambda: f"step {following:6d}/{MANY}" in running.output)
         assert running.end(signal.SIGINT) == 130, running.output[-4000:]
-    assert f"going on from x/checkpoints, iteration {stopped['iterations']}" in running.output
+    assert f"continuing from x/checkpoints, iteration {stopped['iterations']}" in running.output
     assert f"step {stopped['iterations']:6d}/" not in running.output
     (interrupted,) = read(summary)
     assert interrupted["outcome"] == "interrupted"

@@ -115,7 +115,7 @@ def test_what_follows_dashes_is_megatrons():
         (
             ModuleNotFoundError("no", name="matplotlib"),
             2,
-            "error: matplotlib is not installed, which a picture needs;",
+            "error: a plot needs matplotlib, which is not installed;",
         ),
         (
             OSError(28, "No space left"),

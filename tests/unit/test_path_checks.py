@@ -24,7 +24,7 @@ def test_a_folder_without_a_checkpoint_is_not_loaded(parser, tmp_path):
     plausible.
     """
     load = f"--mock-data --load {tmp_path}"
-    lacks = r"--load .* holds no checkpoint, as it has no latest_checkpointed_iteration\.txt"
+    lacks = r"--load .* has no checkpoint: latest_checkpointed_iteration\.txt is missing"
     check(parser, load, lacks)
     # the first start of one that resumes
     check(parser, f"{load} --save {tmp_path}/ --save-interval 5")

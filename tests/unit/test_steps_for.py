@@ -60,7 +60,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("fc1", "--muon-ns-steps-for 'fc1' is not PATTERN=N; type for instance linear_fc1=4"),
+        ("fc1", "--muon-ns-steps-for 'fc1' is not PATTERN=N; for example, type linear_fc1=4"),
         ("=4", "'=4' is not PATTERN=N"),
         ("fc1=-4", "'fc1=-4' is not PATTERN=N"),
         ("fc1=0", "--muon-ns-steps-for fc1: 0 is out of range"),

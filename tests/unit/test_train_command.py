@@ -153,7 +153,7 @@ def test_a_run_is_neither_overwritten_nor_started_twice(tmp_path, taken):
 def test_a_file_that_train_has_not_written_is_never_replaced(tmp_path):
     """`train --config config.yaml --out .` wrote the resolved settings over that config.yaml."""
     (tmp_path / "config.yaml").write_text("MODEL_ARGS: {}")
-    with pytest.raises(UserError, match=r"config.yaml is not of a run; .* --out DIR"):
+    with pytest.raises(UserError, match=r"config.yaml does not belong to a run; .* --out DIR"):
         train.execute(experiment_of(tmp_path), show=print)
     (tmp_path / "run.json").write_text("{}")
     experiment_of(tmp_path).check_free()
@@ -195,7 +195,7 @@ def test_ranks_without_a_launcher_keep_off_another_run(taken, monkeypatch, given
         (
             "--lr -1 --load pre --finetune --ckpt-step=7 --no-load-rng --save ck",
             "--lr -1 --load pre --save ck --load ck",
-            "going on from ck, iteration 40",
+            "continuing from ck, iteration 40",
         ),
     ],
 )

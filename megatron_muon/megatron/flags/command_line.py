@@ -146,7 +146,7 @@ def check_settings(
     writes: bool = True,
     check_data: bool = True,
 ) -> None:
-    """Refuse mistakes before torch.distributed starts; several mistakes have a line each.
+    """Refuse mistakes before torch.distributed starts, one per line.
 
     A run that `writes` needs its --load.
     What megatron-core refuses by itself is not repeated: see `prepare.validate`.
@@ -166,7 +166,7 @@ def _require_checkpoint(args: argparse.Namespace) -> None:
     is_own = args.save and Path(args.save).resolve() == folder.resolve()
     if not ((folder / TRACKER).exists() or args.pretrained_checkpoint or is_own):
         raise UserError(
-            f"--load {folder} holds no checkpoint, as it has no {TRACKER}; give a run's --save"
+            f"--load {folder} has no checkpoint: {TRACKER} is missing; give a run's --save"
             " directory"
         )
 

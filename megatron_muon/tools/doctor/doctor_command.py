@@ -53,8 +53,8 @@ class Finding(NamedTuple):
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon doctor`."""
     parser.description = (
-        "Check this environment; with --checkpoint, whether a checkpoint can be loaded;"
-        " with --gpu, this package on the GPU."
+        "Checks this environment; with --checkpoint, that a checkpoint can be loaded; with --gpu,"
+        " this package on the GPU."
     )
     parser.epilog = EXAMPLES
     subject = parser.add_mutually_exclusive_group().add_argument
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     subject(
         "--gpu",
         action="store_true",
-        help="check this package on the GPU; under torchrun on several",
+        help="check this package on the GPU, or under torchrun on several",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write findings to FILE")
     add = parser.add_argument_group("with --gpu").add_argument
@@ -75,9 +75,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="cpu: try the checks on small sizes (cuda)",
+        help="cpu: try the checks at small sizes (default: cuda)",
     )
-    add("--only", nargs="+", metavar="CHECK", help="some checks by name (all)")
+    add("--only", nargs="+", metavar="CHECK", help="names of the checks to run (default: all)")
     add(
         "--write-profile",
         type=Path,

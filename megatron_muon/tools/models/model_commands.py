@@ -13,7 +13,7 @@ from megatron_muon.tools.parser import CommandParser, positive
 
 _DESCRIPTIONS = {
     "export": """\
-Writes a checkpoint as a folder that transformers, vLLM and lm-evaluation-harness load
+Converts a checkpoint to a folder that transformers, vLLM and lm-evaluation-harness load
 (safetensors, config.json, tokenizer). It runs in one process without a GPU, and holds the model in
 memory. Settings without a counterpart in Hugging Face are refused.
 
@@ -21,26 +21,26 @@ examples:
   megatron-muon export --checkpoint runs/first --to hf exported/first
 """,
     "import": """\
-Writes a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a
+Converts a Hugging Face model (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) to a
 checkpoint for --load DIR --finetune, with its tokenizer and flags: OUT/model.yaml is an
 experiment file; add data and learning rates to it. Nothing is downloaded: FOLDER is a local
-folder, as transformers' save_pretrained writes it today. Settings for which Megatron has no flag
-are refused.
+folder in the current format of transformers' save_pretrained. Settings for which Megatron has no
+flag are refused.
 
 examples:
   megatron-muon import --from hf models/Llama-3.2-1B imported/llama
 """,
     "generate": """\
-Continues a prompt with a checkpoint. The model is the one that export writes, in memory;
-transformers generates. No GPU is needed. These models continue text: they are not trained to chat.
+Continues a prompt with a checkpoint: converts it in memory, as export does, and generates text with
+transformers. It needs no GPU. The models continue text; they are not trained to chat.
 
 examples:
   megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
 """,
     "eval": """\
-Loss, perplexity and bits per byte of a checkpoint on a text file, which is one document. It is cut
-into samples as in training; every token is predicted once. Bits per byte compare models with
-different tokenizers. For benchmarks, export the model and use lm-evaluation-harness.
+Prints a checkpoint's loss, perplexity and bits per byte on a text file. The file is one document,
+cut into samples as in training; every token is predicted once. Use bits per byte to compare models
+with different tokenizers. For benchmarks, export the model and use lm-evaluation-harness.
 
 examples:
   megatron-muon eval --checkpoint runs/first --text README.md
@@ -68,7 +68,7 @@ def configure(parser: CommandParser) -> None:
 
 def _add_import(parser: CommandParser) -> None:
     form = parser.add_argument("--from", choices=("hf",), required=True, dest="form")
-    form.help = "form of FOLDER"
+    form.help = "format of FOLDER"
     folder = parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder.help = "contains config.json, model*.safetensors and a tokenizer"
 
@@ -76,30 +76,30 @@ def _add_import(parser: CommandParser) -> None:
 def _add_checkpoint(parser: CommandParser) -> None:
     add = parser.add_argument
     checkpoint = add("--checkpoint", type=Path, required=True, metavar="DIR")
-    checkpoint.help = "folder of a run, of its --save, or of one iteration"
-    add("--tokenizer", metavar="DIR", help="for transformers, instead of the run's")
+    checkpoint.help = "run folder, --save directory or iter_ folder"
+    add("--tokenizer", metavar="DIR", help="tokenizer for transformers, instead of the run's")
     verify = add("--no-verify-checkpoint", action="store_true")
-    verify.help = "do not compare files with their checksums first"
+    verify.help = "skip checksum verification"
 
 
 def _add_export(parser: CommandParser) -> None:
     add = parser.add_argument
-    add("--to", choices=("hf",), required=True, help="form to write")
+    add("--to", choices=("hf",), required=True, help="format to write")
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="auto", help="of the tensors (auto: the run's)")
+    add("--dtype", choices=dtypes, default="auto", help="dtype of the tensors (auto: the run's)")
 
 
 def _add_generate(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--prompt", required=True, metavar="TEXT", help="'' starts a new document")
-    add("--max-new-tokens", type=positive, default=128, metavar="N", help="length (128)")
+    add("--max-new-tokens", type=positive, default=128, metavar="N", help="length (default: 128)")
     temperature = add("--temperature", type=float, default=0.8, metavar="T")
-    temperature.help = "0 takes the likeliest token each time (0.8)"
+    temperature.help = "sampling temperature; 0: always the likeliest token (default: 0.8)"
 
 
 def _add_eval(parser: CommandParser) -> None:
     text = parser.add_argument("--text", type=Path, required=True, metavar="FILE")
-    text.help = "a text file in UTF-8"
+    text.help = "UTF-8 text file"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,11 +27,12 @@ from megatron_muon.tools.plan.estimate import (
 )
 
 DESCRIPTION = """\
-Plans a run with Muon without running it: the optimizer's memory on a rank, the time of its step,
-and what is exchanged.
+Plans a Muon run without starting it: the optimizer's memory per rank, its step time, and its
+communication.
 
-Times are arithmetic on the hardware profile: they rank configurations; python -m benchmarks.train
-measures. For the memory of the whole training see Megatron's report of theoretical memory.
+Times are computed from the hardware profile. Use them to rank configurations; to measure, use
+python -m benchmarks.train. For the memory of all of training, see Megatron's theoretical memory
+report.
 """
 
 EXAMPLES = """\
@@ -58,24 +59,24 @@ def configure(parser: CommandParser) -> None:
     hf = model.add_argument("--hf", type=Path, metavar="MODEL")
     hf.help = "a transformers folder or config.json, for megatron_muon.Muon under FSDP2"
     ep = parser.add_argument("--ep", type=positive, metavar="N")
-    ep.help = "with --hf: ranks over which a layer's experts are spread before fully_shard (1)"
+    ep.help = "with --hf: ranks to spread each layer's experts over before fully_shard (default: 1)"
     add_run(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to FILE")
 
 
 def add_run(parser: CommandParser) -> None:
     """Add the arguments that describe the run: its ranks, its machine, flags of Megatron."""
     add = parser.add_argument
-    add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
+    add("--world-size", type=positive, metavar="N", required=True, help="number of ranks")
     hardware = add("--hardware", type=_machine, default=HARDWARE["h100-sxm"], metavar="NAME")
     hardware.help = (
-        f"{', '.join(HARDWARE)} (the first), or the FILE.yaml that"
+        f"{', '.join(HARDWARE)} (default: the first), or the FILE.yaml that"
         " megatron-muon doctor --gpu --write-profile wrote on the machine"
     )
     node_ranks = add("--node-ranks", type=positive, metavar="N")
-    node_ranks.help = "ranks of a node, the run's LOCAL_WORLD_SIZE (gb300: 72, a whole rack)"
+    node_ranks.help = "ranks per node, the run's LOCAL_WORLD_SIZE (gb300: 72, a whole rack)"
     parser.take_megatron_flags(
-        "any flag of pretrain_gpt.py, instead of the file's: --global-batch-size 256"
+        "any flag of pretrain_gpt.py; overrides the file: --global-batch-size 256"
     )
 
 

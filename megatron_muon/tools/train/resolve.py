@@ -54,9 +54,9 @@ class Experiment:
         """Raises a UserError if the run would overwrite another, or a config.yaml of the user's."""
         config = self.root / places.CONFIG
         if config.exists() and not (self.root / places.RUN).exists():
-            raise UserError(f"{config} is not of a run; give another --out DIR")
+            raise UserError(f"{config} does not belong to a run; give another --out DIR")
         if not self.resumes:
-            remedy = "give another --out DIR, go on with that run with --resume"
+            remedy = "give another --out DIR, or continue that run with --resume"
             places.refuse_taken(self.args.save, self.args.tensorboard_dir, remedy=remedy)
 
 

@@ -16,8 +16,8 @@ from megatron_muon.tools.train.train import execute, torchrun
 from megatron_muon.tools.train.watcher import Watcher
 
 DESCRIPTION = """\
-Trains an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files load
-unchanged): launches torchrun with pretrain_gpt.py, shows a line for each log interval, and writes
+Trains from an experiment file (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml files
+load unchanged): launches torchrun with pretrain_gpt.py, shows one line per log interval, and writes
 config.yaml, run.json, train.log (all output of the ranks), tensorboard/, checkpoints/ and
 summary.json to the run's folder.
 """
@@ -37,21 +37,21 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon train --config FILE [options] [any flag of pretrain_gpt.py]"
     parser.take_megatron_flags(
-        "any flag of pretrain_gpt.py, here or after --: --lr 0.001 --train-iters 50; they win over"
-        " the file's, and --unset FLAG removes one of the file's"
+        "any flag of pretrain_gpt.py, here or after --: --lr 0.001 --train-iters 50; overrides the"
+        " file. --unset FLAG removes a flag set there"
     )
     add = parser.add_argument
     words = "experiment file; optional with --resume --out DIR"
     add("--config", type=Path, metavar="FILE", help=words)
-    words = "ranks on this machine (one for each GPU, or 1 without GPUs)"
+    words = "ranks on this machine (default: one per GPU, or 1 without GPUs)"
     add("--nproc", type=positive, metavar="N", help=words)
-    words = "the run's folder, for all that no flag places elsewhere (runs/NAME-TIME)"
+    words = "the run's folder, for all output that no flag redirects (default: runs/NAME-TIME)"
     add("--out", type=Path, metavar="DIR", help=words)
     words = "continue from the run's own checkpoint, if there is one"
     add("--resume", action="store_true", help=words)
-    words = "write no checkpoint (by default a run saves at its end and on Ctrl-C or SIGTERM)"
+    words = "write no checkpoint (by default, a run saves at its end and on Ctrl-C or SIGTERM)"
     add("--no-save", action="store_true", help=words)
-    words = "check and show all settings; start and write nothing"
+    words = "check and show all settings without starting or writing anything"
     add("--dry-run", action="store_true", help=words)
 
 
