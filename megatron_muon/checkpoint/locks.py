@@ -42,8 +42,8 @@ def locked(save_dir: Path, *, wait_s: float = SECONDS_FOR_A_DEAD_MACHINE) -> Ite
         save_dir.mkdir(parents=True, exist_ok=True)
         _acquire(lock, file, wait_s)
     except Timeout:
-        holder = f"a training saves its checkpoints to {save_dir} ({file.read_text()})"
-        raise UserError(f"{holder}; wait for its end, or give another --save DIR") from None
+        holder = f"another run writes to {save_dir} ({_holder(file)})"
+        raise UserError(f"{holder}; wait for its end, or choose another folder") from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             why = f"{file}: cannot write there ({error.strerror})"
@@ -61,7 +61,7 @@ def _acquire(lock: FileLock, file: Path, wait_s: float) -> None:
     try:
         lock.acquire(timeout=PATIENCE_S)
     except Timeout:
-        holder = file.read_text()
+        holder = _holder(file)
         if socket.gethostname() in holder:
             raise
         _note(f"{file} is locked ({holder}); waiting {wait_s:.0f} s in case it is dead")
@@ -69,6 +69,12 @@ def _acquire(lock: FileLock, file: Path, wait_s: float) -> None:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
         file.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+
+
+def _holder(file: Path) -> str:
+    with contextlib.suppress(OSError):  # it has just ended
+        return file.read_text()
+    return "unknown"
 
 
 def _note(text: str) -> None:

@@ -52,7 +52,7 @@ def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
             f"{file.parent} (process {other.pid} on {socket.gethostname()}, since 20",
         )
         with pytest.raises(
-            UserError, match=rf"{who}.*\); wait for its end, or give another --save DIR$"
+            UserError, match=rf"{who}.*\); wait for its end, or choose another folder$"
         ):
             lock_of(file).__enter__()
         other.kill()

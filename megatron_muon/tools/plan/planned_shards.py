@@ -56,6 +56,8 @@ def read_transformers(
 
 
 def _build_on_meta(path: Path) -> Any:
+    if not path.exists():  # transformers would take it for a model's name on the hub
+        raise UserError(f"--hf {path} does not exist; give a folder or its config.json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
