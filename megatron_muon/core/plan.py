@@ -215,6 +215,7 @@ class _Needs:
     """Bytes that matrices with these owners take on the rank that has most, and the waves that follow."""
 
     def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
+        """Sort matrices into travelling ones and those whole on their owner; size the buffer."""
         self._layout, self._memory, self.teams = layout, memory, teams
         self.whole: list[list[int]] = [[] for _ in range(layout.world_size)]
         self.travelling: list[int] = []
@@ -228,7 +229,7 @@ class _Needs:
             else:
                 self.travelling.append(index)
         self._in_wave = {index: self._bytes_in_wave(index) for index in self.travelling}
-        # Of a wave of one matrix.
+        # Bytes of the largest wave of one matrix.
         self.single = max(
             (int(sizes.max()) for _, sizes in self._in_wave.values()),
             default=0,
@@ -239,7 +240,7 @@ class _Needs:
             for matrix, team in pairs
         )
         taken = [memory.of_owners(*kind) for kind in alike]
-        # Of a wave in which every rank owns a matrix as large as the largest, and serves as many
+        # Bytes of a wave in which every rank owns a matrix as large as the largest, and serves as many
         # rows to others.
         self.busy = max((each.wave for each in taken), default=0)
         kinds: Counter[BlockKind] = Counter()
@@ -251,9 +252,9 @@ class _Needs:
             for one in {(one.shape, one.split, one.steps): one for one in local}.values()
         ]
         least_beside = max([0, *fillers, *(each.beside for each in taken)])
-        # Beside the waves: temporaries, or matrices that need no wire.
+        # Bytes beside the waves: temporaries, or matrices that do not travel.
         self.beside = max(memory.of_stacks(kinds), least_beside)
-        # Of a step in which every wave is of one matrix, and of one that keeps all ranks at work.
+        # Bytes of a step with waves of one matrix, and with waves that keep all ranks busy.
         self.smallest = memory.of_step(self.single, least_beside)
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 

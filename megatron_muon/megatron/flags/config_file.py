@@ -109,7 +109,7 @@ def load_config(
     in `environ`, by default `os.environ`. Flags that the user has `overridden` are left out.
     """
     path, environ = Path(path), os.environ if environ is None else environ
-    layers = list(_layers(shipped.find(path)))
+    layers = list(_layers(shipped.find(path)))  # bases first
     variables: dict[str, _Setting] = {}
     settings: dict[str, _Setting] = {}
     for file, sections in layers:

@@ -16,7 +16,7 @@ from megatron_muon.tools.train.processes import ROOT
 
 
 def private_names() -> set[str]:
-    """Names of this host and its user."""
+    """Names of this host and its user, which a shared report must not have."""
     host = socket.gethostname()
     home = Path(os.environ.get("HOME", ""))
     names = {host, host.split(".")[0], home.name}

@@ -211,8 +211,8 @@ def plan_group(
         loads = np.zeros(layout.world_size)
         for index in indices:
             team = plan.teams[index]
-            for rank, load in zip(team.ranks, team.loads, strict=True):
-                loads[rank] += load
+            for owner, load in zip(team.ranks, team.loads, strict=True):
+                loads[owner] += load
         return loads / rate
 
     seconds_of = functools.partial(
@@ -225,7 +225,7 @@ def plan_group(
     exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     matrices = layout.matrices
     held = _held(plan, range(len(matrices)))[0]
-    # an element has one owner, however many ranks hold it
+    # elements of the busiest owner: one owns each, however many hold it
     owned = plan.imbalance * sum(matrix.numel for matrix in matrices) / layout.world_size
     times = Times(
         ns_ms=max(plan.loads) / rate * 1e3,
