@@ -25,7 +25,7 @@ class Screen:
     """A context that prints lines and, on a terminal, keeps one live line below them."""
 
     def __init__(self) -> None:
-        console = Console(highlight=False)
+        console = Console(file=sys.stdout, highlight=False)  # also while others redirect stdout
         self.live = console.is_interactive
         one_line = Column(no_wrap=True, overflow="ellipsis")
         text = TextColumn("{task.description}", markup=False, table_column=one_line)
@@ -53,6 +53,7 @@ class Screen:
         """Replaces the live line, if there is one."""
         with _UNREAD:
             self._progress.update(self._task, description=text, completed=done, total=total)
+            self._progress.refresh()
 
 
 _FIGURES = {
