@@ -172,7 +172,7 @@ def test_a_check_that_hangs_or_crashes_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_report, "LIMIT_S", 1)
     late = gpu_report._run_check("machine", "cpu", tmp_path, 0)
     assert late["status"] == "failed"
-    assert late["wrong"] == ["a fault", "stopped after 1 s; the report's log shows where"]
+    assert late["wrong"] == ["a fault", "stopped after 1 s; `log` shows where"]
     assert "most recent call first" in "\n".join(late["log"])
 
     monkeypatch.setattr(gpu_report, "LIMIT_S", 600)
