@@ -18,8 +18,7 @@ Trains a small GPT on the source code of Python's standard library, with Muon un
 on two ranks, in the current folder. It needs no GPU and no download, takes about three minutes on
 two free CPU cores, and runs the commands data prepare, train, compare and generate.
 
-Another quickstart writes to runs/quickstart-TIME and overwrites nothing. --train-iters N shortens
-the run.
+--train-iters N shortens the run. Another quickstart writes to runs/quickstart-TIME.
 """
 
 EXAMPLES = """\

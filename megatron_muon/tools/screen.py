@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
+# The reader left (`| head`), or the terminal was closed: the run goes on.
 _UNREAD = contextlib.suppress(OSError)
-"""The reader left (`| head`), or the terminal was closed: the run goes on."""
 
 
 class Screen:

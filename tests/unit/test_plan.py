@@ -199,7 +199,9 @@ def test_owners_lie_where_their_rows_are() -> None:
 
 def test_even_holders_keep_what_is_theirs() -> None:
     """Whole matrices, as many on every rank: nothing travels."""
-    each = [[8, 0, 0, 0], [0, 8, 0, 0], [0, 0, 8, 0], [0, 0, 0, 8]]
+    each = [[0] * 4 for _ in range(4)]
+    for rank in range(4):
+        each[rank][rank] = 8
     layout = alike(4, 40, (8, 8), *each)
     plan = planned(layout)
     assert plan.waves == ()
