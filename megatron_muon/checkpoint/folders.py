@@ -244,6 +244,15 @@ def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def recover(save_dir: Path) -> None:
+    """Complete a `finish` that was killed between its renames: one save gets its name back."""
+    for replaced in save_dir.glob(f"iter_*{_REPLACED}"):
+        folder = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        aside = _with_ending(folder, UNFINISHED)
+        if not folder.exists():
+            (replaced if problems(aside) else aside).rename(folder)
+
+
 @contextlib.contextmanager
 def written_at_once(file: Path) -> Iterator[IO[Any]]:
     """Open a text file for writing; it replaces the old one at the end, whole or not at all."""

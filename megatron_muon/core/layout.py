@@ -22,10 +22,6 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-MAX_RANKS = 1 << 20
-"""Most ranks of a group: a plan counts for each of them. No machine has so many."""
-
-
 Rectangle = tuple[int, int, int, int]
 """`(row_start, rows, col_start, cols)` of a whole matrix."""
 

@@ -148,10 +148,15 @@ class _Cutter:
         return self._placed[key]
 
 
-def ranks_of(parameter: torch.Tensor) -> tuple[int, ...]:
+def ranks_of(name: str, parameter: torch.Tensor) -> tuple[int, ...]:
     """The ranks of a parameter's mesh, ascending; none for a plain tensor."""
     if not isinstance(parameter, DTensor):
         return ()
+    if parameter.device_mesh.get_coordinate() is None:
+        raise UserError(
+            f"{name} is on {parameter.device_mesh}, which rank {dist.get_rank()} is not in; give"
+            " Muon on each rank only parameters whose mesh has that rank"
+        )
     return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
 
 
@@ -180,7 +185,9 @@ def box_of(name: str, parameter: torch.Tensor) -> Box:
 
 
 def _check_device(name: str, parameter: DTensor) -> None:
-    """Raise a UserError for a DTensor on another device than its mesh."""
+    """Raise a UserError for unreduced values, and for a DTensor on another device than its mesh."""
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise UserError(f"{name} has unreduced values; redistribute it to Shard or Replicate first")
     device = parameter.device.type
     mesh = parameter.device_mesh.device_type
     if device != mesh and mesh != "cpu":

@@ -200,7 +200,9 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
     words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
     is_interleaved = words[:1] == (INTERLEAVED,)
     parts: tuple[Any, ...] = (words[1:] or (1, 1)) if is_interleaved else words
-    is_possible = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
+    is_possible = bool(parts) and all(
+        isinstance(part, Integral) and int(part) > 0 for part in parts
+    )
     if not is_possible or rows % sum(parts):
         raise UserError(
             f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"

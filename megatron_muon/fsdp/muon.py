@@ -95,8 +95,8 @@ class Muon(MuonState):
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by
             one rank each, which broadcasts the update, instead of by all. Needs the same gradients
             on all ranks.
-        process_group: of the ranks that share with `share_replicated`, as in a stage of a pipeline;
-            None takes all ranks.
+        process_group: of the ranks that share with `share_replicated`, or whose files fail
+            together, as in a stage of a pipeline; None takes all ranks.
         hyperball: MuonHyperball; needs `weight_decay=0`. The step overwrites the gradients of
             matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
@@ -201,12 +201,14 @@ class Muon(MuonState):
         check_within_largest(sets, given)
         sizes = [len(each.ranks) for each in sets]
         self.group = groups[sizes.index(max(sizes))]
-        self._state_groups = groups
+        # ranks of no mesh agree over this group on what their files have lost
+        agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
+        self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]
         self._run = offload_run(options.settings_of(given))
         self.parts = []
-        for each, group in zip(sets, groups, strict=True):
+        for each, group, of_state in zip(sets, groups, self._state_groups, strict=True):
             if self._run is not None:
-                self._run.group = group
+                self._run.group = of_state
             self.parts.append(self._make_part(each, group))
         plans = [part.exchange.plan for part in self.parts]
         self.digest = "-".join(plan.digest() for plan in plans if plan is not None)

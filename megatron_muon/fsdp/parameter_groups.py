@@ -38,8 +38,17 @@ FOR_OTHER: dict[Any, tuple[str, ...]] = {
 KNOWN = (*_NUMBERS, "betas", OPTIMIZER, DECAY_VECTORS)
 """Settings that a group may have."""
 
-_NOTES = {"name", "param_names", "initial_lr"}
-"""Other keys that a group may have: labels, and a note of torch's schedulers."""
+_NOTES = {
+    "name",
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
+}
+"""Other keys that a group may have: labels, and notes of torch's schedulers."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -141,6 +150,8 @@ def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
     if not isinstance(parameter, torch.Tensor):
         kind = type(parameter).__name__
         raise TypeError(f"{place} is a {kind}, not a tensor; pass model.named_parameters()")
+    if not name and hasattr(parameter, "_megatron_fsdp_model"):
+        raise UserError(f"{place} has no name, which decides its optimizer; pass the model")
     return name, parameter
 
 

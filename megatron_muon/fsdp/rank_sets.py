@@ -63,7 +63,7 @@ def rank_sets(selection: Selection, given: Mapping[str, Any]) -> list[RankSet]:
             Matrix(name, view.matrix, (), split, steps.get(choice.name, 0))
             for name in view.names(choice.name)
         ]
-        ranks = cuts.ranks_of(p)
+        ranks = cuts.ranks_of(choice.name, p)
         found.setdefault(ranks, RankSet(ranks)).matrices[p] = matrices
     if () in found and given["share_replicated"]:
         found[()].ranks = tuple(dist.get_process_group_ranks(given["process_group"]))

@@ -54,18 +54,23 @@ def keep_counters_alike(inner: torch.optim.Optimizer) -> None:
     at a group's end.
     """
     if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-        for group in inner.param_groups:
-            on_device = group.get("capturable") or group.get("fused")
-            for parameter in group["params"]:
-                device = parameter.device if on_device else "cpu"
-                step = torch.zeros((), dtype=torch.float32, device=device)
-                inner.state[parameter].setdefault("step", step)
+        _create_counters(inner)
         inner.register_step_pre_hook(_give_empty_gradients)
     elif type(inner).__name__ == "FusedAdam":
         for group in inner.param_groups:
             if group["params"]:
                 count = torch.zeros(1, dtype=torch.int, device=group["params"][0].device)
                 group.setdefault("step", count if getattr(inner, "capturable", False) else 0)
+
+
+def _create_counters(inner: torch.optim.Optimizer) -> None:
+    """Give each parameter without a step counter one that is 0."""
+    for group in inner.param_groups:
+        on_device = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            device = parameter.device if on_device else "cpu"
+            step = torch.zeros((), dtype=torch.float32, device=device)
+            inner.state[parameter].setdefault("step", step)
 
 
 def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -143,6 +148,8 @@ class ScalarState:
 
     def load(self, state: SlotsOf) -> None:
         """Take a checkpoint's slots, as `state` returns them; missing parameters keep theirs."""
+        if isinstance(self._inner, (torch.optim.Adam, torch.optim.AdamW)):
+            _create_counters(self._inner)  # torch drops those of parameters that start fresh
         for number, part in enumerate(self._slices):
             if part.parameter not in state:
                 continue

@@ -168,9 +168,17 @@ class DiskRecords:
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Memory for fp32 tensors of `sizes` elements, in a file that vanishes with them."""
+    """Memory for fp32 tensors of `sizes` elements, in a file that vanishes with them.
+
+    If the directory has no room they are in main memory, with a warning: a checkpoint comes first.
+    """
     size = max(4 * sum(sizes), 4)
-    with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+    except OSError as error:
+        why = f"no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
+        print(f"megatron-muon: warning: {directory} has {why}; using main memory", flush=True)
+        memory = torch.empty(size // 4, dtype=torch.float32)
     return list(memory[: sum(sizes)].split(list(sizes)))

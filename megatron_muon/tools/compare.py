@@ -186,7 +186,7 @@ def check(run: Run, baseline: Run, target: float) -> Iterator[str]:
 def spread(seeds: Sequence[Run], figure: str, form: str) -> str:
     """Mean and standard deviation over seeds as text; "-" if one of them lacks the figure."""
     values = [getattr(run, figure) for run in seeds]
-    if None in values:
+    if None in values or any(map(math.isnan, values)):
         return "-"
     mean = format(statistics.fmean(values), form)
     if len(values) == 1:
@@ -205,8 +205,8 @@ def draw(file: Path, settings: dict[str, list[Run]]) -> None:
         over_hours.plot([], [], color, label=name.replace("$", r"\$"))  # not mathematics
         for run in seeds:
             _, tokens, hours, losses = zip(*run.validation, strict=True)
-            over_tokens.plot(tokens, losses, color)
-            over_hours.plot(hours, losses, color)
+            over_tokens.plot(tokens, losses, color, marker=".")
+            over_hours.plot(hours, losses, color, marker=".")
     over_tokens.set(xlabel="tokens", ylabel="validation loss (nats per token)")
     over_hours.set(xlabel="hours of training")
     figure.legend(loc="outside upper center")

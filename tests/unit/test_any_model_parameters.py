@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -143,6 +143,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a pattern of nothing": (wrong(exclude=["router"]), "^exclude router matches none of Muon's 2"),
     "no folder": (wrong(offload="nvme"), "offload='nvme' and offload_dir belong together"),
     "split": (wrong(split={"layers.0": (3, 4)}), r"layers\.0\.weight has 8 rows, which \(3, 4\)"),
+    "split into nothing": (wrong(split={"layers.0": ()}), "give whole numbers of rows"),
     "split by a float": (wrong(split={"layers.0": 4.0}), "give whole numbers of rows"),
     "flatten of nothing": (wrong(flatten={"conv3*": True}), "matches none of the 1 parameters of"),
     "norms and decay": (wrong(hyperball=True), "decay 0.1 of .* has no effect with MuonHyperball"),
@@ -203,3 +204,6 @@ def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) ->
     given = [("w", sharded((4, 8, 3), row, Shard(1)))]
     with pytest.raises(UserError, match=r"w \(4, 8, 3\) is sharded along a dim"):
         megatron_muon.Muon(given, flatten={"w": True})
+    partial = DTensor.from_local(torch.empty(8, 4), row, [Partial()], run_check=False)
+    with pytest.raises(UserError, match="w has unreduced values"):
+        megatron_muon.Muon([("w", nn.Parameter(partial))])

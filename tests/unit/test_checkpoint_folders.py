@@ -217,3 +217,17 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         stream.write("12")
     assert tracker.read_text() == "12"
     assert list(tmp_path.iterdir()) == [tracker]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_kill_between_the_two_renames(save_dir: Path, latest: Path, is_whole: bool) -> None:
+    """One of the two is whole: it gets the name back, the new one if it can."""
+    old = (latest / ".metadata").stat().st_ino
+    aside = write(folders.begin(latest))
+    new = (aside / ".metadata").stat().st_ino
+    if not is_whole:
+        (aside / "__0_0.distcp").unlink()
+    latest.rename(latest.with_name(latest.name + ".replaced"))
+    folders.recover(save_dir)
+    assert folders.problems(latest) == []
+    assert (latest / ".metadata").stat().st_ino == (new if is_whole else old)

@@ -10,13 +10,30 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.training import training
+from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
+
+
+def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
+    checkpoint_patches.write_tracker_at_once(patches)
+    client = checkpointing.maybe_msc
+    tracker = tmp_path / folders.TRACKER
+    with client.open(str(tracker), "w") as stream:
+        stream.write("12")
+        assert not tracker.exists()
+    assert tracker.read_text() == "12"
+    with client.open(str(tracker), "r") as stream:
+        assert stream.read() == "12"
+    with client.open(str(tmp_path / "notes"), "w") as stream:
+        stream.write("in place")
+        stream.flush()
+        assert (tmp_path / "notes").read_text() == "in place"
+    assert client.os.path.isfile(str(tracker))
 
 
 def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):

@@ -244,3 +244,21 @@ def test_a_read_ahead_that_failed_is_found_before_the_step(bench: Bench, disk: D
     bench.store.verify()
     assert bench.store.disk.lost == {2, 3}
     assert first_failure([bench.store]) == f"rank 0 {bench.store.disk.failure}"
+
+
+def test_room_for_a_checkpoint_from_main_memory(
+    benches: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    """A full disk takes no checkpoint's momentum either; the checkpoint is saved all the same."""
+    bench = benches([8], staging_pages=6)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    (room,) = bench.store.scratch([2048])
+    assert (room.numel(), room.dtype) == (2048, torch.float32)
+    assert (
+        "has no 8,192 bytes for the momentum of a checkpoint (No space left on device)"
+        in capsys.readouterr().out
+    )

@@ -24,6 +24,7 @@ def told(monkeypatch):
     """The events of this process."""
     events = []
     monkeypatch.setattr(module, "tell", lambda event, **facts: events.append((event, facts)))
+    monkeypatch.setattr(module, "tells", lambda: True)
     return events
 
 

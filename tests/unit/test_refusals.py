@@ -73,6 +73,8 @@ OF_ANY_RUN = [
     ("--optimizer muon --fp16", "--fp16 is not supported with --optimizer muon; use --bf16"),
     ("--hybrid-layer-pattern M*", "makes a hybrid model"),
     ("--optimizer dist_muon", None),
+    (f"--optimizer dist_muon {FSDP}", "layer-wise Muon, does not work on Megatron-FSDP's shards"),
+    (f"{MUON} {ALL} --log-params-norm", "-norm does not work with --muon-offload-state all"),
     # each of Megatron-LM's functional tests had several reasons, of which one was shown at a time
     (
         f"{MUON} --fp16 --async-save --optimizer-cuda-graph",
@@ -138,6 +140,7 @@ OF_MUONS_RUN = [
     ("--muon-ns-device cpu", "--muon-ns-device needs --muon-offload cpu or nvme"),
     (f"{ALL} --muon-ns-device cpu", "-device cpu does not work with --muon-offload-state all"),
     (f"{ALL} {SHARED}", "no_shard does not work with --muon-offload-state all"),
+    ("--muon-offload cpu --muon-offload-dir .", "-dir needs --muon-offload nvme; change that"),
     (f"{ALL} --fp8-format hybrid", "--fp8-format does not work with --muon-offload-state all"),
 ]
 

@@ -132,6 +132,20 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
     ), "it stays as it was"
 
 
+def test_a_parameter_that_starts_fresh_gets_its_counter_back() -> None:
+    """torch drops the state of parameters that a checkpoint lacks; the next step was a KeyError."""
+    params = parameters()
+    adam = wrapped(torch.optim.AdamW, params)
+    weights: Any = Weights(params)
+    names = {parameter: f"p{number}" for number, parameter in enumerate(params)}
+    kept = ScalarState(adam, weights, OffloadRun("cpu", "fp32", buffer_mb=0.01), names)
+    adam.optimizer.state.clear()
+    kept.load({})
+    give_gradients(params, 0)
+    kept.step()
+    assert [float(adam.optimizer.state[p]["step"]) for p in params] == [1.0] * len(params)
+
+
 def test_empty_shards_are_stepped_over_in_step() -> None:
     """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes
     the counter.

@@ -199,6 +199,7 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
             raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
 
     def look() -> dict[str, int] | None:
+        folders.recover(folder.parent)
         refuse(folders.problems(folder, verify=verify))
         return folders.read_checksums(folder) if verify else {}
 

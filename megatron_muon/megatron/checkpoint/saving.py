@@ -6,6 +6,7 @@ Patches for loading alone are in `loading`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -30,6 +31,7 @@ from megatron_muon.checkpoint.dcp import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.provenance import versions
 from megatron_muon.megatron.scalar_state import initialize_scalar_state
 from megatron_muon.patching import Patches
 
@@ -59,6 +61,32 @@ def save_beside_and_rename(patches: Patches) -> None:
         sums = dict(itertools.chain(*(of_rank.items() for of_rank in of_all_ranks(written.sums))))
         of_first_rank(lambda: folders.finish(folder, sums))
         return result
+
+
+def write_tracker_at_once(patches: Patches) -> None:
+    """Write `latest_checkpointed_iteration.txt` so that it is always whole.
+
+    0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty
+    file, at which the next one stops.
+    """
+    text = "maybe_msc.open(tracker_filename, 'w')"
+    if text not in inspect.getsource(inspect.unwrap(checkpointing.save_checkpoint)):
+        raise RuntimeError(
+            f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}"
+        )
+    client = checkpointing.maybe_msc
+
+    class WithWholeTracker:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(client, name)
+
+        def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            is_plain = client.open is open  # not in an object store
+            if mode == "w" and is_plain and Path(path).name == folders.TRACKER:
+                return folders.written_at_once(Path(path))
+            return client.open(path, mode, *args, **kwargs)
+
+    patches.replace(checkpointing, "maybe_msc", WithWholeTracker())
 
 
 def explain_failed_saves(patches: Patches) -> None:

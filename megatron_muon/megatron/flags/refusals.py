@@ -83,6 +83,9 @@ CONFLICTS = {
         "--fp8-format",
         "--fp4-format",
         "--async-save",
+        "--log-params-norm",
+        "--save-params-interval",
+        "--check-weight-hash-across-dp-replicas-interval",
     ),
 }
 """Settings that do not work together, or have no effect together; see `_conditions`."""
@@ -192,6 +195,12 @@ def _of_optimizer(run: CheckedRun) -> Rules:
     yield (
         run.fp16 and run.with_muon,
         "--fp16 is not supported with --optimizer {0.optimizer}; use --bf16, or fp32",
+    )
+    layer_wise = run.optimizer == "dist_muon" or run.get("use_layer_wise_distributed_optimizer")
+    yield (
+        under_fsdp and layer_wise,
+        "--optimizer dist_muon, megatron-core's layer-wise Muon, does not work on Megatron-FSDP's"
+        " shards; use muon",
     )
     for flag in run.given(ADAPTIVE):
         needs = f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
@@ -312,8 +321,9 @@ def _offload(run: CheckedRun) -> Rules:
         "--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk",
     )
     for flag in run.given(OF_OFFLOAD):
-        needs = f"{flag} needs --muon-offload cpu or nvme; change that, or leave {flag} out"
-        yield run.muon_offload == "none", needs
+        places = ("nvme",) if flag == "--muon-offload-dir" else ("cpu", "nvme")
+        needs = f"{flag} needs --muon-offload {' or '.join(places)}; change that, or leave it out"
+        yield run.muon_offload not in places, needs
     yield (
         run.muon_ns_device == "cpu" and run.is_adaptive and not run.on_cpu,
         "--muon-ns-device cpu is not supported with --optimizer adaptive_muon; use accelerator, or"

@@ -267,6 +267,7 @@ PATCHES: dict[Callable[[Patches], None], str] = {
     name_parts: PROFILED,
     saving.split_swiglu: MEGATRON_FSDP,
     saving.save_beside_and_rename: MEGATRON_FSDP,
+    saving.write_tracker_at_once: MEGATRON_FSDP,
     saving.explain_failed_saves: MEGATRON_FSDP,
     saving.have_main_weights_at_hand: MEGATRON_FSDP,
     loading.load_what_is_there: MEGATRON_FSDP,

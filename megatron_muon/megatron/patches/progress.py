@@ -21,7 +21,7 @@ from megatron.training import get_args, get_timers, print_rank_last
 
 from megatron_muon.checkpoint import folders
 from megatron_muon.core.ranks import is_first_rank, say
-from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell
+from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state_report import report_state
@@ -108,11 +108,14 @@ class Progress:
             values["muon/learning-rate"] = rate
         if is_first or is_interval:
             speed = self._speed(settings, clock(iteration))
+            loss = None
+            if self._losses and tells():  # waits for the device
+                loss = float(torch.stack(self._losses).mean())
             tell(
                 "step",
                 step=iteration,
                 steps=settings.train_iters,
-                loss=float(torch.stack(self._losses).mean()) if self._losses else None,
+                loss=loss,
                 grad_norm=logged["grad_norm"],
                 lr=logged["learning_rate"],
                 muon_lr=rate,

@@ -90,13 +90,13 @@ def generate(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Run `megatron-muon eval`."""
-    loaded = load(args)
     try:
         text = args.text.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {args.text} is not a text file in UTF-8 ({error})") from None
+        raise UserError(f"--text {args.text} cannot be read as UTF-8 ({error})") from None
     if not text:
         raise UserError(f"--text {args.text} is empty")
+    loaded = load(args)
     end = loaded.tokenizer.eos_token_id
     document = loaded.tokenizer(text)["input_ids"]
     ids = torch.tensor([end, *document, end])

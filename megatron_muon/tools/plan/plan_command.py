@@ -180,7 +180,7 @@ _TIMES = {
     "  Newton-Schulz": "ns_ms",
     "  exchange": "exchange_ms",
     "  hidden by overlap": "hidden_ms",
-    "elementwise passes": "elementwise_ms",
+    "elementwise passes, in addition": "elementwise_ms",
 }
 """Labels and figures of the page."""
 
