@@ -14,7 +14,6 @@ from megatron_muon.megatron import LOSS
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
 TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 SAVE, LOAD, EVENTS = "--save", "--load", "--tensorboard-dir"
-
 EVENT_FILES = "events.out.tfevents.*"
 
 

@@ -89,7 +89,8 @@ def prepare(argv: Sequence[str]) -> Launch:
 def _refuse_taken(args: argparse.Namespace) -> None:
     """Keep ranks that no launcher started off another run; all find the same, as none has begun."""
     continues = args.load is not None and not args.finetune
-    if continues and (args.save is None or Path(args.save).resolve() == Path(args.load).resolve()):
+    own = args.save or args.load
+    if continues and os.path.realpath(own) == os.path.realpath(args.load):
         return
     # one that continues another's checkpoint may log to the same place
     events = None if continues else args.tensorboard_dir

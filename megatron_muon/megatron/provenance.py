@@ -18,11 +18,8 @@ from megatron_muon.errors import UserError, install
 from megatron_muon.version import __version__
 
 MEGATRON_CORE = "0.19"
-
 _ROOT = Path(__file__).resolve().parents[2]
-
-_PACKAGES = """\
-megatron-core torch triton emerging-optimizers transformer-engine deepspeed muon-fsdp2"""
+_PACKAGES = "megatron-core torch triton emerging-optimizers transformer-engine deepspeed muon-fsdp2"
 
 
 def check_versions(megatron_core: str | None = None) -> None:

@@ -123,6 +123,16 @@ def test_a_start_without_a_step_may_be_repeated(tmp_path, taken):
     refuse_taken(str(tmp_path), str(tmp_path / "other"), remedy="")
 
 
+def test_a_continuation_may_name_its_folder_in_another_way(taken):
+    """It was refused, with the advice to delete the run."""
+    save, events = taken
+    args = SimpleNamespace(load=save, save=f"{save}/", tensorboard_dir=events, finetune=False)
+    prepare._refuse_taken(args)
+    args.finetune = True
+    with pytest.raises(UserError, match="holds a run"):
+        prepare._refuse_taken(args)
+
+
 def experiment_of(root: Path, *, resume: bool = False, **args: object) -> Experiment:
     given = {"save": str(root / "ck"), "tensorboard_dir": str(root / "tb"), "train_iters": 20}
     return Experiment(
