@@ -268,8 +268,11 @@ class Muon(MuonState):
 
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
+        device = self._members[0].device
+        if device.type != "cuda":
+            raise UserError(f"cuda_graph=True needs a GPU, not {device}; leave it out")
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
-        put_on_device(groups, self._members[0].device)
+        put_on_device(groups, device)
         for part in self.parts:
             part.capture(groups)
 

@@ -141,6 +141,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "blown up": (wrong(ns_coefficients=(2.0, 0.0, 0.0)), "singular values between"),
     "a pattern of nothing": (wrong(exclude=["router"]), "^exclude router matches none of Muon's 2"),
+    "a graph on a CPU": (wrong(cuda_graph=True), "cuda_graph=True needs a GPU, not cpu"),
     "no folder": (wrong(offload="nvme"), "offload='nvme' and offload_dir belong together"),
     "split": (wrong(split={"layers.0": (3, 4)}), r"layers\.0\.weight has 8 rows, which \(3, 4\)"),
     "split into nothing": (wrong(split={"layers.0": ()}), "give whole numbers of rows"),
