@@ -1,7 +1,7 @@
 """Every command that README.md and docs/ show is tried here, as far as this machine allows.
 
 Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the
-page. Of trainings the flags are settled, as `train --dry-run` does. What needs a cluster, another
+page. The flags of trainings are validated, as by `train --dry-run`. What needs a cluster, another
 machine or minutes is listed with a reason.
 """
 

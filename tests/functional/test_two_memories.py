@@ -128,7 +128,7 @@ def misuse(how: str) -> None:
         dist.all_reduce(here)
     elif how == "numpy":
         there.numpy()
-    else:  # story: how weights whose memory was lent to the host were saved
+    else:  # story: how weights whose memory the host had borrowed were saved
         weight = DTensor.from_local(there, init_device_mesh("cuda", (1,)), [Shard(0)])
         assert weight.device.type == "cuda"
         weight._local_tensor = here

@@ -128,7 +128,7 @@ BLOCKS = {
         muon_lr=0.03,
     ),
 }
-"""Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are
+"""Each part of a fused parameter is a separate matrix, however its rows are
 cut.
 """
 

@@ -101,7 +101,7 @@ def _rates(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain_other_schedules(patches: Patches) -> None:
-    """Name the flags that settle 0.19's assertion on a checkpoint of another schedule."""
+    """Name the flags that resolve 0.19's assertion on a checkpoint of another schedule."""
 
     @patches.around(training, "load_checkpoint")
     def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
