@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import megatron_muon
-from megatron_muon.core.probe import synchronize
+from megatron_muon.metrics import synchronize
 
 type Parameters = list[nn.Parameter]
 type Optimizers = list[torch.optim.Optimizer]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon import cli
-from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import ExitStatus, RunFailedError, UserError
 from megatron_muon.megatron.provenance import provenance
+from megatron_muon.ranges import RANGES
 from megatron_muon.tools.parser import CommandParser, write_json
 from megatron_muon.tools.train import processes
 

@@ -24,7 +24,7 @@ from benchmarks.command import parse_models
 from benchmarks.rehearse import machine, rank
 from benchmarks.rehearse.recorder import Recorder
 from megatron_muon import cpu
-from megatron_muon.core.layout import Layout
+from megatron_muon.core.layout import Layout, Shards
 from megatron_muon.tools.plan.estimate import HARDWARE, node_pattern, plan_group
 from megatron_muon.tools.plan.plan_command import settings_of
 from megatron_muon.tools.plan.planned_model import read_model
@@ -54,7 +54,7 @@ def narrow(layout: Layout) -> Layout:
     for matrix in layout.matrices:
         rows, width = matrix.shape
         cols = COLUMNS * (1 + widths.index(width))
-        shards = tuple(replace(shard, cols=cols) for shard in matrix.shards)
+        shards = Shards(replace(shard, cols=cols) for shard in matrix.shards)
         matrices.append(replace(matrix, shape=(rows, cols), shards=shards))
     return Layout(layout.world_size, tuple(matrices))
 

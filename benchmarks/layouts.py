@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, as_shards, whole
 
 HEAD_SIZE = 64
 SIDES = {
@@ -43,5 +43,10 @@ def _even(
     split: RowSplit | None = None,
 ) -> Matrix:
     rows, rest = divmod(shape[0], ranks)
-    cut = [rows + 1] * rest + [rows] * (ranks - rest)
-    return row_sharded(name, shape, cut, split)
+    rectangles = []
+    start = 0
+    for rank in range(ranks):
+        count = rows + (rank < rest)
+        rectangles.append((start, count, 0, shape[1]))
+        start += count
+    return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))

@@ -28,10 +28,8 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.collectives import TeamGroup
-from megatron_muon.core.newton_schulz import Work
-from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.methods.method import Work
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.slices import BlockKind
 
 
@@ -97,7 +95,7 @@ class DeepSpeedMuon:
         self.engine.step()
 
 
-class UpstreamOrthogonalizer(Orthogonalizer):
+class UpstreamNewtonSchulz(NewtonSchulz):
     """Orthogonalizes blocks as megatron-core's Muon does, one after the other; checks no update.
 
     Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls
@@ -105,15 +103,15 @@ class UpstreamOrthogonalizer(Orthogonalizer):
     """
 
     @override
-    def orthogonalize_stack(
+    def run(
         self,
         stack: torch.Tensor,
         kind: BlockKind,
-        team: TeamGroup | None = None,
-        probe: Probe = SILENT,
-        work: Work | None = None,
-    ) -> torch.Tensor:
-        """As in `Orthogonalizer`, for blocks that no team cuts."""
+        factors: torch.Tensor,
+        work: Work,
+        **options: Any,
+    ) -> None:
+        """Orthogonalize blocks that no team cuts."""
         iteration = self.iteration
         for block in stack:
             with eo_utils.fp32_matmul_precision(iteration.precision):
@@ -123,4 +121,3 @@ class UpstreamOrthogonalizer(Orthogonalizer):
                     coefficient_type=iteration.coefficient_type,
                 )
             torch.mul(orthogonal, kind.scale, out=block)
-        return torch.zeros(len(stack), dtype=torch.float32, device=stack.device)

@@ -24,19 +24,22 @@ import torch.distributed as dist
 
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.peers import DeepSpeedMuon, UpstreamOrthogonalizer
-from megatron_muon.core.build import exchange_by, make_exchange
+from benchmarks.peers import DeepSpeedMuon, UpstreamNewtonSchulz
+from megatron_muon.core.build import GATHERED, OWNER, StepOptions, make_waves
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Matrix
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
-from megatron_muon.core.rules import chosen_rules, make_rules
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.passes import BY_RULE, DECOUPLED
+from megatron_muon.core.probe import PHASES
+from megatron_muon.core.rules import RULES, make_rules
+from megatron_muon.core.rules.held import Held
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError, end_alone
+from megatron_muon.fsdp.part import Part, view_parameters
+from megatron_muon.fsdp.views import View
 from megatron_muon.megatron.run_device import refuse_unusable_gpu
+from megatron_muon.megatron.sharded_muon import ShardedMuon
+from megatron_muon.metrics import PhaseTimer, synchronize
 from megatron_muon.patching import Patches
 
 type Steps = torch.optim.Optimizer | DeepSpeedMuon
@@ -61,6 +64,8 @@ class Bench:
             self.layout = layout_of(ranks, spec.matrices)
         else:
             self.layout = gpt_layout(ranks, spec.hidden_size, spec.num_layers)
+        rectangles = [shard.rectangle for shard in self.layout.held(group.rank())]
+        self.held = Held(self.layout, group, device, rectangles)
         precision = "medium" if spec.ns_dtype == "bf16" else "highest"
         self.iteration = Iteration(precision=precision)
         self.whole = [self._values(at, one) for at, one in enumerate(self.layout.matrices)]
@@ -76,8 +81,8 @@ class Bench:
         """Copies of this rank's rows of each weight and gradient."""
         found = []
         for matrix, (weight, gradient) in zip(self.layout.matrices, self.whole, strict=True):
-            shard = matrix.shard_of(self.group.rank())
-            rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
+            shard = matrix.held_by(self.group.rank())
+            rows = slice(shard.row_start, shard.row_start + shard.rows)
             found.append((weight[rows].clone(), gradient[rows].clone()))
         return found
 
@@ -94,36 +99,38 @@ class Bench:
             parameters.append(parameter)
         if method == "adam":
             return megatron_adam(parameters)
-        team_size = method.removeprefix("team-") if method.startswith("team-") else AUTO
-        is_hyperball = method == "hyperball"
-        rules = chosen_rules(cautious=method == "cautious", hyperball=is_hyperball)
-        matrices = self.layout.matrices
-        held = Held(self.layout, self.group, self.device, [1] * len(matrices))
-        decay = 0.0 if is_hyperball else WEIGHT_DECAY
-        return ShardedMuon(
-            [{"params": parameters}],
-            self.exchange(gathers=method == "allgather", team_size=team_size),
-            make_rules(rules, held, {"nesterov": True}),
-            defaults={"lr": LR, "momentum": MOMENTUM, "weight_decay": decay},
-            names={one: matrix.name for one, matrix in zip(parameters, matrices, strict=True)},
-        )
+        decay = 0.0 if method == "hyperball" else WEIGHT_DECAY
+        defaults = {"lr": LR, "momentum": MOMENTUM, "weight_decay": decay}
+        return ShardedMuon([{"params": parameters}], self.part(parameters, method), defaults)
 
-    def exchange(self, *, gathers: bool, team_size: str) -> Exchange:
-        """Upstream's exchange with upstream's iteration if `gathers`, else that of training."""
-        buffers = Buffers(self.device)
-        if gathers:
-            upstream = UpstreamOrthogonalizer(self.iteration, device=self.device)
-            return exchange_by(GATHERED, self.layout, self.group, upstream, buffers)
-        return make_exchange(
-            OWNER,
+    def part(self, parameters: Sequence[torch.Tensor], method: str) -> Part:
+        """The matrices of a method. Collective.
+
+        "allgather" has upstream's exchange and iteration, others those of training.
+        """
+        spec = self.spec
+        options = StepOptions(
+            self.device,
+            buffer_mb=spec.buffer_mb,
+            team_size=method.removeprefix("team-") if method.startswith("team-") else AUTO,
+        )
+        gathers = method == "allgather"
+        iteration = UpstreamNewtonSchulz if gathers else NewtonSchulz
+        rules = make_rules([method] if method in RULES else [], self.held, {})
+        waves = make_waves(
+            GATHERED if gathers else OWNER,
             self.layout,
             self.group,
-            Orthogonalizer(self.iteration, device=self.device),
-            buffers,
-            buffer_mb=self.spec.buffer_mb,
-            wire=AUTO,
-            team_size=team_size,
+            iteration(self.iteration, device=self.device),
+            options,
+            rules,
         )
+        matrices = self.layout.matrices
+        names = {one: matrix.name for one, matrix in zip(parameters, matrices, strict=True)}
+        views = {one: View(matrix.shape) for one, matrix in zip(parameters, matrices, strict=True)}
+        viewed = view_parameters(names, views, self.held.rectangles)
+        decay = BY_RULE if method == "cautious" else DECOUPLED
+        return Part(viewed, list(names.values()), waves, rules, {"decay": decay})
 
     def seconds(self, optimizer: Steps) -> float:
         """Seconds of one step on this rank, from a barrier on."""
@@ -207,7 +214,7 @@ def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
     timer = PhaseTimer(bench.device)
     patches = Patches()
     if isinstance(optimizer, ShardedMuon):
-        patches.replace(optimizer, "probe", timer)
+        patches.replace(optimizer.part.engine, "probe", timer)
     total = sum(bench.seconds(optimizer) for _ in range(PROFILED_STEPS))
     patches.undo()
     mine: list[float] = [timer.seconds[phase] for phase in PHASES[:-1]]
@@ -230,7 +237,7 @@ def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
 
 def teams_of(optimizer: Steps) -> dict[str, Any]:
     """How many matrices teams own, by the size of the team."""
-    plan = optimizer.exchange.plan if isinstance(optimizer, ShardedMuon) else None
+    plan = optimizer.part.waves.plan if isinstance(optimizer, ShardedMuon) else None
     if plan is None:
         return {}
     sizes = Counter(len(team.ranks) for team in plan.teams)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megatron_muon.core.user_errors import UserError
 
@@ -70,22 +71,22 @@ def _meant(pattern: str, names: Sequence[str]) -> str:
     return f"; one of them is {names[0]}" if names else ""
 
 
-def steps_of(
+def values_of(
     names: Iterable[str],
-    steps_for: Mapping[str, int],
+    values_for: Mapping[str, Any],
     *,
     argument: str,
     others: Iterable[str] = (),
     hint: str = "",
-) -> dict[str, int]:
-    """Newton-Schulz steps by name; of several patterns that match, the last holds.
+) -> dict[str, Any]:
+    """The value of each name that a pattern matches; of several patterns the last holds.
 
     Raises a UserError as `matching` does.
     """
     names = list(names)
     others = list(others)
-    found: dict[str, int] = {}
-    for pattern, steps in steps_for.items():
+    found: dict[str, Any] = {}
+    for pattern, value in values_for.items():
         matched = matching(argument, [pattern], names, others=others, hint=hint)
-        found.update(dict.fromkeys(matched, steps))
+        found.update(dict.fromkeys(matched, value))
     return found

@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatron_muon.core.numbers import check_number
-from megatron_muon.core.rows import local_rows
+from megatron_muon.core.shards import local_part
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.ranges import check_number
 
 OTHER = 0
 QUERY = 1
@@ -113,7 +113,7 @@ class HeadScaling:
         """Scale the rows, in place."""
         factors = self.factors().flatten()
         for tensor, indices in self._scaled:
-            rows = local_rows(tensor)
+            rows = local_part(tensor)
             rows.mul_(factors[indices] if rows.ndim == 1 else factors[indices][:, None])
 
 

@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rehearse.recorder import Call, Members, Recorder, Split
 from megatron_muon import cpu
-from megatron_muon.core import collectives, newton_schulz
+from megatron_muon.core import exchange
+from megatron_muon.core.methods import symmetric
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import Hardware
 
@@ -55,7 +56,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         assert c is None or c.is_contiguous()
         recorder.now.flops += len(a) ** 2 * a.shape[1]
 
-    # `newton_schulz.products_on` distinguishes machines by it
+    # `symmetric.products_on` distinguishes machines by it
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)
     stand_ins: dict[str, Any] = {
         "get_device_capability": lambda device=None: capability,
@@ -70,7 +71,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     with Patches() as patches, recorder, nodes:
         for name, value in stand_ins.items():
             patches.replace(torch.cuda, name, value)
-        patches.replace(newton_schulz, "symmetric_kernel", kernel)
+        patches.replace(symmetric, "symmetric_kernel", kernel)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
         yield
 
@@ -85,7 +86,7 @@ def world(world_size: int, recorder: Recorder) -> Iterator[None]:
         takes = ("object_list", "obj", "group")
         patches.replace(dist, "all_gather_object", _gather_own_object, takes=takes)
         all_to_all = partial(dist.all_to_all_single, async_op=True)
-        patches.replace(collectives, "exchange_pairs", all_to_all)
+        patches.replace(exchange, "exchange_pairs", all_to_all)
         # torch puts one of its own before it, for every rank
         patches.replace(sys, "excepthook", sys.excepthook)
         rank = recorder.trace.rank

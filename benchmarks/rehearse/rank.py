@@ -25,7 +25,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from benchmarks.rehearse import machine
 from benchmarks.rehearse.recorder import OrthogonalizedParts, RankTrace, Recorder, location
 from megatron_muon.core.plan import Plan
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.rules.held import Held
+from megatron_muon.fsdp.assembly import Beside
+from megatron_muon.fsdp.part import view_parameters
+from megatron_muon.fsdp.views import View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap
@@ -107,37 +110,35 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
     chunk.install_optimized_model_weights = lambda: None
     chunk.start_param_sync = lambda: None
     members, digests = [], []
-    scratch: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
     for group in rehearsal.groups:
         ranks = group.members(trace.rank)
         process_group = dist.new_group(ranks)
         key = group.name, node_pattern(ranks, rehearsal.hardware)
         names = _parameters(group, process_group.rank())
+        matrices = group.layout.matrices
+        place = process_group.rank()
         held = Held(
             group.layout,
             process_group,
             machine.DEVICE,
-            experts=[1] * len(names),
+            [shard.rectangle for shard in group.layout.held(place)],
             over_tp=config.muon_tp_mode != "blockwise",
         )
-        muon: Any = make_muon(
-            [{"params": list(names)}],
-            held,
-            config,
-            names,
-            offload=None,
-            plan=rehearsal.plans.get(key),
-            scratch=scratch,
-        )
-        arena, plan = muon.exchange.arena, muon.exchange.plan
-        scratch = arena.memory
+        views = {p: View(matrix.shape) for p, matrix in zip(names, matrices, strict=True)}
+        viewed = view_parameters(names, views, held.rectangles)
+        beside = Beside(plan=rehearsal.plans.get(key), memory=memory)
+        parameters = [{"params": list(names)}]
+        muon: Any = make_muon(parameters, viewed, held, config, beside, machine.DEVICE)
+        part = muon.part
+        memory, plan = part.waves.memory.tensor, part.waves.plan
         members.append(wrap(muon, config, [chunk], SimpleNamespace(tp=None)))
         assert plan is not None
         rehearsal.plans.setdefault(key, plan)
         digests.append(plan.digest())
-        muon.probe = OrthogonalizedParts(recorder, list(names.values()))
-        in_group = recorder.group(group.name, arena.nbytes)
-        muon.update_matrices = in_group(muon.update_matrices)
+        part.probe = OrthogonalizedParts(recorder, list(names.values()))
+        in_group = recorder.group(group.name, part.waves.memory.nbytes)
+        part.step = in_group(part.step)
     trace.digest = "-".join(digests)
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it after computing the norm

@@ -256,7 +256,7 @@ class OrthogonalizedParts(Probe):
         if self._recorder.is_in_step:
             for slot in slots:
                 name = self._names[slot.index]
-                part = BlockPart(name, slot.block or 0, slot.place, len(slot.ranks))
+                part = BlockPart(name, slot.block, slot.ranks.index(slot.rank), len(slot.ranks))
                 self._recorder.now.orthogonalized[part] += 1
 
 

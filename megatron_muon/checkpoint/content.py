@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.dcp import Planner, Reader
-from megatron_muon.core.optimizer import MOMENTUM
+from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.second_moments import MOMENT2
 
 _STATE = "optimizer.state."

@@ -1,107 +1,220 @@
-"""Builds the exchange of a layout: its plan, the check that all ranks have the same one, and this rank's routes."""
+"""Builds the waves of a step on this rank: plan, routes, buffers and what carries them."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_muon.core.assignment import TeamRules, Unmet
-from megatron_muon.core.collectives import make_teams
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.buffers import CHUNK, Buffers, Sizes, StepMemory
 from megatron_muon.core.cost import AUTO
-from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
-from megatron_muon.core.layout import Layout, everywhere
-from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.exchange import ToOwners
+from megatron_muon.core.gathered import ToEveryRank
+from megatron_muon.core.layout import Layout, replicated_layout
+from megatron_muon.core.methods.method import Method
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
-from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
-from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, make_route
+from megatron_muon.core.ranks import Alone, connect, nodes_of, numbers_of_all_ranks
+from megatron_muon.core.replicas import ToReplicas
+from megatron_muon.core.route import Route
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.slices import Team
+from megatron_muon.core.teams import Agreement, Teams, make_teams
 from megatron_muon.core.user_errors import SettingError
+from megatron_muon.core.wave import Chunk, Space, Wave, route_bytes
+from megatron_muon.core.whole import whole_updates
+
+OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
+"""Schemes: every matrix has an owner, or a team; replicas share the work; every rank has whole
+matrices and does all of the work; or does so after gathering them, the reference."""
 
 
-def make_exchange(
+@dataclass(frozen=True)
+class StepOptions:
+    """Settings of a step's waves.
+
+    Attributes:
+        device: where momentum and stacks are.
+        wire: "fp32", "bf16", or "auto" for the dtype of the method.
+        buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest
+            matrix needs.
+        team_size: ranks that may own a matrix together: "auto", or a number for all matrices.
+        shared: memory of another step, which runs at another time.
+        is_freed: give buffers back between steps.
+        is_apart: rows are prepared on a stream of their own.
+    """
+
+    device: torch.device
+    wire: str = AUTO
+    buffer_mb: float | None = None
+    team_size: str = AUTO
+    shared: Tensor | None = None
+    is_freed: bool = False
+    is_apart: bool = False
+
+
+@dataclass(frozen=True)
+class Waves:
+    """The waves of a step on this rank, in their order.
+
+    Attributes:
+        scheme: OWNER, SHARED, LOCAL or GATHERED.
+        plan: owners and waves, where ranks have made one together.
+        unmet: a setting that these ranks cannot have.
+    """
+
+    scheme: str
+    all: Sequence[Wave]
+    transport: ToOwners
+    method: Method
+    memory: StepMemory
+    plan: Plan | None = None
+    unmet: SettingError | None = None
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The rows of all waves."""
+        chunks = []
+        for wave in self.all:
+            for each in (wave, *wave.batches):
+                chunks += each.chunks
+        return chunks
+
+
+def make_waves(
     scheme: str,
     layout: Layout,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    *,
-    buffer_mb: float | None,
-    wire: str,
-    team_size: str = AUTO,
-    plan: Plan | None = None,
+    group: Any,  # a process group, or Alone
+    method: Method,
+    options: StepOptions,
     rules: Sequence[Rule] = (),
-    beside: MomentBytes = MomentBytes(),  # noqa: B008  # a tuple
-) -> Exchange:
-    """The exchange of `layout` by a scheme: OWNER, GATHERED, or, where ranks hold whole matrices, SHARED and LOCAL.
-
-    Collective.
+    plan: Plan | None = None,
+) -> Waves:
+    """The waves of a layout by a scheme. Collective.
 
     Args:
         layout: who holds which rectangle; the same on every rank of `group`.
-        buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix
-            needs.
-        wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
-        team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all
-            matrices. Ranks that cannot have it use 1, and the exchange's `unmet` says so, for
-            `refuse_unmet`.
-        plan: of OWNER and SHARED, where it has been made before.
+        plan: of OWNER and SHARED, if it has been made before.
 
     Raises:
-        UserError: a team cannot have the second moment's norms; the buffer is too small.
+        SettingError: a team cannot have the second moment's norms; the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
-    buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
-    if scheme in (LOCAL, GATHERED):
-        _compile_kernel(layout, group, orthogonalizer)
-        parts: Sequence[Sequence[int]] = ()
-        if scheme == LOCAL:
-            memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
-            memory.check(
-                buffer_bytes,
-                max((memory.whole([matrix]) for matrix in layout.matrices), default=0),
-                layout,
-            )
-            parts = memory.parts(layout, range(len(layout.matrices)), buffer_bytes or AUTO_BYTES)
-        return exchange_by(scheme, layout, group, orthogonalizer, buffers, rules, parts=parts)
-    team_rules = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
-    wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    if plan is None:
-        plan = make_plan(
-            layout,
-            [orthogonalizer.flops(matrix) for matrix in layout.matrices],
-            memory=Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside),
-            buffer_bytes=buffer_bytes,
-            rules=None if team_rules is None else team_rules.possible(),
-        )
+    wire = options.wire if scheme in (OWNER, SHARED) else "fp32"
+    sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
+    sizes = replace(sizes, broadcast=scheme == SHARED)
+    if scheme == GATHERED:
+        gathering = ToEveryRank(layout, group, method.scale)
+        waves = [(index,) for index in range(len(layout.matrices))]
+        return _lay_out(scheme, gathering, waves, {}, sizes, options)
+    if scheme == LOCAL:
+        layout, _ = replicated_layout(layout.matrices, 1)
+        group = Alone()
+    team_rules = None
+    if scheme == OWNER:
+        team_rules = _team_rules(options.team_size, group, method, rules)
+    plan = plan or _plan_of(layout, method, sizes, options, team_rules)
     _compare(plan, group)
-    connect([group], buffers.device)
-    _compile_kernel(layout, group, orthogonalizer, plan)
-    return exchange_by(
-        scheme,
+    connect([group], options.device)
+    teams: Teams = {}
+    if scheme == OWNER:
+        teams = make_teams(group, plan.teams)
+        connect([team.group for team in teams.values()], options.device)
+    kind = ToReplicas if scheme == SHARED else ToOwners
+    carrier = kind(
         plan.layout,
+        plan.teams,
         group,
-        orthogonalizer,
-        buffers,
-        rules,
-        wire_dtype=wire_dtype,
-        plan=plan,
-        unmet=None if team_rules is None else team_rules.unmet(),
+        method.scale,
+        by_pairs=plan.by_pairs,
+    )
+    made = _lay_out(scheme, carrier, plan.waves, teams, sizes, options, plan)
+    unmet = None if team_rules is None else team_rules.unmet()
+    return replace(made, plan=None if scheme == LOCAL else plan, unmet=unmet)
+
+
+def _plan_of(
+    layout: Layout,
+    method: Method,
+    sizes: Sizes,
+    options: StepOptions,
+    team_rules: TeamRules | None,
+) -> Plan:
+    """The plan of a layout."""
+    mebibytes = options.buffer_mb
+    return make_plan(
+        layout,
+        [method.flops(matrix) for matrix in layout.matrices],
+        sizes=sizes,
+        buffer_bytes=None if mebibytes is None else int(mebibytes * 2**20),
+        rules=team_rules and team_rules.possible(),
     )
 
 
-def _compare(plan: Plan, group: dist.ProcessGroup) -> None:
+def sizes_of(
+    method: Method, wire: str, rules: Sequence[Rule | type[Rule]], *, processor: bool
+) -> Sizes:
+    """Sizes of waves; `processor` if buffers are in host memory."""
+    dtypes = {AUTO: method.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}
+    return Sizes(
+        method,
+        dtypes[wire],
+        CHUNK["cpu" if processor else "cuda"],
+        spare=int(any(rule.scratch for rule in rules)),
+        whole=2 * any(rule.normalize is not None for rule in rules),
+    )
+
+
+def _lay_out(
+    scheme: str,
+    transport: ToOwners,
+    waves: Sequence[Sequence[int]],
+    teams: Teams,
+    sizes: Sizes,
+    options: StepOptions,
+    plan: Plan | None = None,
+) -> Waves:
+    """Make routes, allocate buffers, and make the views of waves."""
+    if options.is_apart:  # a wave's rows are prepared together
+        sizes = replace(sizes, chunk_numel=sys.maxsize)
+    routes = [transport.route(indices) for indices in waves]
+    batches: list[list[Route]] = []
+    for number in range(len(waves)):
+        beside = [] if plan is None else plan.beside(transport.rank, number)
+        batches.append([transport.batch(indices) for indices in beside])
+    buffers = Buffers.of(
+        [route_bytes(route, sizes) for route in routes],
+        [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
+        apart=options.is_apart,
+    )
+    nbytes = int(buffers.nbytes)
+    memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)
+    space = Space(memory, buffers, sizes)
+
+    def make(number: int, route: Route) -> Wave:
+        agreement = Agreement(route, transport.teams, teams, transport.rank, options.device)
+        wave = Wave(number, route, space, agreement)
+        if sizes.whole:
+            stacks = [stack.blocks for stack in wave.stacks]
+            wave.whole = whole_updates(route.slots, stacks, transport.layout.matrices, wave.work)
+        sizes.method.warm_up(route.slots)
+        return wave
+
+    made = [make(number, route) for number, route in enumerate(routes)]
+    for wave, of_wave in zip(made, batches, strict=True):
+        wave.batches = [make(wave.number, batch) for batch in of_wave]
+    return Waves(scheme, made, transport, sizes.method, memory, plan)
+
+
+def _compare(plan: Plan, group: ProcessGroup) -> None:
     """Raise a RuntimeError on every rank where ranks have different plans. Collective."""
-    digests = [
-        f"{number:0{DIGEST_LENGTH}x}"
-        for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)
-    ]
+    digests = []
+    for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group):
+        digests.append(f"{number:0{DIGEST_LENGTH}x}")
     for other, digest in enumerate(digests):
         if digest != digests[0]:
             raise RuntimeError(
@@ -111,112 +224,19 @@ def _compare(plan: Plan, group: dist.ProcessGroup) -> None:
             )
 
 
-def exchange_by(
-    scheme: str,
-    layout: Layout,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    buffers: Buffers,
-    rules: Sequence[Rule] = (),
-    *,
-    wire_dtype: torch.dtype = torch.float32,
-    plan: Plan | None = None,
-    unmet: Unmet | None = None,
-    parts: Sequence[Sequence[int]] = (),
-) -> Exchange:
-    """The exchange by a scheme: what travels in which wave. Collective where there are teams.
-
-    OWNER, by a plan: every matrix has an owner, or a team; rows travel there, and updates back.
-    SHARED, by a plan: each matrix, which all ranks hold whole, has one owner, which broadcasts its
-    update. The owner too applies the update as it travels, so that replicas stay the same to the
-    last bit.
-    LOCAL: every rank does all of the work on matrices that it holds whole, those of each of `parts`
-    together.
-    GATHERED: every rank gathers and orthogonalises all matrices, one after the other: the reference
-    to compare with.
-    """
-    rank, count, teams = group.rank(), len(layout.matrices), None
-    route = functools.partial(make_route, rank=rank, scale=orthogonalizer.scale)
-    routes, local = list[Route](), list[Route]()
-    if scheme == LOCAL:
-        alone = Layout(
-            1, tuple(replace(one, shards=everywhere(one.shape, 1)) for one in layout.matrices)
-        )
-        local = [
-            route(
-                alone,
-                part,
-                [Team((0,), (0.0,))] * count,
-                rank=0,
-            )
-            for part in parts
-        ]
-    elif plan is None:
-        owners = [Team((rank,), (0.0,))] * count
-        routes = [
-            route(layout, [index], owners, number=index, rows_by=ALL_GATHER)
-            for index in range(count)
-        ]
-    elif scheme == SHARED:
-        fillers = itertools.zip_longest(*map(plan.fillers, range(layout.world_size)), fillvalue=())
-        waves = [*plan.waves, *(tuple(itertools.chain(*of_ranks)) for of_ranks in fillers)]
-        routes = [
-            route(layout, wave, plan.teams, number=k, updates_by=BROADCAST)
-            for k, wave in enumerate(waves)
-        ]
-    else:
-        teams = make_teams(group, plan.teams)
-        connect([team.group for team in teams.values()], buffers.device)
-        travel = functools.partial(
-            route, layout, teams=plan.teams, rows_by=ALL_TO_ALL, updates_by=ALL_TO_ALL
-        )
-        routes = [travel(wave, number=number) for number, wave in enumerate(plan.waves)]
-        local = [route(layout, indices, plan.teams) for indices in plan.fillers(rank)]
-    return Exchange(
-        scheme,
-        layout,
-        group,
-        orthogonalizer,
-        buffers,
-        rules,
-        routes=routes,
-        local=local,
-        wire_dtype=wire_dtype,
-        plan=plan,
-        teams=teams,
-        unmet=unmet,
-    )
-
-
 def _team_rules(
-    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, rules: Sequence[Rule]
+    team_size: str, group: ProcessGroup, method: Method, rules: Sequence[Rule]
 ) -> TeamRules:
-    """Which teams may own a matrix."""
+    """The teams that may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
-    for rule in rules:
-        if rule.normalize is not None:
-            if size > 1:
-                raise SettingError(
-                    "muon_team_size",
-                    size,
-                    f"cannot be: {type(rule).__name__} works on whole matrices, which no rank of a"
-                    " team has",
-                    "use 1",
-                )
-            size = 1
-    return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
-
-
-def _compile_kernel(
-    layout: Layout,
-    group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
-    plan: Plan | None = None,
-) -> None:
-    """Compile the symmetric kernel for the blocks that this rank orthogonalises."""
-    rank = group.rank()
-    teams = [Team((rank,), ())] * len(layout.matrices) if plan is None else plan.teams
-    slots = [team.slots(index, layout.matrices[index]) for index, team in enumerate(teams)]
-    orthogonalizer.warm_up(
-        orthogonalizer.kernel_kinds([one for one in itertools.chain(*slots) if one.rank == rank])
-    )
+    alone = [type(rule).__name__ for rule in rules if rule.normalize is not None]
+    if not method.serves_teams:
+        alone.append(type(method).__name__)
+    if alone and size > 1:
+        raise SettingError(
+            "muon_team_size",
+            size,
+            f"cannot be: {alone[0]} works on whole matrices, which no rank of a team has",
+            "use 1",
+        )
+    return TeamRules(method.cost, nodes_of(group), 1 if alone else size)

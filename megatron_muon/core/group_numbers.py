@@ -13,16 +13,34 @@ from typing import Any, TypeGuard
 
 import torch
 
-from megatron_muon.core.numbers import number_of
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.ranges import number_of
 
 ON_DEVICE = ("lr", "weight_decay")
-"""Numbers that a step can read from a tensor on the device, without waiting for it; others it needs as Python has them,
-as operations of torch do."""
+"""Numbers that a step can read from a tensor on the device, without waiting for it; others it needs
+as floats, as operations of torch do."""
 
 
-def stays_on_device(value: Any, name: str, device: torch.device) -> TypeGuard[torch.Tensor]:
-    """Whether a step reads the number of this name where it is: one element, fp32, on the device of the parameters."""
+type Number = float | torch.Tensor
+"""A number of a group as a step reads it; a tensor is 0-dimensional, fp32, on the device."""
+
+
+def is_on_device(number: Number) -> bool:
+    """True if reading it would wait for a device."""
+    return isinstance(number, torch.Tensor) and number.device.type != "cpu"
+
+
+def acts(decay: Number) -> bool:
+    """True if weights decay; any decay on a device counts."""
+    return is_on_device(decay) or bool(decay != 0.0)
+
+
+def stays_on_device(
+    value: Any,
+    name: str,
+    device: torch.device,
+) -> TypeGuard[torch.Tensor]:
+    """True if a step reads the number on the device: one fp32 element, where parameters are."""
     return (
         name in ON_DEVICE
         and isinstance(value, torch.Tensor)
@@ -33,9 +51,14 @@ def stays_on_device(value: Any, name: str, device: torch.device) -> TypeGuard[to
 
 
 def as_float(name: str, value: Any) -> float:
-    """A number of a group as Python's; a UserError, which calls it `name`, for what is not one finite number."""
+    """A number of a group as a float.
+
+    Raises:
+        UserError: it is not one finite number; the message calls it `name`.
+    """
     number = number_of(value)
-    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+    is_real = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_real or not math.isfinite(number):
         raise UserError(f"{name} is {value!r}; give one finite number, or a tensor of one element")
     return float(number)
 
@@ -43,9 +66,10 @@ def as_float(name: str, value: Any) -> float:
 def read_group(
     group: Mapping[str, Any], names: Iterable[str], device: torch.device
 ) -> dict[str, Any]:
-    """A parameter group with the numbers of these names as floats, or as 0-dimensional tensors on the device.
+    """A parameter group with these numbers as floats, or as 0-dimensional tensors on the device.
 
-    A UserError for what is not one finite number.
+    Raises:
+        UserError: one of them is not one finite number.
     """
     read = dict(group)
     for name in names:

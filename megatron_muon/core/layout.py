@@ -1,20 +1,18 @@
-"""Who holds which part of which matrix, and which of its rows are orthogonalised as blocks of their own.
+"""The ranks that hold the parts of each matrix, and the rows that are orthogonalized as a block.
 
 Fused projections keep several matrices in one parameter: QKV interleaves query, key and value rows
-group by group. Orthogonalising them together would mix their singular vectors, so the rows of a
+group by group. Orthogonalizing them together would mix their singular vectors, so the rows of a
 matrix are split into *blocks*.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
-import itertools
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,12 +27,14 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class LayoutError(ValueError):
-    """A layout whose shards do not tile its matrices, or whose blocks do not add up to their rows."""
+    """Shards do not tile a matrix, or blocks do not add up to its rows."""
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Rows of a matrix as `groups` repetitions of consecutive `parts`; block i gathers part i of every group.
+    """Rows of a matrix as `groups` repetitions of consecutive `parts`.
+
+    Block i gathers part i of every group.
 
     `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused
     QKV with `q`, `k` and `v` rows in each query group (source: megatron.core.transformer.attention,
@@ -47,19 +47,42 @@ class RowSplit:
     parts: tuple[int, ...]
 
     @property
+    def stride(self) -> int:
+        """Rows of a group."""
+        return sum(self.parts)
+
+    @property
     def rows(self) -> int:
         """Rows of the whole matrix."""
-        return self.groups * sum(self.parts)
+        return self.groups * self.stride
 
-    def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`, in the order of their rows."""
-        if matrix.ndim != 2 or len(matrix) != self.rows:
-            wanted = (
-                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows}"
-                " rows"
-            )
-            raise ValueError(f"{wanted}, got {tuple(matrix.shape)}")
-        return list(matrix.unflatten(0, (self.groups, -1)).split(self.parts, dim=1))
+    def views(
+        self,
+        matrix: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """The blocks of `matrix`, 2D `(rows, cols)`, in order, as views `(groups, part, cols)`."""
+        groups = matrix.unflatten(
+            0,
+            (self.groups, self.stride),
+        )
+        return list(groups.split(self.parts, dim=1))
+
+    def row(self, block: int, row: int) -> int:
+        """The matrix's row that is row `row` of a block."""
+        group, inside = divmod(row, self.parts[block])
+        return group * self.stride + sum(self.parts[:block]) + inside
+
+    def rows_above(self, block: int, rows: Ints) -> Ints:
+        """The number of a block's rows above each of these rows of the matrix."""
+        groups, inside = np.divmod(rows, self.stride)
+        part = self.parts[block]
+        of_group = np.clip(
+            inside - sum(self.parts[:block]),
+            0,
+            part,
+        )
+        above: Ints = groups * part + of_group
+        return above
 
 
 def whole(rows: int) -> RowSplit:
@@ -69,7 +92,7 @@ def whole(rows: int) -> RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rectangle of a matrix that one rank holds, or several alike: `rank` the lowest, `replicas` ascending."""
+    """The rectangle of a matrix that `rank` holds, and `replicas`, higher ranks, ascending."""
 
     rank: int
     row_start: int
@@ -77,6 +100,11 @@ class Shard:
     col_start: int
     cols: int
     replicas: tuple[int, ...] = ()
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """First row, rows, first column, columns."""
+        return self.row_start, self.rows, self.col_start, self.cols
 
     @property
     def numel(self) -> int:
@@ -99,49 +127,70 @@ class Shard:
         return owner if owner in holders else holders[owner * len(holders) // world_size]
 
 
-@dataclass(frozen=True, eq=False)
-class Holders:
-    """Who holds the shards of matrices that are cut alike, as columns of numbers.
+class Shards(tuple[Shard, ...]):
+    """The shards of a matrix, none of them empty; a rank holds at most one.
 
-    `ranks` and `numbers` have each pair of a rank and the number of a shard that it holds;
-    `elements` and `rectangles`, rows as `Rectangle`, each shard.
+    Matrices that are cut alike share one object.
+
+    Attributes:
+        rectangles: `Rectangle` of each shard, `(shards, 4)`.
+        elements: of each shard.
+        by_rank: the number of the shard that each holder has, in the order of shards.
+        ranks, numbers: the same as two columns.
     """
 
-    shards: tuple[Shard, ...]
-    ranks: Ints
-    numbers: Ints
-    elements: Ints
-    rectangles: Ints
+    def __init__(
+        self,
+        shards: Iterable[Shard] = (),
+    ) -> None:
+        super().__init__()
+        rectangles = [shard.rectangle for shard in self]
+        self.rectangles = np.array(
+            rectangles,
+            dtype=np.int64,
+        ).reshape(-1, 4)
+        self.elements = self.rectangles[:, 1] * self.rectangles[:, 3]
+        self.by_rank: dict[int, int] = {}
+        for number, shard in enumerate(self):
+            self.by_rank |= dict.fromkeys(shard.holders, number)
+        pairs = np.array(
+            list(self.by_rank.items()),
+            dtype=np.int64,
+        )
+        self.ranks, self.numbers = pairs.reshape(-1, 2).T.copy()
 
-    @classmethod
-    def of(cls, shards: tuple[Shard, ...]) -> Holders:
-        """The holders of `shards`."""
-        pairs = [
-            (holder, number) for number, shard in enumerate(shards) for holder in shard.holders
-        ]
-        ranks, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        corners = [(s.row_start, s.rows, s.col_start, s.cols) for s in shards]
-        rectangles = np.array(corners, dtype=np.int64).reshape(-1, 4)
-        return cls(shards, ranks, numbers, rectangles[:, 1] * rectangles[:, 3], rectangles)
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """A hash of all shards."""
+        numbers = array("q")
+        for shard in self:
+            numbers.extend((shard.rank, *shard.rectangle))
+            numbers.extend(
+                (len(shard.replicas), *shard.replicas),
+            )
+        return hashlib.sha256(numbers).digest()
 
     def sources(self, owner: int, world_size: int) -> Ints:
         """For each shard the rank from which `owner` has it."""
-        if len(self.ranks) == len(self.shards):
+        if len(self.ranks) == len(self):
             return self.ranks
-        return np.array([shard.source(owner, world_size) for shard in self.shards], dtype=np.int64)
+        found = [shard.source(owner, world_size) for shard in self]
+        return np.array(found, dtype=np.int64)
+
+
+_NO_SHARDS = Shards()
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks.
+    """A named matrix of global shape `(rows, cols)`, with the shards that tile it and its blocks.
 
-    `steps` are its Newton-Schulz steps, 0 for as many as the iteration has for all. Matrices that
-    are cut alike may share a tuple of shards, which is checked once.
+    `steps` are its Newton-Schulz steps, 0 for as many as the iteration has for all.
     """
 
     name: str
     shape: tuple[int, int]
-    shards: tuple[Shard, ...] = ()
+    shards: Shards = _NO_SHARDS
     split: RowSplit = None  # type: ignore[assignment]  # one block, where it is not given
     steps: int = 0
 
@@ -156,60 +205,70 @@ class Matrix:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """Shapes of the blocks that are orthogonalised alone."""
-        return [(self.split.groups * part, self.shape[1]) for part in self.split.parts]
+        """Shapes of the blocks that are orthogonalized alone."""
+        cols = self.shape[1]
+        return [
+            (
+                self.split.groups * part,
+                cols,
+            )
+            for part in self.split.parts
+        ]
 
-    def shard_of(self, rank: int) -> Shard | None:
-        """The shard that `rank` holds, or None where it holds nothing."""
-        return next(
-            (shard for shard in self.shards if rank == shard.rank or rank in shard.replicas), None
-        )
+    def held_by(self, rank: int) -> Shard:
+        """The shard that `rank` holds; one without rows where it holds nothing."""
+        number = self.shards.by_rank.get(rank)
+        if number is None:
+            return Shard(
+                rank,
+                0,
+                0,
+                0,
+                self.shape[1],
+            )
+        return self.shards[number]
 
     def check_tiling(self) -> None:
         """Raise a LayoutError for the first gap, overlap or overhang of the shards."""
         rows, cols = self.shape
-        for shard in self.shards:
-            if min(shard.rows, shard.cols) < 1:
-                raise LayoutError(
-                    f"{self.name}: rank {shard.rank} has an empty shard; leave empty shards out"
-                )
-            if not (
-                0 <= shard.row_start <= rows - shard.rows
-                and 0 <= shard.col_start <= cols - shard.cols
-            ):
-                raise LayoutError(
-                    f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}"
-                )
-        tops = sorted(
-            {
-                0,
-                *(s.row_start for s in self.shards),
-                *(s.row_start + s.rows for s in self.shards),
-            }
-            - {rows}
+        # Shards count once and the matrix minus once, so that they cancel where shards tile it.
+        whole_matrix = 0, rows, 0, cols
+        rectangles = np.vstack([self.shards.rectangles, whole_matrix])
+        counts = np.ones(len(rectangles), dtype=np.int64)
+        counts[-1] = -1
+        starts = rectangles[:, ::2]
+        ends = starts + rectangles[:, 1::2]
+        edges = np.stack([starts, ends])
+        tops, row = np.unique(
+            edges[..., 0],
+            return_inverse=True,
         )
-        lefts = sorted(
-            {
-                0,
-                *(s.col_start for s in self.shards),
-                *(s.col_start + s.cols for s in self.shards),
-            }
-            - {cols}
+        lefts, col = np.unique(
+            edges[..., 1],
+            return_inverse=True,
         )
-        # of each cell between the edges of shards
-        holders = np.zeros((len(tops), len(lefts)), dtype=np.int64)
-        for s in self.shards:
-            above, below = (
-                bisect.bisect_left(tops, row) for row in (s.row_start, s.row_start + s.rows)
+        # A rectangle counts from its first row and column on, up to its ends.
+        changes = np.zeros(
+            (len(tops), len(lefts)),
+            dtype=np.int64,
+        )
+        corners = row.reshape(2, 1, -1), col.reshape(1, 2, -1)
+        np.add.at(
+            changes,
+            corners,
+            np.array(
+                [[counts, -counts], [-counts, counts]],
+            ),
+        )
+        excess = changes.cumsum(axis=0).cumsum(axis=1)
+        faults = np.argwhere(excess)
+        if len(faults):
+            top, left = faults[0]
+            fault = "no shard covers" if excess[top, left] < 0 else "too many shards cover"
+            place = f"row {tops[top]}, column {lefts[left]} of {rows} x {cols}"
+            raise LayoutError(
+                f"{self.name}: {fault} {place}",
             )
-            left, right = (
-                bisect.bisect_left(lefts, col) for col in (s.col_start, s.col_start + s.cols)
-            )
-            holders[above:below, left:right] += 1
-        if (holders != 1).any():
-            row, col = np.argwhere(holders != 1)[0]
-            fault = "no rank holds" if holders[row, col] == 0 else "several ranks hold"
-            raise LayoutError(f"{self.name}: {fault} row {tops[row]}, column {lefts[col]}")
 
 
 @dataclass(frozen=True)
@@ -224,107 +283,70 @@ class Layout:
     matrices: tuple[Matrix, ...]
 
     def __post_init__(self) -> None:
-        checked: set[tuple[int, tuple[int, int]]] = set()
         for matrix in self.matrices:
-            name, split = matrix.name, matrix.split
-            cut = id(matrix.shards), matrix.shape
-            if cut not in checked:
-                matrix.check_tiling()
-                checked.add(cut)
-            if split.rows != matrix.shape[0]:
-                blocks = f"{split.groups} x {list(split.parts)}"
-                raise LayoutError(
-                    f"{name}: blocks of {blocks} rows do not make its {matrix.shape[0]} rows"
-                )
+            matrix.check_tiling()
+            rows = matrix.split.rows
+            if rows != matrix.shape[0]:
+                text = f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}"
+                raise LayoutError(text)
 
     def digest(self) -> int:
-        """A hash of all that is in the layout, 0 <= digest < 2**63: equal layouts have equal ones, on any rank."""
+        """A hash of the layout, 0 <= digest < 2**63, the same on any rank."""
         content = hashlib.sha256(repr(self.world_size).encode())
-        of_shards: dict[int, bytes] = {}
         for matrix in self.matrices:
-            split, cut = matrix.split, id(matrix.shards)
-            content.update(
-                repr((matrix.name, matrix.shape, matrix.steps, split.groups, split.parts)).encode()
+            split = matrix.split
+            described = (
+                matrix.name,
+                matrix.shape,
+                matrix.steps,
+                split.groups,
+                split.parts,
             )
-            if cut not in of_shards:
-                numbers = array("q")
-                for s in matrix.shards:
-                    numbers.extend(
-                        (
-                            s.rank,
-                            s.row_start,
-                            s.rows,
-                            s.col_start,
-                            s.cols,
-                            len(s.replicas),
-                            *s.replicas,
-                        )
-                    )
-                of_shards[cut] = hashlib.sha256(numbers).digest()
-            content.update(of_shards[cut])
+            content.update(repr(described).encode())
+            content.update(matrix.shards.digest)
         return int.from_bytes(content.digest()[:8]) >> 1
 
-    @functools.cached_property
-    def holders(self) -> list[Holders]:
-        """Who holds each matrix; those that are cut alike have the same object."""
-        cuts = {id(matrix.shards): matrix.shards for matrix in self.matrices}
-        found = {cut: Holders.of(shards) for cut, shards in cuts.items()}
-        return [found[id(matrix.shards)] for matrix in self.matrices]
-
-    def held(self, rank: int, indices: Sequence[int] | None = None) -> list[Shard]:
-        """What `rank` holds of each matrix, or of some; a shard without rows where it holds nothing."""
-        matrices = self.matrices if indices is None else [self.matrices[index] for index in indices]
-        found = {
-            cut: one.shard_of(rank)
-            for cut, one in {id(one.shards): one for one in matrices}.items()
-        }
-        return [
-            found[id(one.shards)]
-            or Shard(
-                rank,
-                0,
-                0,
-                0,
-                one.shape[1],
-            )
-            for one in matrices
-        ]
+    def held(self, rank: int) -> list[Shard]:
+        """The shard of each matrix that `rank` holds; one without rows where it holds nothing."""
+        return [matrix.held_by(rank) for matrix in self.matrices]
 
 
-def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
-    """The shards of a matrix of which rank r holds `rectangles[r]`, in the order of ranks; equal ones are replicas."""
+def as_shards(rectangles: Sequence[Rectangle]) -> Shards:
+    """The shards of a matrix of which rank r holds `rectangles[r]`; equal ones are replicas."""
     holders: dict[Rectangle, list[int]] = {}
     for rank, rectangle in enumerate(rectangles):
         if rectangle[1] and rectangle[3]:
             holders.setdefault(rectangle, []).append(rank)
-    return tuple(
-        Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:]))
+    return Shards(
+        Shard(
+            ranks[0],
+            *rectangle,
+            replicas=tuple(ranks[1:]),
+        )
         for rectangle, ranks in holders.items()
     )
 
 
-def from_rectangles(
-    name: str,
-    shape: tuple[int, int],
-    rectangles: Sequence[Rectangle],
-    split: RowSplit | None = None,
-) -> Matrix:
-    """The matrix of which rank r holds `rectangles[r]`, without elements where it holds none."""
-    return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))
-
-
 @functools.cache
-def everywhere(shape: tuple[int, int], world_size: int) -> tuple[Shard, ...]:
+def everywhere(
+    shape: tuple[int, int],
+    world_size: int,
+) -> Shards:
     """The one shard of a matrix that every rank holds whole."""
-    return as_shards([(0, shape[0], 0, shape[1])] * world_size)
+    rows, cols = shape
+    return as_shards([(0, rows, 0, cols)] * world_size)
 
 
-def row_sharded(
-    name: str, shape: tuple[int, int], rows_per_rank: Sequence[int], split: RowSplit | None = None
-) -> Matrix:
-    """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it; zeros are allowed."""
-    ends = itertools.accumulate(rows_per_rank)
-    rectangles = [
-        (end - rows, rows, 0, shape[1]) for end, rows in zip(ends, rows_per_rank, strict=True)
+def replicated_layout(
+    matrices: Iterable[Matrix],
+    ranks: int,
+) -> tuple[Layout, list[Rectangle]]:
+    """The layout of matrices that every rank holds whole, and the rectangles of each rank."""
+    whole = [
+        replace(
+            one,
+            shards=everywhere(one.shape, ranks),
+        )
+        for one in matrices
     ]
-    return from_rectangles(name, shape, rectangles, split)
+    return Layout(ranks, tuple(whole)), [one.shards[0].rectangle for one in whole]

@@ -1,28 +1,20 @@
-"""What a step tells whoever measures it, and what a run logs of that: sizes, orthogonality, where time and bytes go.
+"""The probe that a step calls at each phase; `megatron_muon.metrics` measures with one.
 
-A step calls its probe at each phase. While a torch profiler runs, each phase is a range of its
-trace. A run measures one step out of many; a GPU then waits for each phase. Its figures are means
-or sums over all ranks, the same on every rank.
+While a torch profiler runs, each phase is a range of its trace.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, override
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from megatron_muon.core.ranks import Alone
 from megatron_muon.core.slices import BlockSlice
 
 if TYPE_CHECKING:
-    from megatron_muon.core.collectives import TeamGroup
+    from megatron_muon.core.teams import TeamGroup
 
 PHASES = (
     "momentum",
@@ -66,207 +58,18 @@ class Probe:
     ) -> None:
         """As `momentum`, the rows of scaled updates, before the learning rate; NaN where one is skipped."""
 
-    def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
-        """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
+    def blocks(self, stack: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
+        """Orthogonalized blocks, `(count, m, n)` with m <= n, times `scale`; not to be kept.
 
-        With `team`, n are this rank's columns of it, and each rank of the team is shown its own at
-        the same time.
+        With `team`, n are this rank's columns, and each rank of the team is shown its own at the
+        same time.
         """
 
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
-        """This rank has orthogonalised these blocks, or its parts of them."""
+        """This rank has orthogonalized these blocks, or its parts of them."""
 
     def received(self, size: int) -> None:
         """A collective that brings this rank so many bytes from others has been started."""
 
 
 SILENT = Probe()
-
-
-class PhaseTimer(Probe):
-    """Adds up seconds by phase, and bytes from other ranks. On CUDA it waits for each phase: none overlap."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.bytes_received = 0
-        self._device = device
-        self._within = [0.0]
-
-    @override
-    @contextmanager
-    def phase(self, name: str, wave: int | None = None) -> Iterator[None]:
-        self._within.append(0.0)
-        start = time.perf_counter()
-        with super().phase(name, wave):
-            yield
-            synchronize(self._device)
-        elapsed = time.perf_counter() - start
-        self.seconds[name] += elapsed - self._within.pop()  # type: ignore[assignment]  # a Counter of floats
-        self._within[-1] += elapsed
-
-    @override
-    def received(self, size: int) -> None:
-        self.bytes_received += size
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU's queue; on a CPU there is nothing to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-_OF_PHASES = {
-    "momentum_ms": ("momentum",),
-    "gather_ms": ("gather", "gather_wait"),
-    "newton_schulz_ms": ("orthogonalize",),
-    "scatter_ms": ("send_back", "scatter_wait"),
-    "apply_ms": ("apply",),
-}
-_BLOCKS = 4
-"""Blocks of a step whose orthogonality is measured on each rank, and in each team."""
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One measured step: its number, from 1, skipped steps not counted, and values by name.
-
-    `update_rms` (root mean square of the scaled updates' elements, before the learning rate),
-    `momentum_norm` (of all matrices together), `orthogonality_error` (||X X^T - I|| over the root
-    of X's rows, the mean over some blocks; high while momentum is of low rank, in a run's first
-    steps), milliseconds of the phases and of the whole step (`step_ms`), `exchanged_mb` that a rank
-    receives, and `skipped_steps` so far.
-    """
-
-    step: int
-    values: dict[str, float]
-
-
-class Sampler:
-    """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never.
-
-    A Muon whose matrices each rank has for itself, alike, says in `copies` on how many, so that
-    they count once.
-    """
-
-    def __init__(self, muons: Sequence[Any], *, interval: int, group: Any = None) -> None:
-        self._muons = muons
-        self._group = group  # of the ranks that have them; None is all
-        self.interval = interval
-        self.steps = 0
-        self.skipped_steps = 0
-        self.latest: StepMetrics | None = None
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around the step of all optimizers. Collective where the step is measured, which ranks agree on."""
-        self.steps += 1
-        if not self._muons or self.interval <= 0 or self.steps % self.interval:
-            yield
-            return
-        device = self._muons[0].param_groups[0]["params"][0].device
-        probes = dict[int, _StepProbe]()
-        for muon in self._muons:
-            copies = getattr(muon, "copies", 1)
-            muon.probe = probes.setdefault(copies, _StepProbe(device, copies))
-        synchronize(device)
-        start = time.perf_counter()
-        try:
-            yield
-            synchronize(device)
-        finally:
-            for muon in self._muons:
-                muon.probe = SILENT
-        values = _reduced(list(probes.values()), time.perf_counter() - start, self._group)
-        self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
-
-
-class _StepProbe(PhaseTimer):
-    """Times the phases of a step, and adds up what this rank computes in it, on the device until it is reduced."""
-
-    def __init__(self, device: torch.device, copies: int) -> None:
-        super().__init__(device)
-        self._copies = copies
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._update, self._momentum, self._error, self._measured = (
-            self._zero.clone() for _ in range(4)
-        )
-        self._elements = 0.0
-        self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
-
-    @override
-    def momentum(
-        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
-    ) -> None:
-        for count, alike in _by_count(indices, rows, replicas):
-            self._momentum += _squares(alike).to(self._zero.device) / count
-
-    @override
-    def updates(
-        self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
-    ) -> None:
-        for count, alike in _by_count(indices, rows, replicas):
-            self._update += (
-                _squares([row.nan_to_num() for row in alike]).to(self._zero.device) / count
-            )
-            self._elements += sum(update.numel() for update in alike) / count
-
-    @override
-    def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
-        ranks = () if team is None else team.ranks
-        if self._blocks[ranks] < _BLOCKS:
-            block = block.float() / scale
-            gram = block @ block.mT if team is None else team.total(block @ block.mT)
-            gram.diagonal().sub_(1.0)
-            error = torch.linalg.vector_norm(gram) / math.sqrt(len(block))
-            error = error.to(self._zero.device)
-            share = 1.0 / max(len(ranks), 1)
-            # one without a gradient is not
-            self._error += torch.where(error.isfinite(), share * error, 0.0)
-            self._measured += share * error.isfinite()
-            self._blocks[ranks] += 1
-
-    def figures(self) -> torch.Tensor:
-        """What this rank adds to the sums of all ranks."""
-        seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
-        held = (
-            torch.stack([self._update, self._momentum, self._zero + self._elements]) / self._copies
-        )
-        others = [
-            self._error,
-            self._measured,
-            *(self._zero + each for each in (*seconds, self.bytes_received)),
-        ]
-        return torch.cat([held, torch.stack(others)])
-
-
-def _reduced(probes: Sequence[_StepProbe], elapsed: float, group: Any) -> dict[str, float]:
-    """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""
-    mine = torch.stack([probe.figures() for probe in probes]).sum(0)
-    mine = torch.cat([mine, mine.new_tensor([elapsed, 1])])
-    if dist.is_initialized() and not isinstance(group, Alone):
-        dist.all_reduce(mine, group=group)
-    update, momentum, elements, error, blocks, *rest, ranks = mine.tolist()
-    *phases, received, elapsed = (value / ranks for value in rest)
-    values = {
-        "update_rms": math.sqrt(update / max(elements, 1.0)),
-        "momentum_norm": math.sqrt(momentum),
-    }
-    if blocks:
-        values["orthogonality_error"] = error / blocks
-    values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
-    return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
-
-
-def _by_count(
-    indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]
-) -> Iterable[tuple[int, list[torch.Tensor]]]:
-    found = defaultdict[int, list[torch.Tensor]](list)
-    for index, values in zip(indices, rows, strict=True):
-        found[replicas(index)].append(values)
-    return found.items()
-
-
-def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # squares of 1e20, 1e-30
-    norms = torch._foreach_norm([tensor.float() for tensor in tensors], dtype=torch.float64)
-    return torch.stack(list(norms)).square().sum()

@@ -1,41 +1,50 @@
-"""What one rank sends, receives and orthogonalises in a wave: numbers alone, made before the first step.
+"""The part of one rank in a wave, as numbers: what it sends, receives and orthogonalizes.
 
 A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by
-owner, this rank's own last. From there they go to a buffer that is sent, or to one that stays here
-(`own`), and then into the stacks; updates go the same way back. Every way is a list of
-`arena.Copy`.
+owner, this rank's own last. They are packed into the wave's lane (`buffers`), sent from there, and
+fill the stacks of their owner; updates are drained from the stacks into a lane and unpacked to rows.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_muon.core.arena import Copy, Strided
-from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.copies import Copy
+from megatron_muon.core.layout import Layout, Matrix, Shard
 from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team
 
-NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
-"""How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
-
 _ALIGNED = 256
-"""Elements: each stack begins at an aligned place, as products of a CPU's library may round otherwise."""
+"""Elements: stacks and regions begin at multiples, as products of a CPU's library may round otherwise."""
+
+
+def aligned_elements(numel: int) -> int:
+    """Elements up to the next aligned position."""
+    return -(-numel // _ALIGNED) * _ALIGNED
 
 
 class HeldShard(NamedTuple):
-    """A shard of matrix `of` that this rank holds, and its first element in the wave's rows."""
+    """A shard of matrix `of` that this rank holds, and its first element among the rows."""
 
     of: int
     shard: Shard
     start: int
 
+    @property
+    def end(self) -> int:
+        """The element after its last."""
+        return self.start + self.shard.numel
+
+    def moved(self, elements: int) -> HeldShard:
+        """The same shard so many elements later."""
+        return self._replace(start=self.start + elements)
+
 
 class Stack(NamedTuple):
-    """Blocks of one kind, `(count, smaller, length)`, tall ones transposed, from element `start` of the stacks on."""
+    """Blocks of one kind, `(count, smaller, length)`, tall ones transposed, from element `start`."""
 
     kind: BlockKind
     start: int
@@ -43,7 +52,7 @@ class Stack(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the stack."""
+        """Shape of the stack."""
         return len(self.slots), self.kind.smaller, self.kind.length
 
     @property
@@ -51,272 +60,284 @@ class Stack(NamedTuple):
         """Elements of the stack."""
         return len(self.slots) * self.kind.smaller * self.kind.length
 
-    def place(self, number: int, row: int = 0, col: int = 0) -> Strided:
-        """An element of slot `number` in the stacks, and the strides of its rows and columns."""
-        slot, (_, rows, length) = self.slots[number], self.shape
-        strides = (1, length) if slot.is_tall else (length, 1)
-        return Strided(
-            self.start + number * rows * length + row * strides[0] + col * strides[1], strides
+    def copy(
+        self,
+        number: int,
+        piece: Piece,
+        source: int,
+        strides: tuple[int, int],
+    ) -> Copy:
+        """Copy a piece to slot `number`, from an element of a buffer.
+
+        `strides` are those of its repeats and rows there.
+        """
+        _, smaller, length = self.shape
+        row, col = length, 1
+        if self.slots[number].is_tall:
+            row, col = 1, length
+        first = self.start + number * smaller * length
+        dims = (
+            (piece.repeats, strides[0], piece.rows * row),
+            (piece.rows, strides[1], row),
+            (piece.cols, 1, col),
         )
-
-
-@dataclass
-class Way:
-    """A buffer that travels: elements for each rank of the group, one after the other."""
-
-    counts: list[int]
-    copies: list[Copy] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        """Elements for all ranks."""
-        return sum(self.counts)
-
-
-@dataclass
-class Route:
-    """This rank's part in a wave."""
-
-    number: int | None  # from 0, for traces; None where nothing travels
-    indices: Sequence[int]  # of its matrices, the same on every rank
-    rows: list[HeldShard]  # that this rank holds, in the order of the wave's rows
-    stacks: list[Stack]  # what it orthogonalises
-    send: Way  # rows -> what other ranks orthogonalise
-    own: Way  # rows -> what this rank has of its own blocks
-    receive: Way  # what arrives of other ranks' rows -> stacks
-    own_to_stacks: list[Copy]
-    back: Way  # stacks -> updates for other ranks
-    # updates, this rank's own last -> rows; counts of others; with broadcasts of all, in rank order
-    returned: Way
-    own_updates: list[Copy]  # stacks -> this rank's own part of `returned`
-    rows_by: str
-    updates_by: str
-
-    @property
-    def numel(self) -> int:
-        """Elements of the rows."""
-        return sum(held.shard.numel for held in self.rows)
-
-    @property
-    def stacked(self) -> int:
-        """Elements of the stacks, and of the gaps between them."""
-        return self.stacks[-1].start + self.stacks[-1].numel if self.stacks else 0
-
-    @property
-    def slots(self) -> list[BlockSlice]:
-        """What this rank orthogonalises, in the order of the stacks."""
-        return [slot for stack in self.stacks for slot in stack.slots]
+        return Copy(source, first + piece.slice_row * row + piece.slice_col * col, dims)
 
 
 def make_stacks(
     slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]
 ) -> list[Stack]:
-    """Stacks of equal blocks; `scale` is of the update of a block of this shape."""
+    """Stacks of equal blocks; `scale` gives the factor of a block's update by its shape."""
     by_kind: dict[BlockKind, list[BlockSlice]] = defaultdict(list)
     for slot in slots:
         by_kind[slot.kind(scale(slot.of))].append(slot)
-    stacks, start = [], 0
+    stacks: list[Stack] = []
+    start = 0
     for kind in sorted(by_kind, key=lambda kind: kind[:5]):
         stacks.append(Stack(kind, start, tuple(by_kind[kind])))
-        start += -(-stacks[-1].numel // _ALIGNED) * _ALIGNED
+        start += aligned_elements(stacks[-1].numel)
     return stacks
 
 
-def make_route(
-    layout: Layout,
-    indices: Sequence[int],
-    teams: Sequence[Team],
-    rank: int,
-    scale: Callable[[tuple[int, int]], float],
-    *,
-    number: int | None = None,
-    rows_by: str = NOWHERE,
-    updates_by: str = NOWHERE,
-) -> Route:
-    """This rank's part in wave `number`, of the matrices with these indices; `scale` is of a shape's update.
+def stacked_elements(stacks: Sequence[Stack]) -> int:
+    """Elements of all stacks, with the gaps between them."""
+    return sum(aligned_elements(stack.numel) for stack in stacks)
 
-    `teams` are the owners of each matrix of the layout, this rank where every rank orthogonalises
-    it for itself.
+
+class Leg(NamedTuple):
+    """The way of a wave's rows to their owners, or of updates back.
+
+    Attributes:
+        rows, owned: elements for each rank in the lane's regions; the last of `rows` stay here.
+        near: copies from rows to the lane; of updates they are made backwards.
+        far: copies from the lane to the stacks, likewise.
     """
-    world = layout.world_size
-    held = dict(zip(indices, layout.held(rank, indices), strict=True))
-    slots = itertools.chain(
-        *(teams[index].slots(index, layout.matrices[index]) for index in indices)
-    )
-    stacks = make_stacks([slot for slot in slots if slot.rank == rank], scale)
-    units = list(
-        _units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER)
-    )
-    ours = [unit for unit in units if unit.owner == rank]
-    send_counts, sent = _laid_out(
-        world, [(unit.owner, unit) for unit in units if unit.source == rank != unit.owner]
-    )
-    own_counts, own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
-    receive_counts, arrived = _laid_out(
-        world, [(unit.source, unit) for unit in ours if unit.source != rank]
-    )
-    holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
-    back_counts, back = _laid_out(world, holders if updates_by == ALL_TO_ALL else [])
-    # Own updates come last; but an owner broadcasts from the place that its updates have on all
-    # ranks.
-    last = rank if updates_by == BROADCAST else world
-    held_units = [unit for unit in units if rank in unit.shard.holders]
-    by_owner = [(last if unit.owner == rank else unit.owner, unit) for unit in held_units]
-    returned_counts, updates = _laid_out(world + 1, by_owner)
-    if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
-        padded = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
-        own_counts, receive_counts = [padded], [padded] * world
-        arrived = [(unit.source * padded, unit) for unit in ours]
-    order = list(dict.fromkeys(unit.of for _, unit in updates))
-    starts = dict(
-        zip(
-            order,
-            itertools.accumulate((held[index].numel for index in order), initial=0),
-            strict=False,
-        )
-    )
 
-    def from_rows(placed: _Placed) -> list[Copy]:
-        copies = []
-        for at, (index, _, _, shard, row, rows, col, cols, _) in placed:
-            first = starts[index] + (row - shard.row_start) * shard.cols + col - shard.col_start
-            copies.append(
-                Copy(
-                    (rows, cols),
-                    Strided(first, (shard.cols, 1)),
-                    Strided(at, (cols, 1)),
-                )
-            )
-        return copies
-
-    return Route(
-        number,
-        indices,
-        [HeldShard(index, held[index], start) for index, start in starts.items()],
-        stacks,
-        send=Way(send_counts, from_rows(sent)),
-        own=Way(own_counts, from_rows(own)),
-        receive=Way(receive_counts, _to_stacks(arrived)),
-        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own),
-        back=Way(back_counts, _reversed(_to_stacks(back))),
-        returned=Way(returned_counts[:world], _reversed(from_rows(updates))),
-        own_updates=_reversed(
-            _to_stacks([(at, unit) for at, unit in updates if unit.owner == rank])
-        ),
-        rows_by=rows_by,
-        updates_by=updates_by,
-    )
+    rows: list[int]
+    owned: list[int]
+    near: list[Copy]
+    far: list[Copy]
 
 
-class _Unit(NamedTuple):
-    """A rectangle of matrix `of` that travels in one piece; `parts`: stack, slot number, place in the slot."""
+@dataclass(frozen=True)
+class Route:
+    """A rank's part in a wave.
+
+    Attributes:
+        indices: matrices of the wave, the same on every rank; of a batch, those of this rank.
+        rows: shards that this rank holds.
+        stacks: blocks that this rank orthogonalizes.
+        out, back: the ways of rows and updates. In a batch `near` leads from rows to stacks.
+        is_batch: its matrices are whole on this rank, their owner.
+    """
+
+    indices: Sequence[int]
+    rows: list[HeldShard]
+    stacks: list[Stack]
+    out: Leg
+    back: Leg
+    is_batch: bool = False
+
+    @property
+    def rows_numel(self) -> int:
+        """Elements of the lane's region of rows."""
+        return max(sum(self.out.rows), sum(self.back.rows))
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements of the lane's region for owned matrices."""
+        return max(sum(self.out.owned), sum(self.back.owned))
+
+    @property
+    def owned_start(self) -> int:
+        """First element of the owned region in the lane."""
+        return aligned_elements(self.rows_numel)
+
+    @property
+    def slots(self) -> list[BlockSlice]:
+        """Blocks of this rank, in the order of the stacks."""
+        return [slot for stack in self.stacks for slot in stack.slots]
+
+
+class Unit(NamedTuple):
+    """A rectangle of matrix `of` that travels in one piece.
+
+    Attributes:
+        numel: its elements, which travel without gaps.
+        near: copy from the shard to the unit.
+        far: copies from the unit to this rank's stacks.
+    """
 
     of: int
     owner: int
     source: int
     shard: Shard
-    row: int
-    rows: int
-    col: int
-    cols: int
-    parts: list[tuple[Stack, int, Piece]]
+    numel: int
+    near: Copy
+    far: list[Copy]
 
 
-_Placed = list[tuple[int, _Unit]]
+Placed = list[tuple[int, Unit]]
 """Units with the element of a buffer at which each begins."""
 
 
-def _units(
-    layout: Layout,
-    indices: Sequence[int],
-    teams: Sequence[Team],
-    rank: int,
-    held: dict[int, Shard],
-    stacks: Sequence[Stack],
-    *,
-    is_gather: bool,
-) -> Iterator[_Unit]:
-    """What travels between this rank and owners, itself included: a shard, or what a slice of a team has of it."""
-    slots: dict[int, list[tuple[Stack, int, BlockSlice]]] = defaultdict(list)
-    for stack in stacks:
-        for place, slot in enumerate(stack.slots):
-            slots[slot.index].append((stack, place, slot))
-    for index in indices:
-        matrix, team = layout.matrices[index], teams[index]
-        here = [held[index]] if held[index].numel else []
+class Units:
+    """Units between a rank and the owners of a wave's matrices, itself included.
+
+    Args:
+        teams: owners of each matrix of the layout.
+        scale: factor of a block's update by its shape.
+        from_first: an owner has a shard from its first holder, not from one of its choice.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        indices: Sequence[int],
+        teams: Sequence[Team],
+        rank: int,
+        scale: Callable[[tuple[int, int]], float],
+        *,
+        from_first: bool = False,
+    ) -> None:
+        self.ranks = layout.world_size
+        self.rank = rank
+        self.indices = indices
+        self._from_first = from_first
+        self._starts: dict[int, int] = {}
+        mine = []
+        for index in indices:
+            slices = teams[index].slices(index, layout.matrices[index])
+            mine += [slot for slot in slices if slot.rank == rank]
+        self.stacks = make_stacks(mine, scale)
+        self._slots: dict[int, list[tuple[Stack, int]]] = defaultdict(list)
+        for stack in self.stacks:
+            for number, slot in enumerate(stack.slots):
+                self._slots[slot.index].append((stack, number))
+        self.held = {index: layout.matrices[index].held_by(rank) for index in indices}
+        self.all: list[Unit] = []
+        for index in indices:
+            self.all += self._of(layout.matrices[index], index, teams[index])
+        self.owned = [unit for unit in self.all if unit.owner == rank]
+        self.kept = [unit for unit in self.all if rank in unit.shard.holders]
+
+    def _of(self, matrix: Matrix, index: int, team: Team) -> Iterator[Unit]:
+        """A matrix's shards, or what a slice of a team has of them."""
+        here = [self.held[index]] if self.held[index].numel else []
         for part in [None] if team.cuts is None else team.slices(index, matrix):
             owner = team.ranks[0] if part is None else part.rank
-            ours = (
-                [found for found in slots[index] if part in (None, found[2])]
-                if owner == rank
-                else []
-            )
-            for shard in matrix.shards if owner == rank else here:
-                source = shard.rank if is_gather else shard.source(owner, layout.world_size)
-                whole = Piece(shard.row_start, shard.rows, shard.col_start, shard.cols, 0, 0)
-                for piece in [whole] if part is None else part.pieces(shard):
-                    of_slots = [
-                        (found, found[2].runs(shard) if part is None else [piece]) for found in ours
-                    ]
-                    parts = [
-                        (stack, place, each)
-                        for (stack, place, _), pieces in of_slots
-                        for each in pieces
-                    ]
-                    yield _Unit(index, owner, source, shard, *piece[:4], parts)
+            for shard in matrix.shards if owner == self.rank else here:
+                source = shard.rank if self._from_first else shard.source(owner, self.ranks)
+                for piece in [_whole(shard)] if part is None else part.runs(shard):
+                    numel = piece.repeats * piece.rows * piece.cols
+                    far: list[Copy] = []
+                    if owner == self.rank:
+                        far = self._to_stacks(index, part, shard, piece)
+                    yield Unit(
+                        index,
+                        owner,
+                        source,
+                        shard,
+                        numel,
+                        _from_shard(shard, piece),
+                        far,
+                    )
+
+    def _to_stacks(
+        self, index: int, part: BlockSlice | None, shard: Shard, piece: Piece
+    ) -> list[Copy]:
+        """Copies from a unit to this rank's stacks."""
+        copies = []
+        cols = piece.cols
+        for stack, number in self._slots[index]:
+            slot = stack.slots[number]
+            if part is None:
+                for run in slot.runs(shard):
+                    first = (run.row - piece.row) * cols + run.col - piece.col
+                    copies.append(
+                        stack.copy(
+                            number,
+                            run,
+                            first,
+                            (run.stride * cols, cols),
+                        )
+                    )
+            elif part == slot:
+                copies.append(
+                    stack.copy(
+                        number,
+                        piece,
+                        0,
+                        (piece.rows * cols, cols),
+                    )
+                )
+        return copies
+
+    def order_rows(self, updates: Placed) -> list[HeldShard]:
+        """Put the rows in the order in which their updates come back."""
+        rows = []
+        start = 0
+        for index in dict.fromkeys(unit.of for _, unit in updates):
+            self._starts[index] = start
+            rows.append(HeldShard(index, self.held[index], start))
+            start += self.held[index].numel
+        return rows
+
+    def from_rows(self, placed: Placed) -> list[Copy]:
+        """Copies of units from the rows to where they are placed."""
+        return [unit.near.moved(self._starts[unit.of], at) for at, unit in placed]
 
 
-def _laid_out(ranks: int, units: Sequence[tuple[int, _Unit]]) -> tuple[list[int], _Placed]:
-    """A buffer's elements for each rank, and its units, each given with its rank, one after the other by rank."""
-    counts, placed, at = [0] * ranks, [], 0
+def _whole(shard: Shard) -> Piece:
+    return Piece(
+        shard.row_start,
+        shard.rows,
+        shard.col_start,
+        shard.cols,
+        0,
+        0,
+    )
+
+
+def _from_shard(shard: Shard, piece: Piece) -> Copy:
+    """Copy a piece from a shard."""
+    row, col = piece.row - shard.row_start, piece.col - shard.col_start
+    dims = (
+        (piece.repeats, piece.stride * shard.cols, piece.rows * piece.cols),
+        (piece.rows, shard.cols, piece.cols),
+        (piece.cols, 1, 1),
+    )
+    return Copy(row * shard.cols + col, 0, dims)
+
+
+def laid_out(
+    ranks: int, units: Sequence[tuple[int, Unit]], start: int = 0
+) -> tuple[list[int], Placed]:
+    """Elements for each rank, and units one after the other by rank from element `start` on.
+
+    Each unit is given with its rank.
+    """
+    counts = [0] * ranks
+    placed = []
     for rank, unit in sorted(units, key=itemgetter(0)):
-        placed.append((at, unit))
-        at += unit.rows * unit.cols
-        counts[rank] += unit.rows * unit.cols
+        placed.append((start, unit))
+        start += unit.numel
+        counts[rank] += unit.numel
     return counts, placed
 
 
-def _to_stacks(placed: _Placed) -> list[Copy]:
-    copies = []
-    for at, unit in placed:
-        for stack, number, piece in unit.parts:
-            source = at + (piece.row - unit.row) * unit.cols + piece.col - unit.col
-            target, (row, col) = stack.place(number, piece.slice_row, piece.slice_col)
-            copies.append(
-                Copy(
-                    (piece.repeats, piece.rows, piece.cols),
-                    Strided(source, (piece.stride * unit.cols, unit.cols, 1)),
-                    Strided(target, (piece.rows * row, row, col)),
-                )
-            )
-    return copies
+def to_stacks(placed: Placed) -> list[Copy]:
+    """Copies of units from where they are placed to the stacks."""
+    return [copy.moved(at, 0) for at, unit in placed for copy in unit.far]
 
 
-def _reversed(copies: Sequence[Copy]) -> list[Copy]:
-    return [Copy(copy.shape, copy.target, copy.source) for copy in copies]
-
-
-def parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
-    """The rows of a wave in parts of at most so many elements, or of one shard, and how many elements each has."""
-    found: list[tuple[list[HeldShard], int]] = []
-    for held in route.rows:
-        if found and found[-1][1] + held.shard.numel <= most:
-            part, numel = found[-1]
-            found[-1] = [*part, held], numel + held.shard.numel
-        else:
-            found.append(([held], held.shard.numel))
-    return found
-
-
-def from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
-    return [
-        copy._replace(source=copy.source._replace(offset=copy.source.offset - chunk.start))
-        for copy in copies
-        if copy.source.offset in chunk
-    ]
-
-
-def to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that end in a chunk of the rows, likewise."""
-    return _reversed(from_chunk(_reversed(copies), chunk))
+def chunks_of_rows(rows: Sequence[HeldShard], most: int) -> list[list[HeldShard]]:
+    """Rows of a wave in parts of at most so many elements, or of one shard."""
+    chunks: list[list[HeldShard]] = []
+    end = 0
+    for held in rows:
+        if not chunks or held.end > end:
+            chunks.append([])
+            end = held.start + most
+        chunks[-1].append(held)
+    return chunks

@@ -1,42 +1,259 @@
-"""This rank's rows of a parameter, and tensors that are sharded as a parameter is."""
+"""This rank's rows of every matrix: gradients, momentum and weights, as a step reads and writes them."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_muon.core.build import Waves
+from megatron_muon.core.rules.rule import Part
+from megatron_muon.core.storage import InOrder, MomentumStore, Storage
+from megatron_muon.core.wave import Chunk
+
+MOMENTUM = "momentum_buffer"
+"""The momentum's slot of the optimizer state, upstream's name."""
+
+STEPS = "rounding_steps"
+"""A parameter group's count of steps, where momentum is rounded for storage."""
 
 
-def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `tensor` that this rank holds, without a copy; of a stack of experts one expert below the other."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return (
-        local.view(
-            local.shape[:-1].numel(),
-            local.shape[-1],
-        )
-        if local.ndim == 3
-        else local
-    )
+class Rows:
+    """This rank's rows, by matrix.
 
+    Args:
+        names: of all matrices, for messages.
+        waves: of the step, whose chunks have the shards.
+        weights: gives the rows `(rows, cols)` of a matrix that its parameter holds.
+        outside: weights that parameters do not hold.
+        momentum: rows of momentum, fp32, that are kept in another order than a chunk's.
+        store: keeps momentum instead.
+        skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps
+            weights and state on every rank, instead of being an error. Costs one all-reduce of a
+            number for each matrix in a step.
 
-def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """`elements`, of the shape of this rank's rows, as a tensor that is sharded as `other` is; in the same memory."""
-    elements = with_own_storage(elements)
-    if not isinstance(other, DTensor):
-        return elements.view(other.shape)
-    return DTensor(elements.view(other._local_tensor.shape), other._spec, requires_grad=False)
-
-
-def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous view as a tensor in the same memory, whose storage begins and ends with its elements.
-
-    `torch.save`, pickle and `copy.deepcopy` take whole storages, and fail for a DTensor over a view
-    that begins later than its storage: they know a DTensor, which has no data of its own, by its
-    `data_ptr()` of 0.
+    Attributes:
+        groups: parameter group of each matrix, with its numbers.
+        gradients: rows of each gradient, None where there is none.
+        state: gives the rows of a rule's slot, by matrix.
+        failed: NaN for each matrix that no rank updates, 0 for others; None for no such one.
     """
-    storage, start = view.untyped_storage(), view.storage_offset() * view.element_size()
-    is_whole = storage.nbytes() == view.nbytes
-    if is_whole or storage.device.type == "meta":
-        return view
-    alone = storage[start : start + view.nbytes]  # the same memory, kept alive
-    return view.new_empty(0).set_(alone, 0, view.shape, view.stride())
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        waves: Waves,
+        weights: Callable[[int], Tensor],
+        *,
+        outside: Storage | None = None,
+        momentum: Mapping[int, Tensor] | None = None,
+        store: MomentumStore | None = None,
+        skip_missing: bool = False,
+    ) -> None:
+        self.names = names
+        self.weights = weights
+        self.groups: Sequence[dict[str, Any]] = ()
+        self.gradients: Sequence[Tensor | None] = ()
+        self.state: Callable[[str], list[Tensor]] = lambda slot: []
+        self.beside = InOrder() if store is None else store.beside
+        self.momentum = dict(momentum or {})
+        self._weights = outside or Storage(weights)
+        self._momentum = store or Storage(self.momentum.__getitem__)
+        self._group = waves.transport.group
+        self._device = waves.memory.tensor.device
+        self._skip_missing = skip_missing
+        self.failed: Tensor | None = None
+        self.held: list[int] = []
+        self._replicas: dict[int, int] = {}
+        for chunk in waves.chunks:
+            self.held += chunk.indices
+            for held in chunk.rows:
+                self._replicas[held.of] = len(held.shard.holders)
+            if store is None:
+                self._make_momentum(chunk)
+        self._make_counts(waves.chunks)
+
+    def _make_counts(self, chunks: Sequence[Chunk]) -> None:
+        """Make tensors that count skipped updates."""
+        assert len(set(self.held)) == len(self.held), "a shard is in two waves"
+        on_device = functools.partial(torch.zeros, device=self._device)
+        self._order = torch.tensor(
+            self.held,
+            dtype=torch.int64,
+            device=self._device,
+        )
+        self._skipped = on_device(len(self.names), dtype=torch.int32)
+        self._first_elements = on_device(len(self.held), dtype=torch.float32)
+        sizes = [len(chunk.indices) for chunk in chunks]
+        parts = self._first_elements.split(sizes)
+        for chunk, part in zip(chunks, parts, strict=True):
+            chunk.first_elements = part
+
+    def _make_momentum(self, chunk: Chunk) -> None:
+        """Make momentum, one flat tensor for a chunk, where it is not given."""
+        rows = [held for held in chunk.rows if held.of not in self.momentum]
+        sizes = [held.shard.numel for held in rows]
+        flat = torch.zeros(
+            sum(sizes),
+            dtype=torch.float32,
+            device=self._device,
+        )
+        if len(rows) == len(chunk.rows):
+            chunk.momentum = flat
+        for held, part in zip(rows, flat.split(sizes), strict=True):
+            self.momentum[held.of] = part.view(held.shard.rows, held.shard.cols)
+
+    def replicas(self, index: int) -> int:
+        """The number of ranks that hold the same rows of a matrix."""
+        return self._replicas.get(index, 1)
+
+    def begin(
+        self,
+        gradients: Sequence[Tensor | None],
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        """Take the gradients and numbers of a step.
+
+        Raises:
+            RuntimeError: a shard with rows has no gradient.
+        """
+        self.gradients = gradients
+        self.groups = groups
+        missing = [index for index in self.held if gradients[index] is None]
+        if missing and not self._skip_missing:
+            raise RuntimeError(
+                f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
+                " finish_grad_sync() called?"
+            )
+
+    def find_failed(self) -> None:
+        """Find matrices whose gradient is missing or not finite on some rank. Collective.
+
+        Momentum advances before rows travel, so a rank that knew only its own gradients would
+        advance the momentum of a matrix that another rank cannot update.
+        """
+        self.failed = None
+        if not self._skip_missing:
+            return
+        failed = torch.zeros(
+            len(self.names),
+            dtype=torch.float32,
+            device=self._device,
+        )
+        ready = []
+        gradients = []
+        for index in self.held:
+            gradient = self.gradients[index]
+            if gradient is not None:
+                ready.append(index)
+                gradients.append(gradient)
+        if ready:
+            # the largest magnitudes: a sum of finite numbers may overflow
+            norms = torch.stack(torch._foreach_norm(gradients, ord=math.inf))
+            norms = norms.to(self._device, torch.float32)
+            at = self._order
+            if len(ready) < len(self.held):
+                at = torch.tensor(ready, device=self._device)
+            failed.index_add_(0, at, norms - norms)  # NaN where it is not finite
+        missing = set(self.held).difference(ready)
+        if missing:
+            failed[sorted(missing)] = torch.nan
+        if self._group.size() > 1:
+            dist.all_reduce(failed, group=self._group)
+        # where nothing waits for a device to tell
+        if self._device.type != "cpu" or failed.isnan().any():
+            self.failed = failed
+
+    def collect(self, chunk: Chunk) -> None:
+        """Copy gradients to where a chunk's rows are prepared, of matrices that have one."""
+        views = []
+        gradients = []
+        for view, index in zip(chunk.prepared_rows, chunk.indices, strict=True):
+            gradient = self.gradients[index]
+            if gradient is not None:
+                views.append(view)
+                gradients.append(gradient)
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def with_momentum(self, chunk: Chunk) -> Iterator[tuple[range, Part]]:
+        """Prepared rows of a chunk with their momentum, in parts that fit where it is staged."""
+        for places, momentum in self._momentum.borrow(chunk.indices):
+            part = chunk.cut(places)
+            rows = part.prepared, part.prepared_rows
+            yield (
+                places,
+                self._part(
+                    part,
+                    *rows,
+                    momentum,
+                    part.momentum,
+                ),
+            )
+
+    def with_weights(self, chunk: Chunk) -> Iterator[Part]:
+        """Updates of a chunk with their weights, likewise; they go where the weights are."""
+        torch.index_select(
+            chunk.updates,
+            0,
+            chunk.firsts,
+            out=chunk.first_elements,
+        )
+        for places, weights in self._weights.borrow(chunk.indices):
+            part = chunk.cut(places)
+            flat, rows = part.updates, part.updated_rows
+            if flat.device != weights[0].device:
+                flat = flat.to(weights[0].device)
+                rows = part.views(flat)
+            yield self._part(part, flat, rows, weights)
+
+    def _part(
+        self,
+        chunk: Chunk,
+        flat: Tensor,
+        rows: list[Tensor],
+        state: list[Tensor],
+        flat_state: Tensor | None = None,
+    ) -> Part:
+        """The matrices of a chunk, as rules see them."""
+        groups = [self.groups[index] for index in chunk.indices]
+        scratch = chunk.spare
+        if flat.device != chunk.updates.device:
+            scratch = None
+        return Part(
+            chunk.indices,
+            groups,
+            flat,
+            rows,
+            state,
+            flat_state,
+            scratch,
+        )
+
+    def end(self) -> None:
+        """Count skipped updates, on the device."""
+        self._skipped.index_add_(
+            0,
+            self._order,
+            self._first_elements.isnan().int(),
+        )
+
+    def end_step(self) -> None:
+        """Tell storages that every shard has been borrowed once; forget gradients."""
+        self.gradients = ()  # so that their memory can be freed
+        self._momentum.end_step()
+        self._weights.end_step()
+
+    def skipped_updates(self) -> dict[str, int]:
+        """Updates skipped since the last call, by matrix, where this rank has rows.
+
+        Waits for the device.
+        """
+        counts = self._skipped.tolist()
+        self._skipped.zero_()
+        return {self.names[index]: count for index, count in enumerate(counts) if count}

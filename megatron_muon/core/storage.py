@@ -1,24 +1,24 @@
-"""Where a step finds momentum and weights of its shards: where they are, or in a store that stages them."""
+"""Storage of momentum and weights: where they are computed with, or a store that stages them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
+from torch import Tensor
 
-from megatron_muon.core.exchange import RowPhases
+from megatron_muon.core.wave import Chunk
 
-Borrowed = Iterator[tuple[range, list[torch.Tensor]]]
-"""Parts of a list of shards, one after the other: the places in the list, and their rows `(rows, cols)` fp32, to be
-changed in place. When the next part is asked for, the one before goes back."""
+Borrowed = Iterator[tuple[range, list[Tensor]]]
+"""Parts of a list of shards, one after the other: positions in the list, and rows `(rows, cols)`
+fp32, to be changed in place. When the next part is requested, the one before goes back."""
 
 
 class Storage:
-    """Rows of shards where they are, fp32, such as weights: borrowed all at once; `of_shard` finds those of a shard."""
+    """Rows where they are, fp32, borrowed all at once; `of_shard` finds those of a shard."""
 
-    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
+    def __init__(self, of_shard: Callable[[int], Tensor]) -> None:
         self._of_shard = of_shard
 
     def borrow(self, indices: Sequence[int]) -> Borrowed:
@@ -30,30 +30,48 @@ class Storage:
         """Every shard has been borrowed once."""
 
 
+class InOrder:
+    """Rows are prepared in the order of the step's stream."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+
+    def end(self) -> None:
+        """End a step."""
+
+    def prepare(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around the preparation of a chunk's rows."""
+        return nullcontext()
+
+    def packed(self, chunk: Chunk) -> None:
+        """All that reads `chunk.prepared` has been enqueued."""
+
+
 class MomentumStore(Storage, ABC):
     """Keeps momentum, or other state, outside of the optimizer's; see `offload.store`.
 
     Attributes:
-        rounds: whether momentum is rounded for storage, so that a count of steps has to be kept
-            with it.
+        rounds: momentum is rounded for storage, so a count of steps is kept with it.
         steps: the count of the training's steps; stochastic rounding depends on it.
+        beside: prepares rows, on a stream of its own if there is one.
     """
 
     rounds: bool
     steps: int
+    beside: InOrder
 
     @abstractmethod
-    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
-        """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
-
-    @abstractmethod
-    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
         """Memory for fp32 tensors of so many elements, for as long as they are used."""
 
     @abstractmethod
-    def read(self, index: int) -> torch.Tensor:
+    def read(self, index: int) -> Tensor:
         """A copy `(rows, cols)` fp32 of a shard's momentum, between steps."""
 
     @abstractmethod
-    def write(self, index: int, values: torch.Tensor) -> None:
+    def write(
+        self,
+        index: int,
+        values: Tensor,
+    ) -> None:
         """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""

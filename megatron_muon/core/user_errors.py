@@ -22,7 +22,13 @@ class SettingError(UserError):
         remedy: what to do, as an imperative.
     """
 
-    def __init__(self, setting: str, value: Any, reason: str, remedy: str) -> None:
+    def __init__(
+        self,
+        setting: str,
+        value: Any,
+        reason: str,
+        remedy: str,
+    ) -> None:
         super().__init__(setting, value, reason, remedy)  # what pickle makes it from
         self.setting = setting
         self.value = value
@@ -32,14 +38,19 @@ class SettingError(UserError):
     def worded(self, name_of: Callable[[str], str]) -> str:
         """The message, with each setting as `name_of` calls it."""
         setting, _, place = self.setting.partition(" ")
-        parts = [name_of(setting), place]
-        if isinstance(self.value, float):
-            parts.append(f"{self.value:g}")
-        elif self.value is not True:
-            parts.append(str(self.value))
+        value = self.value
+        if value is True:
+            value = ""
+        elif isinstance(value, float):
+            value = f"{value:g}"
         names = _Names(name_of)
-        parts.append(self.reason.format_map(names))
-        return f"{' '.join(filter(None, parts))}; {self.remedy.format_map(names)}"
+        reason = self.reason.format_map(names)
+        remedy = self.remedy.format_map(names)
+        parts = filter(
+            None,
+            (name_of(setting), place, str(value), reason),
+        )
+        return f"{' '.join(parts)}; {remedy}"
 
     def __str__(self) -> str:
         return self.worded(str)

@@ -1,179 +1,267 @@
-"""A wave on this rank: its route with buffers, views and copies, made at construction, which `exchange` carries out."""
+"""A wave on this rank: its route as views of the step's buffers, and copies, made once."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from megatron_muon.core.arena import Arena, Buffer, Copies
-from megatron_muon.core.collectives import TeamGroup
-from megatron_muon.core.newton_schulz import Work
-from megatron_muon.core.plan import LIFETIMES
-from megatron_muon.core.route import (
-    BROADCAST,
-    HeldShard,
-    Route,
-    from_chunk,
-    parts_of_rows,
-    to_chunk,
+from megatron_muon.core.buffers import (
+    ROW_BYTES,
+    Buffers,
+    Shares,
+    Sizes,
+    StepMemory,
+    WaveBytes,
+    aligned,
 )
+from megatron_muon.core.copies import Copies, Copy
+from megatron_muon.core.methods.method import Method, Work
+from megatron_muon.core.route import HeldShard, Route, chunks_of_rows
+from megatron_muon.core.slices import BlockKind
+from megatron_muon.core.teams import Agreement, TeamGroup
+from megatron_muon.core.whole import WholeUpdate
+
+
+def route_bytes(route: Route, sizes: Sizes) -> WaveBytes:
+    """Bytes of the buffers of a wave, or a batch, on this rank."""
+    shards = [held.shard.numel for held in route.rows]
+    shares = Shares(sum(shards), max(shards, default=0))
+    if route.is_batch:
+        return sizes.batch(shares, route.stacks)
+    return sizes.wave(route.rows_numel, route.owned_numel, shares, route.stacks)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The memory of a step, and the table by which waves take it."""
+
+    memory: StepMemory
+    buffers: Buffers
+    sizes: Sizes
 
 
 class Chunk:
     """Rows of a wave that are prepared together, and whose updates are applied together.
 
     Attributes:
-        number: over all waves of the exchange.
-        rows: this rank's shards, with their first elements in the chunk; `indices` are their
-            matrices.
-        starts: these first elements, and the end, `numel`.
-        prepared, updates: where prepared rows go and updates come, flat, fp32; NaN where an update
-        is not finite. prepared_rows, updated_rows: views of both, `(rows, cols)` each.
+        rows: this rank's shards, with first elements in the chunk; `indices` are their matrices.
+        prepared, updates: flat tensors for prepared rows and for updates, fp32, NaN where an
+            update is not finite; `prepared_rows` and `updated_rows` are views `(rows, cols)`.
+        spare: another flat tensor, for rules that ask for one.
+        momentum: of all rows, flat, if it lies so.
         firsts, index: first elements and matrices on the device, int64.
+        first_elements: of updates, fp32.
+        pack, unpack: copies of prepared rows to the lane, and of updates from there.
+    """
+
+    firsts: Tensor
+    index: Tensor
+    first_elements: Tensor
+    pack: Copies
+    unpack: Copies
+
+    def __init__(
+        self,
+        rows: Sequence[HeldShard],
+        prepared: Tensor,
+        updates: Tensor,
+        spare: Tensor | None = None,
+    ) -> None:
+        self.rows = rows
+        self.indices = [held.of for held in rows]
+        self.prepared = prepared
+        self.updates = updates
+        self.spare = spare
+        self.momentum: Tensor | None = None
+        self.prepared_rows = self.views(prepared)
+        self.updated_rows = self.views(updates)
+        self._cuts: dict[range, Chunk] = {}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The rows of each matrix `(rows, cols)` in a flat tensor of the chunk's elements."""
+        found = []
+        for held in self.rows:
+            part = flat[held.start : held.end]
+            found.append(part.view(held.shard.rows, held.shard.cols))
+        return found
+
+    def cut(self, places: range) -> Chunk:
+        """Some of its rows, as a chunk that is made once."""
+        if len(places) == len(self.rows):
+            return self
+        if places not in self._cuts:
+            rows = self.rows[places.start : places.stop]
+            start, end = rows[0].start, rows[-1].end
+            spare = None if self.spare is None else self.spare[start:end]
+            self._cuts[places] = Chunk(
+                [held.moved(-start) for held in rows],
+                self.prepared[start:end],
+                self.updates[start:end],
+                spare,
+            )
+        return self._cuts[places]
+
+
+class WaveStack(NamedTuple):
+    """Blocks `(count, smaller, length)` of one kind that this rank orthogonalizes together."""
+
+    blocks: Tensor
+    kind: BlockKind
+    team: TeamGroup | None
+
+
+class Wave:
+    """A wave, or a batch of matrices that do not travel, with its views.
+
+    Attributes:
+        lane: flat tensor of both regions.
+        chunks: its rows.
+        batches: of a wave.
+        stacks: blocks to orthogonalize.
+        whole: whole updates, for rules that change them.
+        fill, drain: copies between lane and stacks.
+        work: buffers of the method.
+        sent, received: rows on the wire; back, returned: updates.
+        agreement: finds the factors of slots.
     """
 
     def __init__(
         self,
         number: int,
-        rows: Sequence[HeldShard],
-        numel: int,
-        prepared: torch.Tensor,
-        updates: torch.Tensor,
-    ) -> None:
-        self.number, self.rows, self.numel, self.prepared, self.updates = (
-            number,
-            rows,
-            numel,
-            prepared,
-            updates,
-        )
-        self.indices = [held.of for held in rows]
-        self.starts = [*(held.start for held in rows), numel]
-        self.prepared_rows, self.updated_rows = self.views(prepared), self.views(updates)
-        self.firsts, self.index = (
-            torch.tensor(numbers, dtype=torch.int64, device=prepared.device)
-            for numbers in (self.starts[:-1], self.indices)
-        )
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of each matrix `(rows, cols)` in a flat tensor of the chunk's elements."""
-        return [
-            flat[held.start : held.start + held.shard.numel].view(
-                held.shard.rows,
-                held.shard.cols,
-            )
-            for held in self.rows
-        ]
-
-
-class Agreement(NamedTuple):
-    """A team that says which of its matrices are finite: this rank's slots of them, and for each its matrix."""
-
-    team: TeamGroup | None
-    number: int  # of its matrices
-    slots: torch.Tensor | None  # None where they are all of the wave's, in order
-    matrices: torch.Tensor
-
-
-class Wave:
-    """A wave on this rank.
-
-    Args:
-        route: what it sends, receives and orthogonalises.
-        work_bytes: of the iteration's buffers, by name.
-        wire: dtype of what travels and of the stacks.
-        chunk_numel: elements of rows that are prepared together, unless one shard has more.
-        when: the first moment of each of its stages.
-        rows_apart: prepared rows lie in a buffer that is given to it.
-
-    Attributes:
-        buffers, tensors: by name; see `plan.LIFETIMES`.
-        chunks: its rows.
-        pack: for each chunk, the copies of prepared rows to what is sent and to what stays.
-        unpack: copies from there to the stacks, which are `(count, smaller, length)` each.
-        pack_back: copies of updates from the stacks to what is sent back and to what stays.
-        assemble: for each chunk, the copies of what came back.
-        by_owner: with broadcasts, the owners and their parts of what comes back.
-        agreements: which slots are finite together.
-        whole: for updates that are normalised: index, views of the matrix's blocks, and their
-            slots.
-    """
-
-    def __init__(
-        self,
         route: Route,
-        work_bytes: dict[str, int],
-        wire: torch.dtype,
-        when: Sequence[int],
-        *,
-        chunk_numel: int,
-        rows_apart: bool,
+        space: Space,
+        agreement: Agreement,
     ) -> None:
+        self.number = number
         self.route = route
-        self._parts = parts_of_rows(route, route.numel if rows_apart else chunk_numel)
-        self.work = Work(work_bytes)
-        chunk = max((numel for _, numel in self._parts), default=0)
-        sizes = {
-            "prepared": (0 if rows_apart else chunk, torch.float32),
-            "send": (route.send.numel, wire),
-            "own": (route.own.numel, wire),
-            "receive": (route.receive.numel, wire),
-            "stacks": (route.stacked, wire),
-            "work": (self.work.nbytes, torch.uint8),
-            "back": (route.back.numel, wire),
-            "returned": (route.numel, wire),
-            "updates": (chunk, torch.float32),
-        }
-        self.buffers: dict[str, Buffer] = {}
-        for name, (numel, dtype) in sizes.items():
-            (first, after), (last, until) = LIFETIMES[name]
-            self.buffers[name] = Buffer(numel, dtype, when[first] + after, when[last] + until)
-        self.agreements: list[Agreement] = []
-        self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
-
-    def make_views(self, arena: Arena, first_chunk: int) -> None:
-        """Make this wave's tensors, views and copies in an allocated arena.
-
-        `first_chunk` is the number of its first chunk in the whole step.
-        """
-        route = self.route
-        self.tensors = tensors = {
-            name: arena.tensor(buffer) for name, buffer in self.buffers.items()
-        }
-        self.work.memory = tensors["work"]
-        self.chunks: list[Chunk] = []
-        self.pack: list[list[Copies]] = []
-        self.assemble: list[Copies] = []
-        for number, (rows, numel) in enumerate(self._parts, first_chunk):
-            start = rows[0].start
-            prepared, updates = tensors["prepared"][:numel], tensors["updates"][:numel]
-            moved = [held._replace(start=held.start - start) for held in rows]
-            self.chunks.append(Chunk(number, moved, numel, prepared, updates))
-            within = range(start, start + numel)
-            ways = (("send", route.send.copies), ("own", route.own.copies))
-            self.pack.append(
-                [
-                    Copies(from_chunk(copies, within), prepared, tensors[name])
-                    for name, copies in ways
-                ]
-            )
-            self.assemble.append(
-                Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates)
-            )
-        stacks = tensors["stacks"]
-        arrived = (("receive", route.receive.copies), ("own", route.own_to_stacks))
-        leaving = (("back", route.back.copies), ("returned", route.own_updates))
-        self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
-        self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
-        self.stacks: list[torch.Tensor] = []
-        for of in route.stacks:
-            end = of.start + of.numel
-            self.stacks.append(stacks[of.start : end].view(of.shape))
-        parts = (
-            tensors["returned"].split(route.returned.counts)
-            if route.updates_by == BROADCAST
-            else ()
+        self.agreement = agreement
+        self.batches: list[Wave] = []
+        self.whole: list[WholeUpdate] = []
+        self._under_way: tuple[str, Any] | None = None
+        flat = self._take_memory(space)
+        owned = self.lane[route.owned_start :]
+        out, back = route.out, route.back
+        # the last of the rows stay here
+        sent = sum(out.rows[:-1])
+        returned = sum(back.rows[:-1])
+        self.sent = self.lane[:sent]
+        self.received = owned[: sum(out.owned)]
+        self.back = owned[: sum(back.owned)]
+        self.returned = self.lane[:returned]
+        self.fill = Copies(out.far, self.lane, flat)
+        self.drain = Copies(
+            back.far,
+            self.lane,
+            flat,
+            back=True,
         )
-        self.by_owner = [(owner, part) for owner, part in enumerate(parts) if part.numel()]
+        self.stacks = self._make_stacks(flat, space.sizes.method)
+        self.counts = [len(stack.blocks) for stack in self.stacks]
+        self.nothing = torch.zeros(
+            0,
+            1,
+            1,
+            dtype=torch.float32,
+            device=flat.device,
+        )
+        self.chunks = self._make_chunks(space, flat if route.is_batch else self.lane)
+
+    def _take_memory(self, space: Space) -> Tensor:
+        """Make the lane and the method's buffers; the flat tensor of the stacks."""
+        memory, sizes = space.memory, space.sizes
+        route = self.route
+        used = route_bytes(route, sizes)
+        start = space.buffers.scratch_start
+        ahead = space.buffers.lane_start(self.number)
+        if route.is_batch:
+            ahead = start
+            start += int(used.chunk)
+        stacks = int(used.stacks)
+        behind = memory.views(start + stacks, used.behind)
+        self.work = Work(memory.views(ahead, used.ahead) | behind)
+        numel = route.owned_start + route.owned_numel
+        self.lane = memory.view(ahead, numel, sizes.dtype)
+        return memory.view(
+            start,
+            stacks // sizes.dtype.itemsize,
+            sizes.dtype,
+        )
+
+    def _make_stacks(self, flat: Tensor, method: Method) -> list[WaveStack]:
+        """Stacks in parts that the method takes together."""
+        stacks = []
+        for stack in self.route.stacks:
+            blocks = flat[stack.start : stack.start + stack.numel].view(stack.shape)
+            team = self.agreement.teams[stack.kind.ranks] if stack.kind.ranks else None
+            count = min(method.together(stack.kind), len(blocks))
+            for part in blocks.split(count):
+                self.work.keep(part)
+                stacks.append(WaveStack(part, stack.kind, team))
+        return stacks
+
+    def _make_chunks(self, space: Space, target: Tensor) -> list[Chunk]:
+        """Chunks whose rows are packed into a target."""
+        route, buffers = self.route, space.buffers
+        on_device = functools.partial(
+            torch.tensor,
+            dtype=torch.int64,
+            device=target.device,
+        )
+        chunks = []
+        for part in chunks_of_rows(route.rows, space.sizes.chunk_numel):
+            start, end = part[0].start, part[-1].end
+            numel = end - start
+            flats = []
+            place = buffers.scratch_start
+            for _ in range(1 + space.sizes.spare):
+                flats.append(space.memory.view(place, numel, torch.float32))
+                place += aligned(ROW_BYTES * numel)
+            prepared = flats[0]
+            if buffers.apart:
+                place = buffers.apart_start(self.number)
+                prepared = space.memory.view(place, numel, torch.float32)
+            chunk = Chunk(
+                [held.moved(-start) for held in part],
+                prepared,
+                *flats,
+            )
+            chunk.firsts = on_device([held.start for held in chunk.rows])
+            chunk.index = on_device(chunk.indices)
+            near = _within(route.out.near, start, end)
+            chunk.pack = Copies(near, prepared, target)
+            near = _within(route.back.near, start, end)
+            chunk.unpack = Copies(
+                near,
+                chunk.updates,
+                target,
+                back=True,
+            )
+            chunks.append(chunk)
+        return chunks
+
+    def start(self, what: str, work: Any) -> None:
+        """Note that rows or updates are under way."""
+        if self._under_way is not None:
+            raise RuntimeError(f"wave {self.number}: {self._under_way[0]} were not waited for")
+        self._under_way = what, work
+
+    def wait(self, what: str) -> None:
+        """Wait for rows or updates; a RuntimeError if a stage was left out."""
+        if self._under_way is None or self._under_way[0] != what:
+            raise RuntimeError(f"wave {self.number}: no {what} are under way")
+        self._under_way[1].wait()
+        self._under_way = None
+
+
+def _within(
+    copies: Sequence[Copy],
+    start: int,
+    end: int,
+) -> list[Copy]:
+    """Copies that begin in a chunk of the rows, with offsets in the chunk."""
+    return [copy.moved(-start, 0) for copy in copies if start <= copy.source < end]

@@ -1,87 +1,140 @@
-"""Makes exchange, rules and store of a Muon, for `megatron_muon.Muon` and Megatron's factory."""
+"""Makes the matrices' part of an optimizer, for `megatron_muon.Muon` and for Megatron's factory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 
-from megatron_muon.core.build import make_exchange
-from megatron_muon.core.exchange import GATHERED, LOCAL, SHARED, Buffers, Exchange
-from megatron_muon.core.memory import moment_bytes
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.build import GATHERED, LOCAL, SHARED, StepOptions, make_waves
+from megatron_muon.core.methods.method import Method
+from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
 from megatron_muon.core.plan import Plan
-from megatron_muon.core.rules import RULES, chosen_rules, make_rules
-from megatron_muon.core.rules.rule import Held, Rule
+from megatron_muon.core.rules import RULES, make_rules
+from megatron_muon.core.rules.held import Held
+from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.storage import Storage
+from megatron_muon.fsdp.part import Part, ViewedParameter
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
 
 
-def make_parts(
+@dataclass(frozen=True)
+class Variant:
+    """The variant of Muon, beside what `MuonSettings` have.
+
+    Attributes:
+        moment2: rule of the second moment, if any.
+        decoupled: decay shrinks weights; other decay is added to the gradient.
+        skip_missing: as for `Rows`.
+    """
+
+    moment2: str | None = None
+    nesterov: bool = True
+    decoupled: bool = True
+    skip_missing: bool = False
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a part shares with others, or has elsewhere.
+
+    Attributes:
+        offload: keeps momentum off the device, or in another format than fp32.
+        keep_weights: moves the weights of the part's matrices to a store beside their momentum's.
+        group: the layout's ranks, for an exchange on another device.
+        plan: owners and waves, if they have been planned before.
+        memory: buffers of another part, which steps before or after this one.
+    """
+
+    offload: OffloadRun | None = None
+    keep_weights: Callable[[RecordStore, Sequence[ViewedParameter]], Storage] | None = None
+    group: dist.ProcessGroup | None = None
+    plan: Plan | None = None
+    memory: torch.Tensor | None = None
+
+
+def make_part(
+    viewed: Sequence[ViewedParameter],
     held: Held,
     settings: MuonSettings,
-    orthogonalizer: Orthogonalizer,
-    *,
-    moment2: str | None,
-    nesterov: bool,
-    decoupled: bool = True,
-    offload: OffloadRun | None = None,
-    group: dist.ProcessGroup | None = None,
-    plan: Plan | None = None,
-    scratch: Any = None,
-) -> tuple[Exchange, list[Rule], RecordStore | None]:
-    """The exchange, the rules and the store of a `ShardedMuon`. Collective.
+    method: Method,
+    variant: Variant,
+    beside: Beside,
+) -> Part:
+    """The part of an optimizer for the matrices of a layout. Collective.
 
     Args:
+        viewed: parameters in the order of the layout.
         held: the matrices, and this rank's part of them.
-        orthogonalizer: on the device where momentum and exchange compute; unscaled with `moment2`.
-        moment2: the rule of the second moment, if any.
-        decoupled: decay shrinks weights; other decay is added to the gradient.
-        offload: keeps momentum off the device, or in another format than fp32.
-        group: the layout's ranks, for an exchange on another device.
-        plan: of the exchange, if it has been made before.
-        scratch: buffers of another Muon, which steps before or after this one.
+        method: on the device of momentum and iteration; unscaled with a second moment.
     """
-    cautious = settings.muon_cautious_weight_decay
-    device = orthogonalizer.device
-    names = chosen_rules(
-        moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled
-    )
+    names = [matrix.name for matrix in held.layout.matrices]
     scheme = scheme_of(settings, replicated=held.replicated)
-    if any(RULES[name].unscaled for name in names):
-        scales = [orthogonalizer.row_scales(matrix) for matrix in held.layout.matrices]
-        held = replace(held, scales=[each.to(held.device) for each in scales])
-    options = {
-        "nesterov": nesterov,
-        "beta2": settings.adaptive_muon_beta2,
-        "eps": settings.adaptive_muon_eps,
-    }
-    rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
+    held = replace(held, repeated=scheme in (LOCAL, GATHERED))
+    rules = _rules(held, settings, method, variant.moment2)
     store = None
-    if offload is not None:
-        names_of_matrices = [matrix.name for matrix in held.layout.matrices]
-        store = offload.make_records(names_of_matrices, held.shards, device)
-    exchange = make_exchange(
-        scheme,
-        held.layout,
-        group or held.group,
-        orthogonalizer,
-        Buffers(
-            device,
-            rows_apart=store is not None and store.prepare_stream is not None,
-            scratch=scratch,
-            free=settings.muon_free_buffers,
-        ),
-        rules=rules,
-        beside=moment_bytes(moment2, cautious=cautious),
-        buffer_mb=settings.muon_exchange_buffer_mb,
-        wire=settings.muon_exchange_dtype,
-        team_size=settings.muon_team_size,
-        plan=plan,
+    if beside.offload is not None:
+        store = beside.offload.make_records(names, held.shards, method.device)
+    options = _step_options(settings, method.device, store, beside.memory)
+    group = beside.group or held.group
+    waves = make_waves(scheme, held.layout, group, method, options, rules, beside.plan)
+    outside = None
+    if beside.keep_weights is not None and store is not None:
+        outside = beside.keep_weights(store, viewed)
+    part = Part(
+        viewed,
+        names,
+        waves,
+        rules,
+        {"nesterov": variant.nesterov, "decay": _decay(settings, variant)},
+        store=store,
+        outside=outside,
+        skip_missing=variant.skip_missing,
     )
-    return exchange, rules, store
+    if scheme == LOCAL:
+        part.copies = held.group.size()
+    return part
+
+
+def _step_options(
+    settings: MuonSettings,
+    device: torch.device,
+    store: RecordStore | None,
+    memory: torch.Tensor | None,
+) -> StepOptions:
+    return StepOptions(
+        device,
+        settings.muon_exchange_dtype,
+        settings.muon_exchange_buffer_mb,
+        settings.muon_team_size,
+        shared=memory,
+        is_freed=settings.muon_free_buffers,
+        is_apart=store is not None and store.is_apart,
+    )
+
+
+def _decay(settings: MuonSettings, variant: Variant) -> str:
+    if settings.muon_cautious_weight_decay:
+        return BY_RULE
+    return DECOUPLED if variant.decoupled else COUPLED
+
+
+def _rules(held: Held, settings: MuonSettings, method: Method, moment2: str | None) -> list[Rule]:
+    chosen = {
+        moment2: True,
+        "cautious": settings.muon_cautious_weight_decay,
+        "hyperball": settings.muon_hyperball,
+    }
+    names = [name for name, is_chosen in chosen.items() if name and is_chosen]
+    if any(RULES[name].unscaled for name in names):
+        scales = [method.row_scales(matrix) for matrix in held.layout.matrices]
+        held = replace(held, scales=[scale.to(held.device) for scale in scales])
+    options = {"beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
+    return make_rules(names, held, options)
 
 
 def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:

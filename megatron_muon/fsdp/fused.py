@@ -7,9 +7,9 @@ and torch.nn. A weight that only looks fused is not split, and the table says so
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any
 
@@ -37,159 +37,122 @@ LOOKS_FUSED = re.compile(
 )
 """Names of layers that keep several matrices in one weight."""
 
-Divide = Callable[[Any, int], RowSplit]
-"""The split of a weight by the module whose forward splits its output, and the number of rows."""
+Parts = int | tuple[int, ...]
+"""A number of equal parts, or the rows of each part; these repeat until they fill the weight."""
+
+Rule = int | Callable[[Any], Parts]
+"""How a weight divides, if need be by the module whose forward splits its output."""
 
 
-def _equal(count: int) -> Divide:
-    def divide(owner: Any, rows: int) -> RowSplit:
-        return RowSplit(1, (rows // count,) * count)
-
-    return divide
+def _heads(queries: int, keys: int, size: int) -> Parts:
+    """Query, key and value rows of so many heads."""
+    return queries * size, keys * size, keys * size
 
 
-def _sizes(*names: str) -> Divide:
-    """Consecutive parts whose sizes are attributes of the owner."""
-
-    def divide(owner: Any, rows: int) -> RowSplit:
-        return RowSplit(1, tuple(getattr(owner, name) for name in names))
-
-    return divide
+def _by_head(m: Any) -> Parts:
+    return _heads(1, 1, m.head_dim)
 
 
-def _by_head(owner: Any, rows: int) -> RowSplit:
-    """Query, key and value rows, head by head."""
-    sizes = (getattr(owner, name, 0) for name in ("head_dim", "head_size", "attention_head_size"))
-    head = next(filter(None, sizes))
-    return RowSplit(rows // (3 * head), (head,) * 3)
+def _query_and_gate(m: Any) -> Parts:
+    return m.head_dim, m.head_dim
 
 
-def _gated_query(owner: Any, rows: int) -> RowSplit:
-    """Query and gate rows, head by head."""
-    return RowSplit(rows // (2 * owner.head_dim), (owner.head_dim,) * 2)
+def _falcon(m: Any) -> Parts:
+    is_grouped = m.new_decoder_architecture or m.multi_query
+    queries = m.num_heads // m.num_kv_heads if is_grouped else 1
+    return _heads(queries, 1, m.head_dim)
 
 
-def _grouped_query(owner: Any, rows: int) -> RowSplit:
-    """All queries, all keys, all values, of which there may be fewer."""
-    heads = getattr(owner, "num_key_value_heads", None) or owner.config.num_key_value_heads
-    keys = heads * owner.head_dim
-    return RowSplit(1, (rows - 2 * keys, keys, keys))
+def _gpt_bigcode(m: Any) -> Parts:
+    return 2 if m.is_cross_attention else _heads(m.num_key_value_groups, 1, m.head_dim)
 
 
-def _falcon(owner: Any, rows: int) -> RowSplit:
-    head = owner.head_dim
-    if owner.new_decoder_architecture:
-        return RowSplit(
-            owner.num_kv_heads, (owner.num_heads // owner.num_kv_heads * head, head, head)
-        )
-    if owner.multi_query:
-        return RowSplit(1, (rows - 2 * head, head, head))
-    return _by_head(owner, rows)
+def _conv1d(m: Any) -> Parts:
+    return 2 if getattr(m, "is_cross_attention", False) else 3
 
 
-def _gpt_bigcode(owner: Any, rows: int) -> RowSplit:
-    if owner.is_cross_attention:
-        return RowSplit(1, (rows // 2,) * 2)
-    if owner.multi_query:
-        return RowSplit(1, (owner.embed_dim, owner.kv_dim, owner.kv_dim))
-    return _by_head(owner, rows)
-
-
-def _conv1d(owner: Any, rows: int) -> RowSplit:
-    return _equal(2 if getattr(owner, "is_cross_attention", False) else 3)(owner, rows)
-
-
-def _codegen(owner: Any, rows: int) -> RowSplit:
-    """Query, value and key rows of four parts, one per TPU core."""
-    return RowSplit(4, (rows // 12,) * 3)
-
-
-def _interleaved(owner: Any, rows: int) -> RowSplit:
-    return RowSplit(rows // 2, (1, 1))
-
-
-def _gate_up(owner: Any, rows: int) -> RowSplit:
+def _gate_up(m: Any) -> Parts:
     """Gate, then up, or alternating; transformers marks experts with `is_concatenated`."""
-    if getattr(owner, "is_concatenated", True):
-        return RowSplit(1, (rows // 2,) * 2)
-    return _interleaved(owner, rows)
+    return 2 if getattr(m, "is_concatenated", True) else (1, 1)
 
 
-def _delta_qkvz(owner: Any, rows: int) -> RowSplit:
+def _delta_qkvz(m: Any) -> Parts:
     """Query, key, then value and gate rows of the value heads, by key head."""
-    values = owner.value_dim // owner.num_k_heads
-    return RowSplit(owner.num_k_heads, (owner.head_k_dim, owner.head_k_dim, values, values))
+    values = m.value_dim // m.num_k_heads
+    return m.head_k_dim, m.head_k_dim, values, values
 
 
-def _delta_ba(owner: Any, rows: int) -> RowSplit:
-    per_key_head = owner.num_v_heads // owner.num_k_heads
-    return RowSplit(owner.num_k_heads, (per_key_head, per_key_head))
-
-
-def _mamba2(owner: Any, rows: int) -> RowSplit:
+def _mamba2(m: Any) -> Parts:
     """z, x, B, C and dt."""
-    states = owner.n_groups * owner.ssm_state_size
-    return RowSplit(
-        1, (owner.intermediate_size, owner.intermediate_size, states, states, owner.num_heads)
-    )
+    states = m.n_groups * m.ssm_state_size
+    return m.intermediate_size, m.intermediate_size, states, states, m.num_heads
 
 
-def _mamba_x(owner: Any, rows: int) -> RowSplit:
-    return RowSplit(1, (owner.time_step_rank, owner.ssm_state_size, owner.ssm_state_size))
+def _mamba_x(m: Any) -> Parts:
+    return m.time_step_rank, m.ssm_state_size, m.ssm_state_size
 
 
-def _latent_heads(owner: Any, rows: int) -> RowSplit:
-    """Key and value rows, head by head."""
-    nope, value = owner.qk_nope_head_dim, owner.v_head_dim
-    return RowSplit(rows // (nope + value), (nope, value))
-
-
-HALVES, THIRDS = _equal(2), _equal(3)
-FUSED: tuple[tuple[str, str, Divide], ...] = (
-    ("torch.nn.*.MultiheadAttention", "in_proj_weight", THIRDS),
-    ("torch.nn.*.LSTM*", "weight_[ih]h*", _equal(4)),
-    ("torch.nn.*.GRU*", "weight_[ih]h*", THIRDS),
-    ("*.Phi*Attention", "qkv_proj", _grouped_query),
-    ("*.Qwen3Next*Attention *.Qwen3_5*Attention *.Qwen4*Attention", "q_proj", _gated_query),
-    ("transformers.*", "gate_up_proj", _gate_up),
-    ("*.Phi*MLP", "gate_up_proj", HALVES),
-    ("*.MiniMaxLightningAttention", "qkv_proj", _by_head),
-    ("*.CodeGenAttention", "qkv_proj", _codegen),
-    ("*.FalconAttention", "query_key_value", _falcon),
-    ("*.GPTNeoX*Attention *.BloomAttention *.PersimmonAttention", "query_key_value", _by_head),
-    ("*", "W_pack", THIRDS),  # Baichuan, whose classes have general names
-    ("*.DbrxAttention", "Wqkv", _grouped_query),
-    ("*.MptAttention *.ModernBert*Attention", "Wqkv", THIRDS),
-    ("*.ModernBert*MLP", "Wi", HALVES),
-    ("*.GPTBigCodeAttention", "c_attn", _gpt_bigcode),
-    ("transformers.*", "c_attn", _conv1d),
-    ("*.DisentangledSelfAttention", "in_proj", _by_head),
-    ("*.LayoutLMv2SelfAttention", "qkv_linear", THIRDS),
-    ("*.BarkSelf*Attention*", "att_proj", THIRDS),
-    ("*.Exaone*VisionAttention", "qkv", _sizes("q_dim", "kv_dim", "kv_dim")),
-    ("transformers.* timm.*", "qkv", THIRDS),  # vision towers
-    ("*.GraniteMoe*MLP", "input_linear", HALVES),
-    ("*.JetMoeAttention", "kv_proj", HALVES),
-    ("*.Lfm*ShortConv", "in_proj", THIRDS),
-    ("*.ZambaMambaMixer", "in_proj", _interleaved),
-    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "in_proj", HALVES),
-    ("*.MambaMixer *.FalconMambaMixer *.JambaMambaMixer", "x_proj", _mamba_x),
-    ("*.Mamba2Mixer *.BambaMixer *.NemotronHMamba2Mixer", "in_proj", _mamba2),
-    ("*.Zamba2MambaMixer *.GraniteMoeHybridMambaLayer *.FalconH1Mixer", "in_proj", _mamba2),
-    ("*GatedDeltaNet", "in_proj_qkvz", _delta_qkvz),
-    ("*GatedDeltaNet", "in_proj_ba", _delta_ba),
-    ("*GatedDeltaNet", "in_proj_qkv", _sizes("key_dim", "key_dim", "value_dim")),
-    ("*.xLSTM*", "qkv_opreact", _sizes("qk_dim", "qk_dim", "v_dim", "v_dim")),
-    ("*Attention", "kv_a_proj_with_mqa", _sizes("kv_lora_rank", "qk_rope_head_dim")),
-    ("*Attention", "kv_b_proj", _latent_heads),
-)
-"""Patterns for the class of the module that splits, with its package, and for the weight or its
-layer; how the rows divide. The first match holds.
+FUSED: dict[str, Rule] = {
+    "torch.nn.*.MultiheadAttention:in_proj_weight": 3,
+    "torch.nn.*.LSTM*:weight_[ih]h*": 4,
+    "torch.nn.*.GRU*:weight_[ih]h*": 3,
+    "*.Phi*Attention:qkv_proj": lambda m: _heads(
+        m.config.num_attention_heads, m.num_key_value_heads, m.head_dim
+    ),
+    "*.Qwen3Next*Attention:q_proj": _query_and_gate,
+    "*.Qwen3_5*Attention:q_proj": _query_and_gate,
+    "*.Qwen4*Attention:q_proj": _query_and_gate,
+    "transformers.*:gate_up_proj": _gate_up,
+    "*.Phi*MLP:gate_up_proj": 2,
+    "*.MiniMaxLightningAttention:qkv_proj": _by_head,
+    "*.CodeGenAttention:qkv_proj": lambda m: (m.embed_dim // 4,) * 3,  # a group per TPU core
+    "*.FalconAttention:query_key_value": _falcon,
+    "*.GPTNeoX*Attention:query_key_value": lambda m: _heads(1, 1, m.head_size),
+    "*.BloomAttention:query_key_value": _by_head,
+    "*.PersimmonAttention:query_key_value": _by_head,
+    "*:W_pack": 3,  # Baichuan, whose classes have general names
+    "*.DbrxAttention:Wqkv": lambda m: _heads(m.num_heads, m.num_key_value_heads, m.head_dim),
+    "*.MptAttention:Wqkv": 3,
+    "*.ModernBert*Attention:Wqkv": 3,
+    "*.ModernBert*MLP:Wi": 2,
+    "*.GPTBigCodeAttention:c_attn": _gpt_bigcode,
+    "transformers.*:c_attn": _conv1d,
+    "*.DisentangledSelfAttention:in_proj": lambda m: _heads(1, 1, m.attention_head_size),
+    "*.LayoutLMv2SelfAttention:qkv_linear": 3,
+    "*.BarkSelf*Attention*:att_proj": 3,
+    "*.Exaone*VisionAttention:qkv": lambda m: (m.q_dim, m.kv_dim, m.kv_dim),
+    "transformers.*:qkv": 3,  # vision towers
+    "timm.*:qkv": 3,
+    "*.GraniteMoe*MLP:input_linear": 2,
+    "*.JetMoeAttention:kv_proj": 2,
+    "*.Lfm*ShortConv:in_proj": 3,
+    "*.ZambaMambaMixer:in_proj": lambda _: (1, 1),
+    "*.MambaMixer:in_proj": 2,
+    "*.FalconMambaMixer:in_proj": 2,
+    "*.JambaMambaMixer:in_proj": 2,
+    "*.MambaMixer:x_proj": _mamba_x,
+    "*.FalconMambaMixer:x_proj": _mamba_x,
+    "*.JambaMambaMixer:x_proj": _mamba_x,
+    "*.Mamba2Mixer:in_proj": _mamba2,
+    "*.BambaMixer:in_proj": _mamba2,
+    "*.NemotronHMamba2Mixer:in_proj": _mamba2,
+    "*.Zamba2MambaMixer:in_proj": _mamba2,
+    "*.GraniteMoeHybridMambaLayer:in_proj": _mamba2,
+    "*.FalconH1Mixer:in_proj": _mamba2,
+    "*GatedDeltaNet:in_proj_qkvz": _delta_qkvz,
+    "*GatedDeltaNet:in_proj_ba": lambda m: (m.num_v_heads // m.num_k_heads,) * 2,
+    "*GatedDeltaNet:in_proj_qkv": lambda m: (m.key_dim, m.key_dim, m.value_dim),
+    "*.xLSTM*:qkv_opreact": lambda m: (m.qk_dim, m.qk_dim, m.v_dim, m.v_dim),
+    "*Attention:kv_a_proj_with_mqa": lambda m: (m.kv_lora_rank, m.qk_rope_head_dim),
+    "*Attention:kv_b_proj": lambda m: (m.qk_nope_head_dim, m.v_head_dim),
+}
+"""Rules by the class of the module that splits, with its package, and the weight or its layer. The
+first pattern that matches holds.
 
 Sources: the forward methods of these classes in transformers 5.23 and torch 2.13.
 """
 
-_STORED_TRANSPOSED = "transformers.pytorch_utils.Conv1D *.Llama4TextExperts"
+_STORED_TRANSPOSED = ("transformers.pytorch_utils.Conv1D:", "*.Llama4TextExperts:")
 """Classes with (inputs, outputs) weights that transformers does not mark as `is_transposed`."""
 
 
@@ -197,13 +160,13 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
     """The blocks of a matrix with `rows` rows; a UserError if `split` does not fit."""
     if split == WHOLE:
         return whole(rows)
-    words = (split,) if isinstance(split, str) or not isinstance(split, Iterable) else tuple(split)
-    is_interleaved = words[:1] == (INTERLEAVED,)
-    parts: tuple[Any, ...] = (words[1:] or (1, 1)) if is_interleaved else words
-    is_possible = bool(parts) and all(
-        isinstance(part, Integral) and int(part) > 0 for part in parts
-    )
-    if not is_possible or rows % sum(parts):
+    is_several = isinstance(split, Iterable) and not isinstance(split, str)
+    parts: tuple[Any, ...] = tuple(split) if is_several else (split,)  # type: ignore[arg-type]
+    is_interleaved = parts[:1] == (INTERLEAVED,)
+    if is_interleaved:
+        parts = parts[1:] or (1, 1)
+    are_rows = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
+    if not parts or not are_rows or rows % sum(parts):
         raise UserError(
             f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"
             " rows, such as (4096, 1024, 1024), the same after 'interleaved', or 'whole'"
@@ -215,42 +178,48 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
 
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:
     """The blocks of the weight of this name; None if its class is unknown, or sizes do not fit."""
-    owner, weight = _owner(name, modules)
-    for patterns, weights, divide in FUSED:
-        if fnmatchcase(weight, weights) and _is_a(owner, patterns):
-            try:
-                split = divide(owner, rows)
-            except AttributeError:  # a class of this name from elsewhere
-                return None
-            return split if split.rows == rows else None
-    return None
+    path, weight = _place(name)
+    owner = modules.get(path)
+    rule = FUSED.get(_match(owner, weight, FUSED))
+    try:
+        parts = rule(owner) if callable(rule) else rule
+    except AttributeError:  # a class of this name from elsewhere
+        return None
+    if isinstance(parts, int):
+        parts = (rows // parts,) * parts
+    if not parts or sum(parts) <= 0 or rows % sum(parts):
+        return None
+    return RowSplit(rows // sum(parts), parts)
 
 
 def is_stored_transposed(name: str, modules: Modules) -> bool:
     """True if a weight is stored as (inputs, outputs)."""
     module = modules.get(name.rpartition(".")[0])
-    if getattr(module, "is_transposed", False):
-        return True
-    return _is_a(module, _STORED_TRANSPOSED)
+    is_marked = getattr(module, "is_transposed", False)
+    return bool(is_marked or _match(module, "", _STORED_TRANSPOSED))
 
 
-def note_of(name: str, modules: Modules) -> str:
+def note_of(name: str) -> str:
     """A note for a matrix that is one block and looks fused by its name; empty for others."""
-    looks_fused = LOOKS_FUSED.search(_owner(name, modules)[1])
+    looks_fused = LOOKS_FUSED.search(_place(name)[1])
     return "looks fused, by its name: pass the model, or see split=" if looks_fused else ""
 
 
-def _owner(name: str, modules: Modules) -> tuple[nn.Module | None, str]:
+def _place(name: str) -> tuple[str, str]:
     """The module whose forward uses a weight, and the name of the weight, or its layer, in it."""
     path, _, last = name.rpartition(".")
     if last == "weight":
         path, _, last = path.rpartition(".")
-    return modules.get(path), last
+    return path, last
 
 
-def _is_a(module: nn.Module | None, patterns: str) -> bool:
-    for kind in type(module).__mro__:
-        name = f"{kind.__module__}.{kind.__name__}"
-        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
-            return True
-    return False
+def _match(
+    module: nn.Module | None,
+    weight: str,
+    patterns: Iterable[str],
+) -> str:
+    """The first pattern that one of the module's classes matches with this weight; else empty."""
+    kinds = type(module).__mro__
+    names = [f"{kind.__module__}.{kind.__name__}:{weight}" for kind in kinds]
+    matches = (pattern for pattern in patterns if fnmatch.filter(names, pattern))
+    return next(matches, "")

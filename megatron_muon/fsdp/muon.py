@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, override
 
@@ -10,24 +10,24 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import Coefficients, Iteration
-from megatron_muon.core.numbers import number_of
-from megatron_muon.core.probe import Sampler
 from megatron_muon.core.ranks import Alone
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.rows import STEPS
+from megatron_muon.core.rules.held import Held
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import cuts, guards, options
-from megatron_muon.fsdp.assembly import make_parts, offload_run
+from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
 from megatron_muon.fsdp.fused import Split
-from megatron_muon.fsdp.group_muon import GroupMuon, ViewedParameter
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
+from megatron_muon.fsdp.part import Part, view_parameters
 from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
 from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
-from megatron_muon.fsdp.step import adamw_numbers, put_on_device, step_adamw
+from megatron_muon.fsdp.step import adamw_numbers, step_adamw
+from megatron_muon.metrics import Sampler
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.ranges import number_of
 from megatron_muon.settings import MuonSettings
 
 _REMEDY = (
@@ -181,7 +181,8 @@ class Muon(MuonState):
         self._members = members_of(self.param_groups)
         try:
             self._build_parts()
-            self._placed = {p: guards.placement_of(p) for p in self._members}
+            # AdamW's are not checked, as nothing here views their memory
+            self._placed = {p: guards.placement_of(p) for p in self.selection.views}
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -195,10 +196,10 @@ class Muon(MuonState):
         """Make exchange, plan and state of the matrices on each set of ranks. Collective."""
         given = self._settings
         sets = rank_sets(self.selection, given)
+        check_within_largest(sets, given)
         groups = [each.group(given) for each in sets]
         for group in groups:
             guards.compare_settings(given, self.param_groups, group)
-        check_within_largest(sets, given)
         sizes = [len(each.ranks) for each in sets]
         self.group = groups[sizes.index(max(sizes))]
         # ranks of no mesh agree over this group on what their files have lost
@@ -210,71 +211,39 @@ class Muon(MuonState):
             if self._run is not None:
                 self._run.group = of_state
             self.parts.append(self._make_part(each, group))
-        plans = [part.exchange.plan for part in self.parts]
+        plans = [part.waves.plan for part in self.parts]
         self.digest = "-".join(plan.digest() for plan in plans if plan is not None)
         self._from_megatron_fsdp = hasattr(self._members[0], "_megatron_fsdp_model")
 
-    def _make_part(self, rank_set: RankSet, group: Any) -> GroupMuon:
-        """The optimizer of parameters whose ranks are those of `group`. Collective."""
+    def _make_part(self, rank_set: RankSet, group: Any) -> Part:
+        """The matrices of parameters whose ranks are those of `group`. Collective."""
         given = self._settings
         matrices = rank_set.matrices
         views = self.selection.views
         layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY, views=views)
-        viewed: dict[torch.Tensor, ViewedParameter] = {}
-        first = 0
-        for p in matrices:
-            end = first + views[p].count
-            name = self.selection.name(p)
-            viewed[p] = ViewedParameter(name, p, views[p], mine[first:end], first)
-            first = end
-        device = next(iter(matrices)).device
-        held = Held(layout, group, device, [1] * len(mine), mine, replicated=rank_set.replicated)
-        exchange, rules, store = make_parts(
-            held,
+        viewed = view_parameters(
+            {p: self.selection.name(p) for p in matrices},
+            views,
+            mine,
+        )
+        device = viewed[0].parameter.device
+        part = make_part(
+            viewed,
+            Held(layout, group, device, mine, replicated=rank_set.replicated),
             options.settings_of(given),
-            options.orthogonalizer_of(given, device),
-            moment2=given["moment2_method"],
-            nesterov=given["nesterov"],
-            offload=self._run,
-            scratch=self.parts[-1].exchange.arena.memory if self.parts else None,
+            options.method_of(given, device),
+            Variant(given["moment2_method"], nesterov=given["nesterov"], skip_missing=True),
+            Beside(
+                offload=self._run,
+                memory=self.parts[-1].waves.memory.tensor if self.parts else None,
+            ),
         )
-        if exchange.unmet:
-            refuse_unmet({"these": exchange.unmet})
-        groups = []
-        for number, group_options in enumerate(self.param_groups):
-            tensors: list[torch.Tensor] = []
-            for p in group_options["params"]:
-                if p in viewed:
-                    tensors += viewed[p].matrices
-            if tensors:
-                groups.append((number, {**group_options, "params": tensors}))
-        every: list[torch.Tensor] = []
-        for each in viewed.values():
-            every += each.matrices
-        names = [matrix.name for matrix in layout.matrices]
-        part = GroupMuon(
-            list(viewed.values()),
-            groups,
-            exchange,
-            rules,
-            defaults=self.defaults,
-            names=dict(zip(every, names, strict=True)),
-            store=store,
-            skip_missing=True,
-        )
+        if part.waves.unmet:
+            raise part.waves.unmet
+        part.read_groups(self.param_groups)
         if isinstance(group, Alone):
             part.copies = self.group.size()
         return part
-
-    def _capture(self) -> None:
-        """From now on have the steps of the matrices captured."""
-        device = self._members[0].device
-        if device.type != "cuda":
-            raise UserError(f"cuda_graph=True needs a GPU, not {device}; leave it out")
-        groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
-        put_on_device(groups, device)
-        for part in self.parts:
-            part.capture(groups)
 
     def close(self) -> None:
         """Delete the files of momentum on disk; the optimizer cannot be used after that."""
@@ -289,12 +258,6 @@ class Muon(MuonState):
         each parameter.
         """
         return self.selection.table(full=full)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if any(part.captured is not None for part in self.parts):
-            self._capture()  # other tensors have the numbers of groups
 
     @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()
@@ -327,37 +290,33 @@ class Muon(MuonState):
         for store in self.stores:
             store.verify()
         self.refuse_lost_state()
-        groups = [group for group in self.param_groups if group[OPTIMIZER] == ADAMW]
-        numbers = [adamw_numbers(group) for group in groups]
         for part in self.parts:
-            part.check_state(self.state)
-            part.take_settings(self.param_groups)
-            part.take_gradients()
-        with self.metrics.step():
-            for part in self.parts:
-                part.update_matrices()
-            self.refuse_lost_state()
-            for group, of_group in zip(groups, numbers, strict=True):
-                step_adamw(group, of_group, self.state, counts_empty=self._from_megatron_fsdp)
-        for part in self.parts:
-            part.drop_gradients()
-            part.show_settings(self.param_groups)
-        if not self._has_stepped:
-            # AdamW's parameters are checked once, as nothing here views their memory
-            self._placed = {p: self._placed[p] for p in self.selection.views}
+            part.take_up(self.state)
+        self._update()
         self._has_stepped = True
         self._is_fresh = False
         return loss
+
+    def _update(self) -> None:
+        """Update weights and state, once nothing is left to refuse."""
+        groups = [group for group in self.param_groups if group[OPTIMIZER] == ADAMW]
+        numbers = [adamw_numbers(group) for group in groups]
+        with self.metrics.step():
+            for part in self.parts:
+                part.step(self.param_groups)
+            for group in self.param_groups:
+                if group[OPTIMIZER] == MUON:
+                    group[STEPS] += 1
+            self.refuse_lost_state()
+            for group, of_group in zip(groups, numbers, strict=True):
+                step_adamw(group, of_group, self.state, counts_empty=self._from_megatron_fsdp)
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.
 
         Waits for the device.
         """
-        skipped: dict[str, int] = {}
-        for part in self.parts:
-            skipped.update(part.skipped_updates())
-        return skipped
+        return dict(ChainMap(*(part.skipped_updates() for part in self.parts)))
 
     @override
     def _follow_replaced(self) -> None:
@@ -366,8 +325,7 @@ class Muon(MuonState):
         Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
         """
         now = members_of(self.param_groups)
-        is_alike = len(now) == len(self._members)
-        if is_alike and all(map(operator.is_, now, self._members)):
+        if list(map(id, now)) == list(map(id, self._members)):
             return
         before = [p.shape for p in self._members]
         if not self._is_fresh or [p.shape for p in now] != before:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.numbers import check_number, check_numbers
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.user_errors import UserError, word_settings
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_betas
+from megatron_muon.ranges import check_number, check_numbers
 from megatron_muon.settings import MuonSettings, choices_of
 
-ADJUST_LR = {
+ADJUST_LR: dict[Any, tuple[str, float]] = {
     None: ("shape_scaling", 1.0),
     "original": ("shape_scaling", 1.0),
     "match_rms_adamw": ("spectral", 0.2),
@@ -43,6 +43,23 @@ _ARGUMENTS = {setting: argument for argument, setting in _SETTINGS.items()}
 _NOT_SETTINGS = ("lr", "exclude", "ns_steps_for")
 """Arguments with another meaning or form than the setting with such a name."""
 
+_NUMBERS = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "eps": "adam_eps",
+    "adamw_lr": "lr",
+    "adamw_weight_decay": "weight_decay",
+    "adamw_eps": "adam_eps",
+}
+"""Numbers that are not settings of Muon, with those whose ranges hold for them."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "moment2_method": (None, *choices_of("adaptive_muon_moment2_method")),
+    "fp32_matmul_prec": ("highest", "high", "medium", "low"),
+    "adjust_lr_fn": tuple(ADJUST_LR),
+}
+"""Choices of arguments that are not those of a setting."""
+
 _REQUIRED: dict[str, dict[str, Any]] = {
     "cuda_graph": {
         "offload": "none",
@@ -69,15 +86,11 @@ def _coefficients(given: Any) -> Any:
     if isinstance(given, str):
         return given
     several = given if isinstance(given[0], Sequence) else [given]
-    steps = []
-    for a, b, c in several:
-        steps.append((float(a), float(b), float(c)))
-    if steps == [NS_COEFFICIENTS]:
-        return "simple"
-    return tuple(steps)
+    steps = tuple(tuple(map(float, step)) for step in several)
+    return "simple" if steps == (NS_COEFFICIENTS,) else steps
 
 
-def orthogonalizer_of(given: Mapping[str, Any], device: torch.device) -> Orthogonalizer:
+def method_of(given: Mapping[str, Any], device: torch.device) -> NewtonSchulz:
     """The iteration of the arguments of `Muon`, with its scale, on a device."""
     iteration = Iteration(
         _coefficients(given["ns_coefficients"]),
@@ -87,7 +100,7 @@ def orthogonalizer_of(given: Mapping[str, Any], device: torch.device) -> Orthogo
     )
     iteration.check_steps_for(given["ns_steps_for"] or {})
     scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
-    return Orthogonalizer(
+    return NewtonSchulz(
         iteration,
         scale_mode=scale_mode,
         extra_scale_factor=factor,
@@ -102,14 +115,21 @@ def with_defaults(
 ) -> Sequence[dict[str, Any]]:
     """The groups of a selection with all their numbers."""
     muon = {name: given[name] for name in ("lr", "momentum", "weight_decay")}
-    adamw: dict[str, Any] = {}
-    for name in ("lr", "weight_decay", "betas", "eps"):
-        value = given[f"adamw_{name}"]
-        adamw[name] = muon[name] if value is None else value
+    adamw = {
+        name: given[f"adamw_{name}"]
+        for name in (
+            "lr",
+            "weight_decay",
+            "betas",
+            "eps",
+        )
+    }
+    for name, value in adamw.items():
+        if value is None:
+            adamw[name] = muon[name]
     for group in groups:
         defaults = muon if group[OPTIMIZER] == MUON else adamw
-        for name, value in defaults.items():
-            group.setdefault(name, value)
+        group.update(defaults | group)
     return groups
 
 
@@ -127,31 +147,17 @@ def settings_of(given: Mapping[str, Any]) -> MuonSettings:
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise a UserError for values that nothing later refuses."""
     settings = settings_of(given)
-    _check_choices(given, settings)
-    check_numbers(settings)
-    for name in ("lr", "weight_decay", "adamw_lr", "adamw_weight_decay"):
-        if given[name] is not None:
-            check_number(name.removeprefix("adamw_"), given[name], setting=name)
-    for name in ("eps", "adamw_eps"):
-        check_number("adam_eps", given[name], setting=name)
-    check_betas(given["adamw_betas"], "adamw_betas")
-    _check_combinations(given)
-
-
-def _check_choices(given: Mapping[str, Any], settings: MuonSettings) -> None:
-    choices: dict[str, tuple[Any, ...]] = {}
-    for setting in vars(settings):
-        choices[argument_of(setting)] = choices_of(setting)
-    choices["moment2_method"] = (None, *choices["moment2_method"])
-    choices["fp32_matmul_prec"] = ("highest", "high", "medium", "low")
-    choices["adjust_lr_fn"] = tuple(ADJUST_LR)
-    for name, allowed in choices.items():
-        if allowed and name in given and given[name] not in allowed:
+    choices = {argument_of(setting): choices_of(setting) for setting in vars(settings)}
+    for name, value in given.items():
+        allowed = _CHOICES.get(name) or choices.get(name)
+        if allowed and value not in allowed:
             shown = ", ".join(map(repr, allowed))
-            raise UserError(f"{name}={given[name]!r} does not exist; choose one of {shown}")
-
-
-def _check_combinations(given: Mapping[str, Any]) -> None:
+            raise UserError(f"{name}={value!r} does not exist; choose one of {shown}")
+    check_numbers(settings)
+    for name, setting in _NUMBERS.items():
+        if given[name] is not None:
+            check_number(setting, given[name], setting=name)
+    check_betas(given["adamw_betas"], "adamw_betas")
     for argument, required in _REQUIRED.items():
         for name, value in required.items():
             if given[argument] and given[name] != value:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.numbers import check_number
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.ranges import check_number
 
 MUON = "muon"
 ADAMW = "adamw"
@@ -106,22 +106,40 @@ def read_parameters(params: Any) -> list[Given]:
     found = list[Given]()
     for number, group in enumerate(entries):
         options = _options(group, number)
-        place = f"group {number}, parameter" if len(entries) > 1 else "parameter"
         members = group["params"]
         if isinstance(members, torch.Tensor):
             members = [members]
         for index, member in enumerate(members):
-            name, parameter = _named(member, f"{place} {index}")
-            label = name or f"{place} {index}"
+            name, parameter = _named(member)
+            label = name or f"group {number}, parameter {index}"
             found.append(Given(parameter, name, label, number, options))
-    _check_unique(found)
+    taken = set[Any]()
     for each in found:
+        if each.parameter in taken or each.name in taken:
+            raise UserError(
+                f"{each.label} is given twice; pass each parameter once, by a name of its own"
+            )
+        taken |= {each.parameter, each.name or each.parameter}
         if each.parameter.requires_grad:
             check_tensor(each.label, each.parameter)
     return found
 
 
-def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _named(member: Any) -> tuple[str, torch.Tensor]:
+    """The name, empty if there is none, and the parameter."""
+    match member:
+        case torch.Tensor():
+            return "", member
+        case [str(name), torch.Tensor() as parameter]:
+            return name, parameter
+    kind = type(member).__name__
+    raise TypeError(f"a parameter is a {kind}, not a tensor; pass model.named_parameters()")
+
+
+def _options(
+    group: Mapping[str, Any],
+    number: int,
+) -> dict[str, Any]:
     """The settings of a group; a UserError for one without effect."""
     options = {name: value for name, value in group.items() if name != "params"}
     optimizer = options.get(OPTIMIZER)
@@ -143,36 +161,10 @@ def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
     return options
 
 
-def _named(member: Any, place: str) -> tuple[str, torch.Tensor]:
-    """The name, empty if there is none, and the parameter."""
-    is_pair = isinstance(member, (tuple, list)) and len(member) == 2
-    name, parameter = member if is_pair and isinstance(member[0], str) else ("", member)
-    if not isinstance(parameter, torch.Tensor):
-        kind = type(parameter).__name__
-        raise TypeError(f"{place} is a {kind}, not a tensor; pass model.named_parameters()")
-    if not name and hasattr(parameter, "_megatron_fsdp_model"):
-        raise UserError(f"{place} has no name, which decides its optimizer; pass the model")
-    return name, parameter
-
-
-def _check_unique(given: Iterable[Given]) -> None:
-    parameters = set[torch.Tensor]()
-    names = set[str]()
-    for each in given:
-        if each.parameter in parameters or each.name in names:
-            raise UserError(
-                f"{each.label} is given twice; pass each parameter once, by a name of its own"
-            )
-        parameters.add(each.parameter)
-        if each.name:
-            names.add(each.name)
-
-
 def check_betas(betas: Any, name: str, where: str = "") -> None:
     """Raise a UserError for a beta out of range."""
-    first, second = betas
-    check_number("adam_beta1", first, setting=f"{name}[0]{where}")
-    check_number("adam_beta1", second, setting=f"{name}[1]{where}")
+    for number, beta in enumerate(betas):
+        check_number("adam_beta1", beta, setting=f"{name}[{number}]{where}")
 
 
 def check_tensor(name: str, parameter: torch.Tensor) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.layout import Matrix, whole
-from megatron_muon.core.ranks import Alone
+from megatron_muon.core.ranks import Alone, group_among
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp import cuts
 from megatron_muon.fsdp.selection import Selection
-from megatron_muon.patterns import steps_of
+from megatron_muon.patterns import values_of
 
 
 @dataclass
@@ -33,47 +32,73 @@ class RankSet:
     @property
     def replicated(self) -> bool:
         """True if every rank holds whole matrices."""
-        for p in self.matrices:
-            if isinstance(p, DTensor) and not all(
-                isinstance(cut, Replicate) for cut in p.placements
-            ):
-                return False
-        return True
+        sharded = [p for p in self.matrices if isinstance(p, DTensor)]
+        return all(cut.is_replicate() for p in sharded for cut in p.placements)
 
     def group(self, given: Mapping[str, Any]) -> Any:
         """The process group, or `Alone`. Collective over the ranks."""
         first = next(iter(self.matrices))
+        world = dist.group.WORLD
         if isinstance(first, DTensor):
-            return cuts.group_of(first.device_mesh)
+            if first.device_mesh.ndim == 1:
+                return first.device_mesh.get_group()
+            assert world is not None
+            if len(self.ranks) == world.size():
+                return world
+            return group_among(self.ranks, world)
         if given["share_replicated"]:
-            return given["process_group"] or dist.group.WORLD
+            return given["process_group"] or world
         return Alone()
 
 
-def rank_sets(selection: Selection, given: Mapping[str, Any]) -> list[RankSet]:
+def rank_sets(
+    selection: Selection,
+    given: Mapping[str, Any],
+) -> list[RankSet]:
     """The sets of ranks in one order on all of them, as what follows is collective."""
     views = selection.views
     names = [selection.name(p) for p in views]
-    steps = steps_of(names, given["ns_steps_for"] or {}, argument="ns_steps_for")
+    steps = values_of(names, given["ns_steps_for"] or {}, argument="ns_steps_for")
     found: dict[tuple[int, ...], RankSet] = {}
     for p, view in views.items():
         choice = selection.choices[p]
         split = choice.split or whole(view.matrix[0])
-        matrices = [
-            Matrix(name, view.matrix, (), split, steps.get(choice.name, 0))
-            for name in view.names(choice.name)
-        ]
-        ranks = cuts.ranks_of(choice.name, p)
+        ns_steps = steps.get(choice.name, 0)
+        matrices = []
+        for name in view.names(choice.name):
+            matrices.append(Matrix(name, view.matrix, split=split, steps=ns_steps))
+        ranks = _ranks_of(choice.name, p)
         found.setdefault(ranks, RankSet(ranks)).matrices[p] = matrices
     if () in found and given["share_replicated"]:
-        found[()].ranks = tuple(dist.get_process_group_ranks(given["process_group"]))
+        sharing = dist.get_process_group_ranks(given["process_group"])
+        found[()].ranks = tuple(sharing)
     return [found[ranks] for ranks in sorted(found)]
 
 
-def check_within_largest(sets: Sequence[RankSet], given: Mapping[str, Any]) -> None:
+def _ranks_of(
+    name: str,
+    parameter: torch.Tensor,
+) -> tuple[int, ...]:
+    """The ranks of a parameter's mesh, ascending; none for a plain tensor."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    if mesh.get_coordinate() is None:
+        raise UserError(
+            f"{name} is on {mesh}, which rank {dist.get_rank()} is not in; give Muon on each rank"
+            " only parameters whose mesh has that rank"
+        )
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def check_within_largest(
+    sets: Sequence[RankSet],
+    given: Mapping[str, Any],
+) -> None:
     """Raise a UserError if metrics would be summed over ranks that do not hold all matrices."""
-    largest = set(max(sets, key=lambda each: len(each.ranks)).ranks)
-    if given["metrics_interval"] and not all(largest.issuperset(each.ranks) for each in sets):
+    every = set().union(*(each.ranks for each in sets))
+    largest = max(len(each.ranks) for each in sets)
+    if given["metrics_interval"] and len(every) > largest:
         raise UserError(
             f"metrics_interval={given['metrics_interval']!r} needs a mesh with the ranks of all"
             " others; use metrics_interval=0"

@@ -9,8 +9,8 @@ its optimizer.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,6 @@ from torch import nn
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import fused
-from megatron_muon.fsdp.modules import roles_of
-from megatron_muon.fsdp.name_rules import (
-    CONVOLUTION,
-    EMBEDDING,
-    LINEAR,
-    OUTPUT,
-    is_embedding,
-    is_of_experts,
-    is_output,
-    is_table,
-)
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
     DECAY_VECTORS,
@@ -42,12 +31,10 @@ from megatron_muon.fsdp.parameter_groups import (
     members_of,
     read_parameters,
 )
+from megatron_muon.fsdp.roles import CONVOLUTION, roles_of, why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.fsdp.views import View
-from megatron_muon.patterns import matching
-
-VECTOR = "vector"
-"""Why AdamW takes a weight of one row or column."""
+from megatron_muon.patterns import matching, values_of
 
 BY_GROUP = "its group says so"
 BY_NAME = "exclude"
@@ -65,25 +52,22 @@ class Choice:
     """The optimizer of a parameter, and how Muon reads it.
 
     Attributes:
+        view: how Muon reads it, if it takes it.
         why: the reason for AdamW; empty for Muon.
-        role: the role of its module, if known.
-        view: how Muon reads it; None for AdamW.
         split: the blocks of a matrix that holds several.
-        note: for the table, of matrices that look fused.
     """
 
     name: str
+    view: View
     why: str = ""
-    role: str = ""
-    view: View | None = None
     split: RowSplit | None = None
-    note: str = ""
 
     def described(self) -> list[str]:
         """Notes for the table."""
-        if self.view is None:
+        if self.why:
             return [self.why]
-        return [self.view.described(), self.note if self.split is None else blocks(self.split)]
+        fusing = blocks(self.split) if self.split else fused.note_of(self.name)
+        return [self.view.described(), fusing]
 
 
 @dataclass
@@ -97,18 +81,14 @@ class Selection:
         frozen: what needs no gradient, with names.
     """
 
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    choices: dict[torch.Tensor, Choice] = field(default_factory=dict)
-    frozen: dict[torch.Tensor, str] = field(default_factory=dict)
+    groups: list[dict[str, Any]]
+    choices: dict[torch.Tensor, Choice]
+    frozen: dict[torch.Tensor, str]
 
     @property
     def views(self) -> dict[torch.Tensor, View]:
         """How Muon reads each of its parameters."""
-        views = {}
-        for p, choice in self.choices.items():
-            if choice.view is not None:
-                views[p] = choice.view
-        return views
+        return {p: choice.view for p, choice in self.choices.items() if not choice.why}
 
     def name(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of the groups."""
@@ -132,72 +112,37 @@ class Selection:
         """A table of parameters: their optimizer and why, splits, and decay."""
         rows = []
         for group in sorted(self.groups, key=lambda group: group[OPTIMIZER] == ADAMW):
+            optimizer = group[OPTIMIZER]
             for p in group["params"]:
                 choice = self.choices[p]
                 notes = choice.described()
-                if group[OPTIMIZER] == ADAMW and not decays(group, p):
+                if optimizer == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
-                note = "; ".join(filter(None, notes))
-                rows.append(Row(group[OPTIMIZER], choice.name, p.shape, note))
+                rows.append(
+                    Row(
+                        optimizer,
+                        choice.name,
+                        p.shape,
+                        "; ".join(filter(None, notes)),
+                    ),
+                )
         return table(rows, frozen=len(self.frozen), full=full)
-
-
-def why_not_muon(
-    name: str,
-    parameter: torch.Tensor,
-    *,
-    is_named: bool = False,
-    role: str = "",
-) -> str:
-    """Why a parameter is not a matrix inside the network, or a stack of these; empty if it is.
-
-    `is_named`: by `flatten=` or `stacks=`. `role`: that of its module, if known.
-    """
-    is_stack = parameter.ndim > 2 and is_of_experts(name)
-    if parameter.ndim != 2 and not is_stack and not is_named:
-        return f"{parameter.ndim}D"
-    if not parameter.numel():
-        return "no elements"
-    if is_named:  # a patch embedding too, which is a convolution and not a table
-        return ""
-    if role in (EMBEDDING, OUTPUT):
-        return role
-    if is_stack and 1 in parameter.shape[-2:]:
-        return "vectors"
-    if is_table(name):
-        return "table"
-    if is_output(name):
-        return OUTPUT
-    if role != LINEAR and is_embedding(name):
-        return EMBEDDING
-    return VECTOR if not is_stack and 1 in parameter.shape else ""
-
-
-def may_be_stack(name: str, parameter: torch.Tensor) -> bool:
-    """True if a parameter of more than two dimensions can be a stack of matrices.
-
-    A convolution is recognized by its name, or by a small kernel with equal sides.
-    """
-    rows, cols = parameter.shape[-2:]
-    is_kernel = parameter.ndim > 3 and rows == cols <= _LARGEST_KERNEL
-    is_convolution = is_kernel or "conv" in name.lower()
-    return min(rows, cols) > 1 and not is_convolution
 
 
 def warn_of_stacks(selection: Selection) -> None:
     """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
-    stacks: dict[torch.Tensor, str] = {}
+    stacks: dict[str, int] = {}
     for p, choice in selection.choices.items():
-        if p.ndim < 3 or choice.role == CONVOLUTION or choice.why in ("", BY_GROUP, BY_NAME):
+        if choice.why in ("", BY_GROUP, BY_NAME, CONVOLUTION):
             continue
-        if min(p.shape[-2:]) > _LARGEST_KERNEL and may_be_stack(choice.name, p):
-            stacks[p] = choice.name
-    elements = sum(p.numel() for p in stacks)
+        if _may_be_stack(choice.name, p) and min(p.shape[-2:]) > _LARGEST_KERNEL:
+            stacks[choice.name] = p.numel()
+    elements = sum(stacks.values())
     if elements > sum(p.numel() for p in selection.views):
         warnings.warn(
             f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
-            f" than Muon takes of all; the first is {next(iter(stacks.values()))}: name them in"
-            " stacks= or exclude=",
+            f" than Muon takes of all; the first is {next(iter(stacks))}: name them in stacks= or"
+            " exclude=",
             stacklevel=3,
         )
 
@@ -219,146 +164,135 @@ def select(
         TypeError: `params` is a tensor, or holds something that is not a tensor.
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
-    modules: fused.Modules = {}
-    roles: Mapping[str, str] = {}
-    if isinstance(params, nn.Module):
-        modules = dict(params.named_modules())
-        roles = roles_of(params)
+    is_model = isinstance(params, nn.Module)
+    modules = dict(params.named_modules()) if is_model else {}
+    roles = roles_of(params) if is_model else {}
     given = read_parameters(params)
     trained = [each for each in given if each.parameter.requires_grad]
-    if not trained:
-        raise UserError("no parameter needs a gradient; unfreeze at least one")
-    flat, stacked = _read_as(trained, flatten or {}, stacks)
-    free = [each for each in trained if each.name and each.optimizer is None]
-    by_name = {each.name: each for each in free}
-    included = _included(by_name.values(), matrices, flat | stacked, roles)
-    excluded = matching("exclude", exclude, included, others=by_name)
-    frozen = [each for each in given if not each.parameter.requires_grad]
-    selection = Selection(frozen={each.parameter: each.label for each in frozen})
+    named = {each.name: each for each in trained if each.name}
+    free = {name: each.parameter for name, each in named.items() if not each.optimizer}
+    possible = [name for name, each in named.items() if each.parameter.ndim > 2]
+    flat = values_of(possible, flatten or {}, argument="flatten", others=named)
+    read_as = {name for name in flat if flat[name]}
+    read_as.update(matching("stacks", stacks, possible, others=named))
+    reasons = _reasons(free, matrices, exclude, read_as, roles)
+    choices: dict[torch.Tensor, Choice] = {}
     for each in trained:
-        p = each.parameter
-        choice = Choice(each.label, role=roles.get(each.name, ""))
-        selection.choices[p] = choice
-        takes = each.optimizer or (MUON if not each.name or each.name in included else ADAMW)
-        if each.name in excluded:
-            choice.why = BY_NAME
-        elif takes == ADAMW:
-            by_rule = why_not_muon(each.name, p, role=choice.role) or "not among matrices"
-            choice.why = BY_GROUP if each.optimizer else by_rule
-        else:
-            if each.name not in flat | stacked:
-                _check_shape(each)
-            choice.view = View(tuple(p.shape), flat=each.name in flat)
-    selection.groups = _groups(trained, selection.choices)
-    taken: dict[str, Choice] = {}
-    for choice in selection.choices.values():
-        if choice.view is not None:
-            taken[choice.name] = choice
-    if not taken:
-        raise UserError(
-            "no parameter is a matrix for Muon; name some in matrices=, or use torch.optim.AdamW"
+        why = reasons.get(each.name, BY_GROUP if each.optimizer == ADAMW else "")
+        if not why and each.name not in read_as:
+            _check_shape(each)
+        view = View(
+            tuple(each.parameter.shape),
+            flat=flat.get(each.name, False),
         )
-    for name in matching("transposed", transposed, taken, others=by_name):
-        taken[name].view = replace(_view(taken[name]), transposed=True)
-    for choice in taken.values():
-        _read_by_module(choice, modules)
-    for pattern, parts in (split or {}).items():
-        for name in matching("split", [pattern], taken):
-            rows = _view(taken[name]).matrix[0]
-            taken[name].split = fused.row_split(parts, name, rows)
-    return selection
+        choices[each.parameter] = Choice(each.label, view, why)
+    taken = {choice.name: choice for choice in choices.values() if not choice.why}
+    for name in matching("transposed", transposed, taken, others=free):
+        taken[name].view = replace(taken[name].view, transposed=True)
+    _read_blocks(taken, modules, split or {})
+    frozen = {each.parameter: each.label for each in given if not each.parameter.requires_grad}
+    return Selection(_groups(trained, choices), choices, frozen)
 
 
-def _read_as(
-    trained: Sequence[Given],
-    flatten: Mapping[str, bool],
-    stacks: Sequence[str],
-) -> tuple[set[str], set[str]]:
-    """The names that `flatten=` and `stacks=` find; of several patterns the last holds."""
-    names = [each.name for each in trained if each.name]
-    possible = [each.name for each in trained if each.name and each.parameter.ndim > 2]
-    flat = set[str]()
-    for pattern, is_flat in flatten.items():
-        found = matching("flatten", [pattern], possible, others=names)
-        flat = flat.union(found) if is_flat else flat.difference(found)
-    stacked = set(matching("stacks", stacks, possible, others=names))
-    return flat, stacked
+def _reasons(
+    free: Mapping[str, torch.Tensor],
+    matrices: Sequence[str] | Predicate | None,
+    exclude: Sequence[str],
+    read_as: set[str],
+    roles: Mapping[str, str],
+) -> dict[str, str]:
+    """Why AdamW takes parameters about which their groups say nothing; empty for Muon's."""
+    reasons = {}
+    for name, p in free.items():
+        is_named = name in read_as
+        reasons[name] = why_not_muon(
+            name,
+            p,
+            is_named=is_named,
+            role=roles.get(name, ""),
+        )
+    if matrices is not None:
+        included = _included(free, matrices, read_as)
+        for name, why in reasons.items():
+            reasons[name] = "" if name in included else why or "not among matrices"
+    possible = [name for name, why in reasons.items() if not why]
+    excluded = matching("exclude", exclude, possible, others=free)
+    return reasons | dict.fromkeys(excluded, BY_NAME)
 
 
 def _included(
-    given: Iterable[Given],
-    matrices: Sequence[str] | Predicate | None,
-    read_as: set[str],
-    roles: Mapping[str, str],
-) -> list[str]:
-    """The names that Muon takes, before `exclude=`."""
-    by_name = {each.name: each.parameter for each in given}
+    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: set[str]
+) -> Collection[str]:
+    """The names that `matrices=` finds."""
     if callable(matrices):
-        return [name for name, p in by_name.items() if matrices(name, p)]
-    found = []
-    for name, p in by_name.items():
-        is_named = name in read_as
-        if matrices is None:
-            role = roles.get(name, "")
-            is_possible = not why_not_muon(name, p, is_named=is_named, role=role)
-        else:
-            is_possible = is_named or p.ndim == 2 or (p.ndim > 2 and may_be_stack(name, p))
-        if is_possible:
-            found.append(name)
-    return found if matrices is None else matching("matrices", matrices, found, others=by_name)
+        return [name for name, p in free.items() if matrices(name, p)]
+    possible = []
+    for name, p in free.items():
+        if name in read_as or p.ndim == 2 or _may_be_stack(name, p):
+            possible.append(name)
+    return matching("matrices", matrices, possible, others=free)
+
+
+def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
+    """True if a parameter can be a stack of matrices.
+
+    A convolution is recognized by its name, or by a small kernel with equal sides.
+    """
+    if parameter.ndim < 3 or "conv" in name.lower():
+        return False
+    rows, cols = parameter.shape[-2:]
+    is_kernel = parameter.ndim > 3 and rows == cols <= _LARGEST_KERNEL
+    return min(rows, cols) > 1 and not is_kernel
+
+
+def _read_blocks(
+    taken: Mapping[str, Choice], modules: fused.Modules, split: Mapping[str, fused.Split]
+) -> None:
+    """Take from modules how weights are stored and how their rows divide; `split=` comes last."""
+    if not taken:
+        raise UserError(
+            "no parameter that needs a gradient is a matrix for Muon; name some in matrices=, or"
+            " use torch.optim.AdamW"
+        )
+    given = values_of(taken, split, argument="split")
+    for name, choice in taken.items():
+        if fused.is_stored_transposed(name, modules) and not choice.view.flat:
+            choice.view = replace(choice.view, transposed=True)
+        rows, _ = choice.view.matrix
+        if name in given:
+            choice.split = fused.row_split(given[name], name, rows)
+        elif not choice.view.flat:
+            choice.split = fused.known_split(name, rows, modules)
 
 
 def _groups(
     trained: Sequence[Given], choices: Mapping[torch.Tensor, Choice]
 ) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
-    first = list[dict[str, Any]]()
-    second = list[dict[str, Any]]()
-    for number in dict.fromkeys(each.group for each in trained):
-        members = [each for each in trained if each.group == number]
-        parts = []
-        for optimizer in (MUON, ADAMW):
-            is_muon = optimizer == MUON
-            params = [m.parameter for m in members if (not choices[m.parameter].why) == is_muon]
-            if params:
-                parts.append(_group(members[0].options, optimizer, params))
-        first.append(parts[0])
-        second += parts[1:]
-    return first + second
+    groups: dict[tuple[int, str], dict[str, Any]] = {}
+    for each in trained:
+        key = each.group, ADAMW if choices[each.parameter].why else MUON
+        if key not in groups:
+            groups[key] = _group(each.options, key[1])
+        groups[key]["params"].append(each.parameter)
+    second = {(number, ADAMW) for number, optimizer in groups if optimizer == MUON}
+    return [groups[key] for key in sorted(groups, key=second.__contains__)]
 
 
-def _group(
-    options: Mapping[str, Any], optimizer: str, params: list[torch.Tensor]
-) -> dict[str, Any]:
+def _group(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
     """A group of one optimizer with the settings of a given group that concern it."""
     group = {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
     if optimizer == ADAMW:
-        group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
-    return {**group, "params": params, OPTIMIZER: optimizer}
-
-
-def _view(choice: Choice) -> View:
-    assert choice.view is not None
-    return choice.view
-
-
-def _read_by_module(choice: Choice, modules: fused.Modules) -> None:
-    """Take from a weight's module whether it is stored transposed, and how its rows divide."""
-    if _view(choice).flat:
-        return
-    if fused.is_stored_transposed(choice.name, modules):
-        choice.view = replace(_view(choice), transposed=True)
-    rows = _view(choice).matrix[0]
-    choice.split = fused.known_split(choice.name, rows, modules)
-    choice.note = fused.note_of(choice.name, modules)
+        group.setdefault(DECAY_VECTORS, "weight_decay" in options)
+    return {**group, "params": [], OPTIMIZER: optimizer}
 
 
 def _check_shape(given: Given) -> None:
     """Raise a UserError for what Muon cannot read as a matrix or a stack."""
     p = given.parameter
     # without a name or group nothing tells a stack from its shape
-    is_said = bool(given.name) or given.optimizer is not None
-    is_stack = p.ndim > 2 and is_said and may_be_stack(given.label, p)
+    is_said = given.name or given.optimizer
+    is_stack = is_said and _may_be_stack(given.label, p)
     if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(
             f"{given.label} has shape {tuple(p.shape)}; Muon takes matrices and, by name, stacks"

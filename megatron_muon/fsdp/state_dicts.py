@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, override
 
 import torch
 
-from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.optimizer import MOMENTUM, STEPS, refuse_copy
+from megatron_muon.core.build import LOCAL, SHARED
 from megatron_muon.core.ranks import Alone
+from megatron_muon.core.rows import MOMENTUM, STEPS
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.errors import OffloadError
-from megatron_muon.fsdp.group_muon import GroupMuon
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER
+from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.fsdp.selection import Selection
-from megatron_muon.fsdp.step import make_state
+from megatron_muon.fsdp.step import CapturedStep, make_state, put_on_device
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore, first_failure
-
-type Slots = dict[str, Any]
 
 
 class MuonState(torch.optim.Optimizer):
     """State of matrices, which `parts` have, and of AdamW, as state dicts of torch's optimizers."""
 
-    parts: list[GroupMuon]  # the matrices of each set of ranks
+    parts: list[Part]  # the matrices of each set of ranks
     selection: Selection
     _settings: dict[str, Any]  # the arguments of `Muon`
     _run: OffloadRun | None  # keeps momentum off the device; None once it is closed
@@ -48,9 +47,8 @@ class MuonState(torch.optim.Optimizer):
     def initialize_state(self) -> None:
         """Give every parameter that has none its state, on every rank alike."""
         for part in self.parts:
-            for p, slots in part.shown.items():
+            for p, slots in part.state.items():
                 self.state[p] = dict(slots)
-            part.show_settings(self.param_groups)
         for group in self.param_groups:
             # torch's checkpoints load what the run has alone, whatever dtype comes later
             if group[OPTIMIZER] == MUON:
@@ -67,22 +65,21 @@ class MuonState(torch.optim.Optimizer):
         files.
         """
         groups = self._state_groups if group is None else [group]
-        failures = [first_failure(self.stores, each) for each in groups]
-        failure = next(filter(None, failures), None)
-        if failure is not None:
-            raise OffloadError(failure)
+        for failure in [first_failure(self.stores, each) for each in groups]:
+            if failure is not None:
+                raise OffloadError(failure)
 
     def momentum_state(self) -> dict[torch.Tensor, torch.Tensor]:
-        """As `ShardedMuon.momentum_state`, for each parameter.
+        """As `Part.momentum_state`, for each parameter.
 
         Collective if momentum is in files and matrices are sharded.
         """
         self._require_open()
         state: dict[torch.Tensor, torch.Tensor] = {}
         for part in self.parts:
-            state.update(part.momentum_state())
+            state |= part.momentum_state()
         # one rank alone may save whole matrices
-        is_whole = all(part.exchange.scheme in (LOCAL, SHARED) for part in self.parts)
+        is_whole = all(part.waves.scheme in (LOCAL, SHARED) for part in self.parts)
         self.refuse_lost_state(Alone() if is_whole else None)
         return state
 
@@ -94,13 +91,11 @@ class MuonState(torch.optim.Optimizer):
         """
         self._follow_replaced()
         for part in self.parts:
-            part.check_state(self.state)
-        if not self.stores:
-            return super().state_dict()
+            part.take_up(self.state)
         before = {p: self.state[p] for p in self.selection.views}
         try:
             for p, momentum in self.momentum_state().items():
-                self.state[p] = {**before[p], MOMENTUM: momentum}
+                self.state[p] = {MOMENTUM: momentum, **before[p]}
             return super().state_dict()  # with the hooks that frameworks add
         finally:
             self.state.update(before)
@@ -120,47 +115,46 @@ class MuonState(torch.optim.Optimizer):
             raise UserError(
                 "the state to load is another optimizer's; load one that Muon has saved"
             )
-        own = {MOMENTUM}
-        for part in self.parts:
-            for rule in part.rules:
-                own.update(rule.slots)
-        saved = self._saved_slots(state_dict, own)
-        super().load_state_dict({**state_dict, "state": _without(state_dict["state"], own)})
+        saved, others = self._saved(state_dict)
+        super().load_state_dict({**state_dict, "state": others})
         for group in self.param_groups:
             if "betas" in group:  # torch's full state dicts have a list
                 group["betas"] = tuple(group["betas"])
+        steps = max(group.get(STEPS, 0) for group in self.param_groups)
         for part in self.parts:
-            part.take_settings(self.param_groups)
-            for p in part.shown:
-                part.load(p, saved[p])
+            part.load({p: saved[p] for p in part.viewed}, steps)
         self.initialize_state()
         self._is_fresh = False
+        if any(part.captured is not None for part in self.parts):
+            self._capture()  # other tensors have the numbers of groups
 
-    def _saved_slots(
+    def _saved(
         self,
         state_dict: dict[str, Any],
-        own: set[str],
-    ) -> dict[torch.Tensor, Slots]:
-        """The saved tensors of each matrix parameter, checked.
+    ) -> tuple[State, dict[Any, Any]]:
+        """The saved state of Muon's parameters, checked, and by key a copy of the others'.
 
-        State is keyed by numbers, or by names in torch's distributed checkpoints, in the order of
-        the groups.
+        torch casts all that it loads to the parameters' dtype and device, which is wrong for
+        Muon's, and shares tensors with what it is given, which may be another optimizer's. State is
+        keyed by numbers, or by names in torch's distributed checkpoints, in the order of groups.
         """
         keys: dict[torch.Tensor, Any] = {}
         for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
             keys.update(zip(ours["params"], theirs["params"], strict=False))
-        saved: dict[torch.Tensor, Slots] = {}
+        others = dict(state_dict["state"])
+        saved: State = {}
         for part in self.parts:
-            for p, shown in part.shown.items():
-                slots = state_dict["state"].get(keys.get(p), {})
-                saved[p] = {slot: slots[slot] for slot in own if slot in slots}
+            for p, own in part.state.items():
+                saved[p] = others.pop(keys.get(p), {})
                 if p.requires_grad or saved[p]:
-                    self._check_slots(p, shown, saved[p])
-        return saved
+                    shapes = {slot: tensor.shape for slot, tensor in own.items()}
+                    self._check_slots(p, {MOMENTUM: p.shape, **shapes}, saved[p])
+        return saved, copy.deepcopy(others)
 
-    def _check_slots(self, p: torch.Tensor, shown: Slots, saved: Slots) -> None:
-        for slot, tensor in shown.items():
-            shape = p.shape if slot == MOMENTUM else tensor.shape
+    def _check_slots(
+        self, p: torch.Tensor, shapes: Mapping[str, torch.Size], saved: Mapping[str, torch.Tensor]
+    ) -> None:
+        for slot, shape in shapes.items():
             found = tuple(saved[slot].shape) if slot in saved else "no"
             if found != tuple(shape):
                 raise UserError(
@@ -168,22 +162,15 @@ class MuonState(torch.optim.Optimizer):
                     f" is {tuple(shape)}; was it saved by Muon with these settings?"
                 )
 
+    def _capture(self) -> None:
+        """From now on have the steps of the matrices captured."""
+        device = self.parts[0].device
+        if device.type != "cuda":
+            raise UserError(f"cuda_graph=True needs a GPU, not {device}; leave it out")
+        groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
+        put_on_device(groups, device)
+        for part in self.parts:
+            part.captured = CapturedStep(part.engine.step, list(part.viewed), groups)
+
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()
-
-
-def _without(state: Mapping[Any, Slots], own: set[str]) -> dict[Any, Slots]:
-    """Copies of AdamW's state.
-
-    torch casts all that it loads to the parameters' dtype and device, at once, which is wrong for
-    `own`, and shares tensors with what it is given, which may be another optimizer's.
-    """
-    others: dict[Any, Slots] = {}
-    for key, slots in state.items():
-        others[key] = {}
-        for slot, value in slots.items():
-            if slot not in own:
-                if isinstance(value, torch.Tensor):
-                    value = value.clone()
-                others[key][slot] = value
-    return others

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from megatron_muon.core.group_numbers import as_float, stays_on_device
-from megatron_muon.core.numbers import number_of
-from megatron_muon.core.rows import local_rows
+from megatron_muon.core.shards import local_part
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.parameter_groups import decays
+from megatron_muon.ranges import number_of
 
 
 def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -27,17 +26,17 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a group as floats, by torch's names; a UserError unless each is finite."""
-    numbers = {
-        name: as_float(f"{name} of a parameter group", group[name])
-        for name in ("lr", "weight_decay", "eps")
-    }
-    beta1, beta2 = (as_float("betas of a parameter group", beta) for beta in group["betas"])
-    return {**numbers, "beta1": beta1, "beta2": beta2}
+    numbers = {}
+    for name in ("lr", "weight_decay", "eps"):
+        numbers[name] = as_float(f"{name} of a parameter group", group[name])
+    for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True):
+        numbers[name] = as_float("betas of a parameter group", beta)
+    return numbers
 
 
 def step_adamw(
     group: Mapping[str, Any],
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, Any],
     state: Mapping[torch.Tensor, dict[str, Any]],
     *,
     counts_empty: bool,
@@ -47,43 +46,31 @@ def step_adamw(
     Steps are counted alike on all ranks, for empty shards too; `counts_empty` if these have no
     gradients, as under Megatron-FSDP.
     """
-    members = []
-    for p in group["params"]:
-        if local_part(p).numel():
-            if p.grad is not None:
+    for has_decay in (True, False):
+        members = []
+        for p in group["params"]:
+            has_gradient = p.grad is not None or (counts_empty and not local_part(p).numel())
+            if has_gradient and decays(group, p) is has_decay:
                 members.append(p)
-        elif p.grad is not None or counts_empty:
-            state[p]["step"] += 1
-    _adamw([p for p in members if decays(group, p)], numbers, state)
-    others = [p for p in members if not decays(group, p)]
-    _adamw(others, {**numbers, "weight_decay": 0.0}, state)
-
-
-def _adamw(
-    members: Sequence[torch.Tensor],
-    numbers: Mapping[str, Any],
-    state: Mapping[torch.Tensor, dict[str, Any]],
-) -> None:
-    if not members:
-        return
-    states = [state[p] for p in members]
-    adamw(
-        [local_part(p) for p in members],
-        [local_part(p.grad).to(p.dtype) for p in members],
-        [local_part(slots["exp_avg"]) for slots in states],
-        [local_part(slots["exp_avg_sq"]) for slots in states],
-        [],
-        [slots["step"] for slots in states],
-        foreach=True,
-        amsgrad=False,
-        maximize=False,
-        **numbers,
-    )
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor, in the shape that it has there."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        states = [state[p] for p in members]
+        gradients = [
+            local_part(
+                p if p.grad is None else p.grad,
+            ).to(p.dtype)
+            for p in members
+        ]
+        adamw(
+            [local_part(p) for p in members],
+            gradients,
+            [local_part(slots["exp_avg"]) for slots in states],
+            [local_part(slots["exp_avg_sq"]) for slots in states],
+            [],
+            [slots["step"] for slots in states],
+            foreach=True,
+            amsgrad=False,
+            maximize=False,
+            **(numbers if has_decay else {**numbers, "weight_decay": 0.0}),
+        )
 
 
 _EAGER_STEPS = 2
@@ -101,7 +88,11 @@ def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> Non
     for group in groups:
         for name in ("lr", "weight_decay"):
             if name == "lr" or group[name]:
-                group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device=device)
+                group[name] = torch.tensor(
+                    float(group[name]),
+                    dtype=torch.float32,
+                    device=device,
+                )
 
 
 class CapturedStep:
@@ -122,7 +113,7 @@ class CapturedStep:
     ) -> None:
         self._enqueue = enqueue
         self._groups = groups
-        self._held = [parameter for parameter in parameters if local_rows(parameter).numel()]
+        self._held = [parameter for parameter in parameters if local_part(parameter).numel()]
         self._steps = 0
         self._graph: Any = None
         self._captured: list[Any] = []
@@ -155,9 +146,9 @@ class CapturedStep:
 
     def _inputs(self) -> list[Any]:
         """Addresses of tensors that the step reads, None for a missing gradient, and numbers."""
-        inputs = list[Any]()
+        inputs: list[Any] = []
         for p in self._held:
-            inputs.append(None if p.grad is None else local_rows(p.grad).data_ptr())
+            inputs.append(None if p.grad is None else local_part(p.grad).data_ptr())
         device = self._held[0].device
         for group in self._groups:
             for name in _NUMBERS:

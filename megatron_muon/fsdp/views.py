@@ -61,11 +61,8 @@ class View:
         """A name for each matrix, `name[l,e]` in a stack."""
         if not self.is_stack:
             return [name]
-        names = []
-        for place in np.ndindex(*self.stacked):
-            numbers = ",".join(map(str, place))
-            names.append(f"{name}[{numbers}]")
-        return names
+        places = [",".join(map(str, place)) for place in np.ndindex(*self.stacked)]
+        return [f"{name}[{numbers}]" for numbers in places]
 
     def described(self) -> str:
         """A note for the table; empty for a matrix that is the parameter itself."""
@@ -77,7 +74,11 @@ class View:
             return ""
         return f"as {size}"
 
-    def rectangles(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Rectangle]:
+    def rectangles(
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[Rectangle]:
         """The rectangle of each matrix that a rank holds.
 
         Args:
@@ -85,16 +86,21 @@ class View:
             sizes: the number of elements held. A flat parameter is whole in all dimensions but the
                 first.
         """
-        leading = len(self.stacked)
-        row = offsets[leading], sizes[leading]
-        col = 0, math.prod(self.shape[1:])
-        if not self.flat:
-            col = offsets[leading + 1], sizes[leading + 1]
+        # a tensor-parallel part, read alone, begins at a multiple of its size in the parameter
+        offsets = [first % size for first, size in zip(offsets, self.shape, strict=True)]
+        *leading, row, col = zip(offsets, sizes, strict=True)
+        if self.flat:
+            leading, row, col = (
+                [],
+                (offsets[0], sizes[0]),
+                (
+                    0,
+                    math.prod(self.shape[1:]),
+                ),
+            )
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
-        ranges = zip(offsets[:leading], sizes, strict=False)
-        places = tuple(slice(first, first + count) for first, count in ranges)
-        held[places] = True
+        held[tuple(slice(first, first + count) for first, count in leading)] = True
         return [mine if is_held else (0, 0, 0, 0) for is_held in held.flat]
 
     def tensors(self, local: torch.Tensor) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ matrices are sharded and exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +17,20 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.layout import Layout, Matrix, everywhere
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer, largest_magnitude, unit_factor
-from megatron_muon.core.plan import Plan
+from megatron_muon.core.layout import Matrix, replicated_layout
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.rows import local_rows, sharded_like
-from megatron_muon.core.rules.plain import aligned
-from megatron_muon.core.rules.rule import Held
-from megatron_muon.fsdp.assembly import make_parts
+from megatron_muon.core.rows import MOMENTUM
+from megatron_muon.core.rules.cautious import aligned
+from megatron_muon.core.rules.held import Held
+from megatron_muon.core.scaling import largest_magnitude, unit_factor
+from megatron_muon.core.shards import local_part, sharded_like
+from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.cuts import layout_of
-from megatron_muon.megatron.main_weights import MainWeights
+from megatron_muon.fsdp.part import ViewedParameter, view_parameters
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
-from megatron_muon.offload.run import OffloadRun
+from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.settings import iteration_of
 
 
@@ -39,15 +40,11 @@ def build_muon(
     ddp_config: Any,
     pg_collection: ProcessGroupCollection,
     names: Mapping[torch.Tensor, str],
+    beside: Beside,
     *,
     is_expert: bool,
-    offload: OffloadRun | None,
-    weights: MainWeights | None,
-    scratch: torch.Tensor | None,
-) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, Matrix]]:
+) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, list[Matrix]]]:
     """The Muon of `groups`, all dense or all experts, and their matrices. Collective.
-
-    `offload`, `weights` and `scratch` are as for `make_muon`.
 
     Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19
     ends its first step in an AttributeError with emerging-optimizers 0.3, which has moved the scale
@@ -57,99 +54,60 @@ def build_muon(
     # Matrices are whole on every rank, or whole over data-parallel, or also tensor-parallel ranks.
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
-    matrices = {p: mp.matrix_of(names[p], p, config, over_tp=over_tp) for p in parameters}
+    views = {p: mp.view_of(p, over_tp=over_tp) for p in parameters}
+    matrices = {p: mp.matrices_of(names[p], p, config, over_tp=over_tp) for p in parameters}
     is_ours = config.optimizer == "adaptive_muon" or config.muon_hyperball
     if is_replicated and not (config.muon_share_replicated or is_ours):
         return ReplicatedMuon(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
-    mine = None
     if is_replicated:
-        ranks = group.size()
-        whole = [replace(m, shards=everywhere(m.shape, ranks)) for m in matrices.values()]
-        layout = Layout(ranks, tuple(whole))
+        layout, mine = replicated_layout(itertools.chain(*matrices.values()), group.size())
     else:
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
-        layout, mine = layout_of(
-            {p: [one] for p, one in matrices.items()},
-            group,
-            remedy="start all ranks with the same flags and software",
-        )
+        remedy = "start all ranks with the same flags and software"
+        layout, mine = layout_of(matrices, group, remedy=remedy, views=views)
     device = parameters[0].device
-    held = Held(
-        layout,
-        group,
-        device,
-        experts=[mp.experts_in(parameter) for parameter in parameters],
-        rectangles=mine,
-        replicated=is_replicated,
-        over_tp=over_tp,
-    )
-    elsewhere: dict[str, Any] = {}
+    held = Held(layout, group, device, mine, replicated=is_replicated, over_tp=over_tp)
     if device.type != "cpu" and config.muon_ns_device == "cpu":
-        elsewhere = {"device": torch.device("cpu"), "group": mp.over_gloo(group)}
-    muon = make_muon(
-        groups, held, config, names, offload=offload, weights=weights, scratch=scratch, **elsewhere
-    )
-    return muon, matrices
+        device = torch.device("cpu")
+        beside = replace(beside, group=mp.over_gloo(group))
+    viewed = view_parameters({p: names[p] for p in parameters}, views, mine)
+    return make_muon(groups, viewed, held, config, beside, device), matrices
 
 
 def make_muon(
     groups: list[dict[str, Any]],
+    viewed: Sequence[ViewedParameter],
     held: Held,
     config: MuonOptimizerConfig,
-    names: Mapping[torch.Tensor, str],
-    *,
-    offload: OffloadRun | None,
-    weights: MainWeights | None = None,
-    plan: Plan | None = None,
-    scratch: torch.Tensor | None = None,
-    device: torch.device | None = None,
-    group: dist.ProcessGroup | None = None,
+    beside: Beside,
+    device: torch.device,
 ) -> ShardedMuon:
     """The Muon of parameters whose layout is known. Collective.
 
-    `groups` are in the order of the layout. `weights` has the main weights, which `offload` keeps
-    too. `device` and `group`, of the same ranks, are for momentum and iteration, if they compute
-    elsewhere than the weights; the rest is as for `make_parts`.
+    `groups` are in the order of the layout; momentum and iteration are on `device`.
     """
     adaptive = config.optimizer == "adaptive_muon"
-    orthogonalizer = Orthogonalizer(
+    method = NewtonSchulz(
         iteration_of(config),
         scale_mode=config.muon_scale_mode,
         extra_scale_factor=config.muon_extra_scale_factor,
         scaled=not adaptive,
-        device=device or held.device,
+        device=device,
     )
-    exchange, rules, store = make_parts(
-        held,
-        config,
-        orthogonalizer,
-        moment2=config.adaptive_muon_moment2_method if adaptive else None,
+    variant = Variant(
+        config.adaptive_muon_moment2_method if adaptive else None,
         nesterov=config.muon_nesterov,
         decoupled=config.decoupled_weight_decay,
-        offload=offload,
-        group=group,
-        plan=plan,
-        scratch=scratch,
     )
-    outside = None
-    if weights is not None and offload is not None and store is not None:
-        parameters = [parameter for member in groups for parameter in member["params"]]
-        outside = weights.keep_beside(store, offload, parameters)
-    return ShardedMuon(
-        groups,
-        exchange,
-        rules,
-        defaults={
-            "lr": config.lr,
-            "momentum": config.muon_momentum,
-            "weight_decay": config.weight_decay,
-        },
-        names=names,
-        store=store,
-        weights=outside,
-    )
+    part = make_part(viewed, held, config, method, variant, beside)
+    defaults = {
+        "lr": config.lr,
+        "momentum": config.muon_momentum,
+        "weight_decay": config.weight_decay,
+    }
+    return ShardedMuon(groups, part, defaults)
 
 
 class ReplicatedMuon(TensorParallelMuon):
@@ -164,11 +122,12 @@ class ReplicatedMuon(TensorParallelMuon):
         config: MuonOptimizerConfig,
         pg_collection: ProcessGroupCollection,
         names: Mapping[torch.Tensor, str],
-        matrices: Mapping[torch.Tensor, Matrix],
+        matrices: Mapping[torch.Tensor, Sequence[Matrix]],
     ) -> None:
-        for parameter, matrix in matrices.items():
+        for parameter, several in matrices.items():
             # TensorParallelMuon splits rows into repetitions of these parts, as a RowSplit does.
-            parameter.qkv_split_shapes = list(matrix.split.parts)  # type: ignore[attr-defined]
+            parts = several[0].split.parts * len(several)
+            parameter.qkv_split_shapes = list(parts)  # type: ignore[attr-defined]
         super().__init__(
             groups,
             lr=config.lr,
@@ -194,6 +153,12 @@ class ReplicatedMuon(TensorParallelMuon):
         self._skipped: dict[torch.Tensor, torch.Tensor] = {}
         self.initialize_state()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        parameter: torch.Tensor = self.param_groups[0]["params"][0]
+        return parameter.device
+
     def skipped_updates(self) -> dict[str, int]:
         """As `ShardedMuon.skipped_updates`."""
         counts = {self._names[parameter]: int(count) for parameter, count in self._skipped.items()}
@@ -211,11 +176,11 @@ class ReplicatedMuon(TensorParallelMuon):
 
     def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
         """Decay the weights where the update is finite, and count where it is not."""
-        rows = local_rows(p)
+        rows = local_part(p)
         if self._decay:
             decays = self._finite
             if self._cautious:
-                decays = decays & aligned(rows, local_rows(update))
+                decays = decays & aligned(rows, local_part(update))
             rows.add_(torch.where(decays, rows, 0.0), alpha=self._decay)
         skipped = (~self._finite).int()
         self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
@@ -228,9 +193,9 @@ class ReplicatedMuon(TensorParallelMuon):
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """The scaled update of `grad`, `(rows, cols)` or a stack of experts, sharded like it."""
         with self.probe.phase("orthogonalize"):
-            update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
+            update = self._orthogonalize_rows(p, local_part(grad).flatten(0, -2), **kwargs)
         self.probe.updates([0], [update], self.replicas)
-        self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self.replicas)
+        self.probe.momentum([0], [local_part(self.state[p][MOMENTUM])], self.replicas)
         return sharded_like(grad, update)
 
     def _orthogonalize_rows(

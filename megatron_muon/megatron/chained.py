@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, refuse_copy
-from megatron_muon.core.probe import Sampler, span
-from megatron_muon.core.ranks import of_all_ranks_if_any, say
+from megatron_muon.all_ranks import of_all_ranks_if_any, say
+from megatron_muon.core.probe import span
+from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.errors import OffloadError
+from megatron_muon.fsdp.part import Part, refuse_copy
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
+from megatron_muon.megatron.sharded_muon import ShardedMuon
+from megatron_muon.metrics import Sampler
 from megatron_muon.offload.store import RecordStore, first_failure
 from megatron_muon.settings import word_as_flags
 
@@ -48,14 +51,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
     ) -> None:
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
-        self._muons: dict[MegatronOptimizer, ShardedMuon | ReplicatedMuon] = {}
+        self._muons: dict[MegatronOptimizer, Part | ReplicatedMuon] = {}
         self._stored: dict[MegatronOptimizer, ShardedMuon] = {}  # momentum outside their state
         for member in self._members:
             inner = member.optimizer
-            if isinstance(inner, (ShardedMuon, ReplicatedMuon)):
+            if isinstance(inner, ReplicatedMuon):
                 self._muons[member] = inner
-            if isinstance(inner, ShardedMuon) and inner.store is not None:
-                self._stored[member] = inner
+            if isinstance(inner, ShardedMuon):
+                self._muons[member] = inner.part
+                if inner.store is not None:
+                    self._stored[member] = inner
         self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._weights = weights
@@ -77,7 +82,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._look_for_failures()
         if not self._has_stepped:  # by now a checkpoint is loaded
             for muon in self._muons.values():
-                if isinstance(muon, ShardedMuon):
+                if isinstance(muon, Part):
                     with word_as_flags():
                         muon.check_weights()
         self._has_stepped = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,14 +29,14 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.all_ranks import say
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.exchange import OWNER
+from megatron_muon.core.build import OWNER
 from megatron_muon.core.layout import RowSplit
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.assembly import offload_run
+from megatron_muon.fsdp.assembly import Beside, offload_run
 from megatron_muon.fsdp.guards import compare_settings
+from megatron_muon.fsdp.part import Part
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -45,6 +46,7 @@ from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
 from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
+from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.megatron.state_report import report_state
 from megatron_muon.settings import flag_of, steps_for, word_as_flags
 
@@ -75,12 +77,15 @@ def get_megatron_muon_optimizer(
     groups, names = _groups(settings, model_chunks, config_overrides)
     offload = offload_run(settings)
     optimizers: list[MegatronOptimizer] = []
-    muons: dict[str, ShardedMuon] = {}
+    parts: dict[str, Part] = {}
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if settings.muon_offload_state == "all" else None
+    keep = None
+    if weights is not None and offload is not None:
+        keep = partial(weights.keep_beside, offload)
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     ddp_config = model_chunks[0].ddp_config
-    scratch: torch.Tensor | None = None
+    memory: torch.Tensor | None = None
     for is_expert in (False, True):
         ours = [g for g in groups if g["is_expert_parallel"] is is_expert and g["params"]]
         muon_groups = [group for group in ours if "optimizer" not in group]
@@ -93,15 +98,13 @@ def get_megatron_muon_optimizer(
                 ddp_config,
                 pg_collection,
                 names,
+                Beside(offload, keep, memory=memory),
                 is_expert=is_expert,
-                offload=offload,
-                weights=weights,
-                scratch=scratch,
             )
             if isinstance(muon, ShardedMuon):
-                scratch = muon.exchange.arena.memory
-                muons["experts" if is_expert else "dense"] = muon
-            splits |= {p: matrix.split for p, matrix in matrices.items()}
+                memory = muon.part.waves.memory.tensor
+                parts["experts" if is_expert else "dense"] = muon.part
+            splits |= {p: several[0].split for p, several in matrices.items()}
             optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups:
@@ -113,7 +116,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[scalar] = ScalarState(scalar, weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    facts = _report(muons, groups, names, splits, settings)
+    facts = _report(parts, groups, names, splits, settings)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -157,7 +160,7 @@ def _groups(
 
 
 def _report(
-    muons: Mapping[str, ShardedMuon],
+    parts: Mapping[str, Part],
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
     splits: Mapping[torch.Tensor, RowSplit],
@@ -170,11 +173,11 @@ def _report(
     """
     plans = {}
     unmet = {}
-    for kind, muon in muons.items():
-        if muon.exchange.plan is not None:
-            plans[kind] = muon.exchange.plan
-        if muon.exchange.scheme == OWNER:
-            unmet[kind.rstrip("s")] = muon.exchange.unmet
+    for kind, part in parts.items():
+        if part.waves.plan is not None:
+            plans[kind] = part.waves.plan
+        if part.waves.scheme == OWNER:
+            unmet[kind.rstrip("s")] = part.waves.unmet
     for note in refuse_unmet(unmet):
         say(f"megatron-muon: note: {note.worded(flag_of)}")
     digest = "-".join(plan.digest() for plan in plans.values())

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import shipped
+from megatron_muon.all_ranks import is_first_rank
 from megatron_muon.checkpoint.locks import locked
-from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.errors import (
     ExitStatus,
     OffloadError,

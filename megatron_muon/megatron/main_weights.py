@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.fsdp.part import ViewedParameter
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 
@@ -105,14 +106,20 @@ class MainWeights:
         store.on_return = partial(self._copy_to_model, slices)
 
     def keep_beside(
-        self, momentum: RecordStore, offload: OffloadRun, parameters: Sequence[torch.Tensor]
+        self, offload: OffloadRun, momentum: RecordStore, viewed: Sequence[ViewedParameter]
     ) -> RecordStore:
         """Keep matrices' weights in a store of records like those of their momentum. Collective."""
-        store = offload.make_records(
-            momentum.names, momentum.shards, parameters[0].device, what="main weights"
-        )
-        shards = zip(parameters, momentum.shards, strict=True)
-        self.keep(store, parameters, [ShardSlice(p, 0, shard.numel) for p, shard in shards])
+        parameters = [each.parameter for each in viewed]
+        device = parameters[0].device
+        store = offload.make_records(momentum.names, momentum.shards, device, what="main weights")
+        slices = [ShardSlice(parameters[0], 0, 0)] * len(momentum.names)
+        for each in viewed:
+            start = 0
+            for number in each.held:
+                stop = start + momentum.shards[number].numel
+                slices[number] = ShardSlice(each.parameter, start, stop)
+                start = stop
+        self.keep(store, parameters, slices)
         return store
 
     def move_out(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-from megatron_muon.core.numbers import check_numbers
 from megatron_muon.megatron.flags.refusals import CheckedRun, check
+from megatron_muon.ranges import check_numbers
 from megatron_muon.settings import TP_MODE, MuonSettings, word_as_flags
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.rows import local_rows, sharded_like
+from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.megatron.main_weights import MainWeights, ShardSlice
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import SLOTS
@@ -76,7 +76,7 @@ def _create_counters(inner: torch.optim.Optimizer) -> None:
 def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None and local_rows(parameter).numel() == 0:
+            if parameter.grad is None and local_part(parameter).numel() == 0:
                 parameter.grad = torch.zeros_like(parameter.detach())
 
 
@@ -155,7 +155,7 @@ class ScalarState:
                 continue
             record = self.store.read(number)
             for slot, row in zip(self.slots, record[1:], strict=True):
-                row.copy_(part.of_shard(local_rows(state[part.parameter][slot])))
+                row.copy_(part.of_shard(local_part(state[part.parameter][slot])))
             self.store.write(number, record)
 
     def _make_state(self, wrapped: MegatronOptimizer) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class ScalarState:
             parameter = part.parameter
             alone = _like(parameter, record[0])
             if parameter.grad is not None:
-                gradient = part.of_shard(local_rows(parameter.grad))
+                gradient = part.of_shard(local_part(parameter.grad))
                 alone.grad = _like(parameter.grad, gradient)
             slots = inner.state[alone]
             for name, value in state[parameter].items():
@@ -199,7 +199,7 @@ class ScalarState:
             inner.state = state
         for slots, record in zip(states, records, strict=True):
             for slot, row in zip(self.slots, record[1:], strict=True):
-                values = local_rows(slots[slot])
+                values = local_part(slots[slot])
                 if values.data_ptr() != row.data_ptr():
                     row.copy_(values)
 

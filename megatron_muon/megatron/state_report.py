@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from megatron_muon import cpu
-from megatron_muon.core.optimizer import MOMENTUM
-from megatron_muon.core.ranks import numbers_of_all_ranks, say
-from megatron_muon.core.rows import local_rows
+from megatron_muon.all_ranks import say
+from megatron_muon.core.ranks import numbers_of_all_ranks
+from megatron_muon.core.rows import MOMENTUM
+from megatron_muon.core.shards import local_part
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 
 
@@ -37,7 +38,7 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):
                     kind = momentum if of_muon and slot == MOMENTUM else rest
-                    tensor = local_rows(value)
+                    tensor = local_part(value)
                     kinds[kind][_place_of(tensor, of_muon=of_muon)] += tensor.nbytes
     return {kind: _report(kind, taken) for kind, taken in kinds.items()}
 

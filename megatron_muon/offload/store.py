@@ -18,17 +18,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, override
 
 import torch
 
-from megatron_muon.core.exchange import RowPhases
+from megatron_muon.all_ranks import of_all_ranks_if_any
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.ranks import of_all_ranks_if_any
-from megatron_muon.core.storage import Borrowed, MomentumStore
+from megatron_muon.core.storage import Borrowed, InOrder, MomentumStore
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.disk import (
@@ -66,7 +65,7 @@ class _Slot:
         return self.task.result() if self.task is not None else None
 
 
-class PrepareStream:
+class PrepareStream(InOrder):
     """Prepares a step's rows on a stream of its own, beside a GPU's products, for staged momentum.
 
     The streams, and what they wait for:
@@ -85,25 +84,27 @@ class PrepareStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    @contextmanager
-    def step(self, rows: RowPhases) -> Iterator[RowPhases]:
-        """Wraps the exchange of a step, which uses the yielded phases instead of `rows`."""
-        self._rows, self.apply = rows, rows.apply
+    @override
+    def begin(self) -> None:
         self._products = torch.cuda.current_stream(self._device)
         self._read: dict[int, Any] = {}  # by buffer: the event after its rows were packed
         self._stream.wait_stream(self._products)  # gradients, and the weights of the step before
-        yield self
+
+    @override
+    def end(self) -> None:
         self._products.wait_stream(self._stream)  # whoever reads momentum and weights next
 
-    def prepare(self, chunk: Chunk) -> None:
-        """Prepare rows as the optimizer does, on this stream."""
+    @override
+    @contextmanager
+    def prepare(self, chunk: Chunk) -> Iterator[None]:
         event = self._read.get(chunk.prepared.data_ptr())
         if event is not None:
             self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
-            self._rows.prepare(chunk)
+            yield
         self._products.wait_stream(self._stream)
 
+    @override
     def packed(self, chunk: Chunk) -> None:
         """Note that the buffer may be filled again after the work enqueued so far."""
         self._read[chunk.prepared.data_ptr()] = self._products.record_event()
@@ -126,7 +127,7 @@ class RecordStore(MomentumStore):
     Attributes:
         on_return: called with a shard's number and its values as they go back, unless they are
             lost.
-        prepare_stream: runs the steps where rows are prepared beside the products of a GPU.
+        is_apart: rows are prepared on a stream of their own, beside the products of a GPU.
         bytes: of momentum by place, staging included.
     """
 
@@ -181,16 +182,13 @@ class RecordStore(MomentumStore):
         initializer = partial(torch.cuda.set_device, device) if self._on_gpu else None
         self._readers = ThreadPoolExecutor(_THREADS, "momentum in", initializer)
         self._writers = ThreadPoolExecutor(_THREADS, "momentum out", initializer)
-        self.prepare_stream = PrepareStream(device) if self._pages and self._on_gpu else None
+        self.is_apart = bool(self._pages) and self._on_gpu
+        self.beside = PrepareStream(device) if self.is_apart else InOrder()
 
     def verify(self) -> None:
         """Wait for the reads ahead of a step, so that `disk.failure` is up to date."""
         for slot in self._ahead:
             slot.wait()
-
-    @override
-    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
-        return nullcontext(rows) if self.prepare_stream is None else self.prepare_stream.step(rows)
 
     @override
     def borrow(self, indices: Sequence[int]) -> Borrowed:

@@ -38,14 +38,12 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 """Defaults of settings, and other values."""
 
 DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    f"rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2); {ALIKE}": (
-        reversed,
-        {},
-    ),
-    f"rank 0 gives 6 matrices and rank 2 gives 5; {ALIKE}": (
-        lambda named: [pair for pair in named if pair[0] != "narrow.weight"],
-        {},
-    ),
+    "matrix 0 is layers.0.0.weight (38, 23), RowSplit(groups=1, parts=(38,)), steps 0, cut 0 on"
+    " rank 0 and back.weight (23, 2), RowSplit(groups=1, parts=(23,)), steps 0, cut 0 on rank 2;"
+    f" {ALIKE}": (reversed, {}),
+    "matrix 4 is narrow.weight (2, 23), RowSplit(groups=1, parts=(2,)), steps 0, cut 2 on rank 0"
+    " and back.weight (23, 2), RowSplit(groups=1, parts=(23,)), steps 0, cut 2 on rank 2;"
+    f" {ALIKE}": (lambda named: [pair for pair in named if pair[0] != "narrow.weight"], {}),
     **{
         f"{name} is {default!r} on rank 0 and {other!r} on rank 2; {SETTINGS}": (
             list,
@@ -162,21 +160,17 @@ def test_what_a_layout_cannot_do_is_refused(ranks: Pool) -> None:
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:
-    """In a worker: what the optimizer says to a Megatron-FSDP whose pieces, on rank 1, are not what
-    they seem.
-    """
+    """In a worker: what the optimizer says where Megatron-FSDP has noted other rows on rank 1."""
     from megatron_muon.errors import UserError
+    from megatron_muon.fsdp import cuts
 
-    make = model._optimizer
+    noted_part = cuts.noted_part
 
-    def make_otherwise(case: Any, wrapped: Any, groups: Any) -> Any:
-        bucket = wrapped.param_and_grad_buffer.parameter_groups[0]
-        data = bucket.main_weight_buffer or bucket.model_weight_buffer
-        size = data.bucket_index.size + (rank == 1) * world_size * bucket.chunk_size_factor
-        data.bucket_index = data.bucket_index._replace(size=size)
-        return make(case, wrapped, groups)
+    def shifted(buffer: Any, name: str) -> Any:
+        (first, *others), sizes = noted_part(buffer, name)
+        return (max(first - rank, 0), *others), sizes
 
-    model._optimizer = make_otherwise  # this process ends with the task
+    cuts.noted_part = shifted  # this process ends with the task
     with pytest.raises(UserError) as caught:
         model.Trainer(LAYOUTS["cp2"][1].but(context=1, strategy="optim"))
     return str(caught.value)
@@ -185,15 +179,9 @@ def cut_otherwise(rank: int, world_size: int) -> str:
 def test_a_framework_that_cuts_otherwise_is_refused(ranks: Pool) -> None:
     """Rows that are taken for others would train to a worse loss, silently."""
     first, second = ranks(2, cut_otherwise)
-    assert (
-        first
-        == "rank 1 of the group holds other rows than the layout gives it; see that rank's message"
-    )
-    message = (
-        r"decoder\S+: rank 1 of the group holds (\(.*\)) .*, not (\(.*\)) as .* gives; cuts are"
-    )
-    (found,) = re.findall(message, second)
-    assert found[0] != found[1]
+    assert first == second
+    wrong = r"(too many shards cover|no shard covers) row \d+"
+    assert re.match(rf"decoder\S+: {wrong}, .* shard it evenly", first)
 
 
 def refuse_objects() -> None:
@@ -259,7 +247,7 @@ def holders_on_two_axes(rank: int, world_size: int) -> set[int]:
         outer_dp_sharding_strategy="optim",
     )
     net._replace_param_with_distributed_if_needed()
-    layout = megatron_muon.Muon(net.named_parameters()).parts[0].exchange.layout
+    layout = megatron_muon.Muon(net.named_parameters()).parts[0].waves.transport.layout
     assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
     return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
 

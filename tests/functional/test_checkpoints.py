@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str)
         name for name in expected if name.endswith(("momentum_buffer", "exp_avg", "exp_avg_sq"))
     ]
     assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in state)
-    assert steps_of(expected) == ({6.0} if "step" in scalar else set())
+    assert values_of(expected) == ({6.0} if "step" in scalar else set())
     assert expected["consumed"] == 6 * 12
     # the comparison can fail
     assert set(state) <= set(differences(saved(training, "whole", 4), expected))
@@ -193,7 +193,7 @@ def rates_of(entries: dict[str, Any]) -> set[float]:
     return {entries[name] for name in names}
 
 
-def steps_of(entries: dict[str, Any]) -> set[float]:
+def values_of(entries: dict[str, Any]) -> set[float]:
     return {float(value) for name, value in entries.items() if name.endswith(".step")}
 
 

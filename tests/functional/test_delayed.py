@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -65,9 +65,10 @@ def test_misuse_is_an_error(ranks: Pool) -> None:
 @contextmanager
 def buggy(bug: str) -> Iterator[None]:
     """Bugs that gloo hides: when they strike, the collective is through."""
-    from megatron_muon.core.exchange import Exchange
+    from megatron_muon.core.exchange import ToOwners
+    from megatron_muon.core.replicas import ToReplicas
 
-    all_to_all, send_back = dist.all_to_all_single, Exchange._send_back
+    all_to_all = dist.all_to_all_single
     buffer = torch.empty(2**16)
 
     def through(work: Any) -> Any:
@@ -75,12 +76,15 @@ def buggy(bug: str) -> Iterator[None]:
             time.sleep(1e-4)
         return work
 
-    def send_back_and_read(exchange: Any, wave: Any, probe: Any) -> Any:
-        work = send_back(exchange, wave, probe)
-        for one in getattr(work, "works", [work]):
-            through(one)
-        returned = wave.tensors["returned"]
-        return mock.Mock(wait=partial(too_late, work, returned, returned.clone()))
+    def reading_early(send_updates: Any) -> Any:
+        def send_and_read(transport: Any, wave: Any, probe: Any) -> Any:
+            work = send_updates(transport, wave, probe)
+            for one in getattr(work, "_works", [work]):
+                through(one)
+            returned = wave.returned
+            return mock.Mock(wait=partial(too_late, work, returned, returned.clone()))
+
+        return send_and_read
 
     def too_late(work: Any, returned: torch.Tensor, early: torch.Tensor) -> None:
         work.wait()
@@ -90,11 +94,15 @@ def buggy(bug: str) -> Iterator[None]:
         reused = buffer[: sent.numel()].copy_(sent)
         return through(all_to_all(receive, reused, *counts, **how))
 
-    place, name, instead = {
-        "reads early": (Exchange, "_send_back", send_back_and_read),
-        "reuses what it sends": (dist, "all_to_all_single", send),
-    }[bug]
-    with mock.patch.object(place, name, instead):
+    replaced: list[tuple[Any, str, Any]] = [(dist, "all_to_all_single", send)]
+    if bug == "reads early":
+        name = "send_updates"
+        replaced = [
+            (kind, name, reading_early(getattr(kind, name))) for kind in (ToOwners, ToReplicas)
+        ]
+    with ExitStack() as stack:
+        for place, name, instead in replaced:
+            stack.enter_context(mock.patch.object(place, name, instead))
         yield
 
 

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.build import exchange_by
+from megatron_muon.core.build import GATHERED, OWNER, StepOptions, Waves, make_waves, sizes_of
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
-from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, row_sharded, whole
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.engine import Engine
+from megatron_muon.core.layout import Layout, RowSplit, whole
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.plan import make_plan
-from megatron_muon.core.probe import SILENT
+from tests.support.cut_matrices import from_rectangles, row_sharded
 from tests.support.pool import Pool
 from tests.support.rows import ByMatrix
 from tests.support.wide import wide_but
@@ -74,31 +73,30 @@ def rectangles(
 
 def make(
     layout: Layout,
-    orthogonalizer: Orthogonalizer,
+    method: NewtonSchulz,
     *,
     waves: str = "large",
     team_size: int | None = None,
     by_pairs: bool,
-) -> tuple[Exchange, Exchange]:
-    """All-gather and owner exchange of a layout."""
-    world, device = dist.group.WORLD, torch.device("cpu")
+) -> tuple[Waves, Waves]:
+    """Waves of a layout that every rank gathers, and that go to owners."""
+    world, options = dist.group.WORLD, StepOptions(torch.device("cpu"), wire="fp32")
     assert world is not None
     rules = None
     if team_size is not None:
-        rules = TeamRules(orthogonalizer.iteration.cost, [0] * world.size(), team_size)
-    costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
-    plan = replace(make_plan(layout, costs, memory=Memory(4), rules=rules), by_pairs=by_pairs)
+        rules = TeamRules(method.cost, [0] * world.size(), team_size)
+    costs = [method.flops(matrix) for matrix in layout.matrices]
+    sizes = sizes_of(method, options.wire, (), processor=True)
+    plan = replace(make_plan(layout, costs, sizes=sizes, rules=rules), by_pairs=by_pairs)
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
     return (
-        exchange_by(GATHERED, layout, world, orthogonalizer, Buffers(device)),
-        exchange_by(OWNER, layout, world, orthogonalizer, Buffers(device), plan=plan),
+        make_waves(GATHERED, layout, world, method, options),
+        make_waves(OWNER, layout, world, method, options, plan=plan),
     )
 
 
-def updates(
-    rank: int, layout: Layout, exchange: Exchange, *, slow: int = -1
-) -> dict[int, torch.Tensor]:
+def updates(rank: int, layout: Layout, waves: Waves, *, slow: int = -1) -> dict[int, torch.Tensor]:
     """This rank's update rows by matrix; rank `slow` takes its time."""
     done: dict[int, torch.Tensor] = {}
 
@@ -108,20 +106,20 @@ def updates(
         full = torch.randn(
             layout.matrices[index].shape, generator=torch.Generator().manual_seed(index)
         )
-        shard = layout.matrices[index].shard_of(rank)
-        assert shard is not None, "rows are asked for that this rank does not hold"
+        shard = layout.matrices[index].held_by(rank)
+        assert shard.numel, "rows are asked for that this rank does not hold"
         return full.narrow(
             0,
             shard.row_start,
             shard.rows,
         ).narrow(1, shard.col_start, shard.cols)
 
-    of_step = ByMatrix(rows, done.__setitem__)
-    exchange.run(of_step, SILENT)
-    assert sorted(of_step.prepared) == sorted(done), "every matrix takes part once"
+    passes = ByMatrix(rows, done.__setitem__)
+    Engine(waves, passes).step()
+    assert sorted(passes.prepared) == sorted(done), "every matrix takes part once"
     assert not any(update.isnan().any() for update in done.values())
     assert set(done) == {
-        i for i, matrix in enumerate(layout.matrices) if matrix.shard_of(rank) is not None
+        i for i, matrix in enumerate(layout.matrices) if matrix.held_by(rank).numel
     }
     return done
 
@@ -154,7 +152,7 @@ def of_all_layouts(
             )
         layout = Layout(world_size, tuple(matrices))
         for number, way in enumerate(ways):
-            gathered, owner = make(layout, Orthogonalizer(Iteration(precision="highest")), **way)
+            gathered, owner = make(layout, NewtonSchulz(Iteration(precision="highest")), **way)
             expected, first = updates(rank, layout, gathered), updates(rank, layout, owner)
             for again in (
                 updates(rank, layout, owner),
@@ -209,10 +207,10 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
         scale if rank == 0 else 0.0
     )
     found: list[torch.Tensor] = []
-    for exchange in make(
-        layout, Orthogonalizer(Iteration(precision="highest")), team_size=world_size, by_pairs=False
+    for waves in make(
+        layout, NewtonSchulz(Iteration(precision="highest")), team_size=world_size, by_pairs=False
     ):
-        exchange.run(ByMatrix(lambda _: rows, lambda _, update: found.append(update)), SILENT)
+        Engine(waves, ByMatrix(lambda _: rows, lambda _, update: found.append(update))).step()
     return found
 
 

@@ -33,7 +33,7 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
     """The shape of every block that an iteration works on; a batch counts as its members."""
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    from megatron_muon.core import newton_schulz as ns
+    from megatron_muon.core.methods import newton_schulz as ns
 
     shapes: list[tuple[int, int]] = []
 
@@ -47,7 +47,7 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
 
     with ExitStack() as stack:
         # no_shard comes to upstream's function, the sharded Muon to one of ours.
-        for module, name in ((muon_utils, "newton_schulz"), (ns, "standard"), (ns, "gram")):
+        for module, name in ((muon_utils, "newton_schulz"), (ns, "iterate")):
             stack.enter_context(mock.patch.object(module, name, recording(getattr(module, name))))
         yield shapes
 

@@ -52,7 +52,7 @@ def stepped(
     optimizer.step()
     if not alone:  # torch's own names of groups still agree
         dist.barrier(dist.new_group(list(range(world_size)), use_local_synchronization=True))
-    return optimizer.digest, [team.ranks for team in optimizer.parts[0].exchange.plan.teams]
+    return optimizer.digest, [team.ranks for team in optimizer.parts[0].waves.plan.teams]
 
 
 def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
@@ -145,7 +145,8 @@ def sums_among(rank: int, world_size: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.core.ranks import group_among, new_group_of
+    from megatron_muon.all_ranks import new_group_of
+    from megatron_muon.core.ranks import group_among
 
     world: Any = dist.group.WORLD
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_muon.core import collectives
+from megatron_muon.core import exchange
 
 _IN_PLACE, _OUT_AND_IN, _NO_TENSORS = "in place", "out and in", "no tensors"
 _METHODS = {
@@ -73,7 +73,7 @@ def delayed_collectives() -> Iterator[None]:
         # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they
         # are.
         by_pairs = partial(dist.all_to_all_single, async_op=True)
-        stack.enter_context(mock.patch.object(collectives, "exchange_pairs", by_pairs))
+        stack.enter_context(mock.patch.object(exchange, "exchange_pairs", by_pairs))
         yield
     if under_way:
         raise DelayedError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -296,29 +297,34 @@ def gradient_statistics(rank: int, world_size: int, *, case: Case) -> tuple[floa
 def sabotaged(how: str) -> Iterator[None]:
     """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
     from megatron_muon.core.cost import Iteration
-    from megatron_muon.core.exchange import Exchange
-    from megatron_muon.core.orthogonalize import Orthogonalizer
+    from megatron_muon.core.engine import Engine
+    from megatron_muon.core.methods.orthogonalize import NewtonSchulz
     from megatron_muon.core.rules.hyperball import Hyperball
     from tests.support.rows import orthogonalized
 
-    def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
-        orthogonalizer = Orthogonalizer(Iteration(precision="highest"), extra_scale_factor=0.2)
-        for chunk in self.chunks:
-            rows.prepare(chunk)
-            for held in chunk.rows:
-                there = slice(held.start, held.start + held.shard.numel)
-                shard = chunk.prepared[there].view(held.shard.rows, held.shard.cols)
-                chunk.updates[there] = orthogonalized(orthogonalizer, shard).view(-1)
-            rows.apply(chunk)
+    def orthogonalize_the_shard(self: Any) -> None:
+        method = NewtonSchulz(Iteration(precision="highest"), extra_scale_factor=0.2)
+        self.passes.begin(self.probe)
+        waves = [each for wave in self.waves for each in (wave, *wave.batches)]
+        for wave in waves:
+            for chunk in wave.chunks:
+                self.passes._prepare(chunk)
+                chunk.pack()
+                for rows in chunk.prepared_rows:
+                    rows.copy_(orthogonalized(method, rows))
+                chunk.updates.copy_(chunk.prepared)
+                for part in self.passes.rows.with_weights(chunk):
+                    self.passes._apply(part)
+        self.passes.end()
 
     end = Hyperball.end
 
     def norms_of_shards(self: Any) -> None:
-        self._group = None
+        self.held = replace(self.held, replicated=True)
         end(self)
 
     replaced: dict[str, Any] = {
-        "shard": (Exchange, "run", orthogonalise_the_shard),
+        "shard": (Engine, "step", orthogonalize_the_shard),
         "norms": (Hyperball, "end", norms_of_shards),
     }
     with mock.patch.object(*replaced[how]) if how else nullcontext():
@@ -326,11 +332,11 @@ def sabotaged(how: str) -> Iterator[None]:
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
-    from megatron_muon.core import plan
+    from megatron_muon.core import packing
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
-    plan.SMALL_BYTES = 0  # several waves, as large models have
+    packing.SMALL_BYTES = 0  # several waves, as large models have
 
     config = MuonOptimizerConfig(
         use_distributed_optimizer=True,

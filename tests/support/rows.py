@@ -4,33 +4,69 @@ matrix's update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron_muon.core.cost import GRAM, STANDARD, Coefficients
 from megatron_muon.core.layout import Matrix, RowSplit
-from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.slices import Team
-from megatron_muon.core.wave import Chunk
+from megatron_muon.core.methods import newton_schulz, symmetric
+from megatron_muon.core.methods.method import Method, Work
+from megatron_muon.core.methods.symmetric import SymmetricProducts
+from megatron_muon.core.passes import Passes
+from megatron_muon.core.probe import Probe
+from megatron_muon.core.scaling import largest_magnitude, unit_factor
+from megatron_muon.core.slices import BlockKind, Team
+from megatron_muon.core.teams import TeamGroup
+from megatron_muon.core.wave import Chunk, Wave
+
+
+def started(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Blocks `(count, m, n)` as iterations take them: in `dtype`, the largest magnitude near 1."""
+    return (blocks * unit_factor(largest_magnitude(blocks))).to(dtype)
+
+
+def iterated(
+    x: torch.Tensor, steps: Coefficients, runs: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The standard iteration of a copy of `x`, or with `runs` the Gram iteration."""
+    count, m, _ = x.shape
+    small = count * m * m * x.itemsize
+    sizes = dict.fromkeys(("r", "z", "q", "t"), small) | {"wide": x.nbytes}
+    work = Work.allocated(sizes, x.device)
+    products = SymmetricProducts(symmetric.products_on(x.device, x.dtype), work)
+    remaining = iter(steps)
+    parts = [list(itertools.islice(remaining, length)) for length in runs or (1,) * len(steps)]
+    return newton_schulz.iterate(x.clone(), parts, GRAM if runs else STANDARD, products)
+
+
+def run(
+    method: Method, stack: torch.Tensor, kind: BlockKind, team: TeamGroup | None = None
+) -> None:
+    """Run a method on a finite stack with buffers of its own."""
+    for part in stack.split(min(method.together(kind), len(stack))):
+        work = Work.allocated(method.work_bytes(kind, len(part), part.itemsize), part.device)
+        method.run(part, kind, unit_factor(largest_magnitude(part)), work, team=team)
 
 
 def orthogonalized(
-    orthogonalizer: Orthogonalizer, matrix: torch.Tensor, split: RowSplit | None = None
+    method: Method, matrix: torch.Tensor, split: RowSplit | None = None
 ) -> torch.Tensor:
     """The scaled update of a whole matrix `(rows, cols)` fp32, zero where it is not finite."""
     described = Matrix("w", (matrix.shape[0], matrix.shape[1]), split=split)  # type: ignore[arg-type]
     update = matrix.clone()
-    slots = Team((0,), ()).slots(0, described)
+    slots = Team((0,), ()).slices(0, described)
     for slot, block in zip(slots, described.split.views(update), strict=True):
         flat = block.reshape(slot.of)
         wide = flat.mT.contiguous() if slot.is_tall else flat.clone()
-        orthogonalizer.orthogonalize_stack(wide[None], slot.kind(orthogonalizer.scale(slot.of)))
+        run(method, wide[None], slot.kind(method.scale(slot.of)))
         block.copy_((wide.mT if slot.is_tall else wide).view(block.shape))
     return update if update.isfinite().all() else torch.zeros_like(update)
 
 
-class ByMatrix:
-    """Stands for the optimizer in a step of an exchange.
+class ByMatrix(Passes):
+    """Passes between waves and rows that a test gives, without an optimizer.
 
     Args:
         rows: this rank's prepared rows `(rows, cols)` of a matrix, by index.
@@ -47,25 +83,40 @@ class ByMatrix:
     ) -> None:
         self.prepared: list[int] = []
         self.applied: list[int] = []
-        self._rows, self._apply = rows, apply
+        self._of_matrix, self._take = rows, apply
+        self._normalizing = []
 
-    def prepare(self, chunk: Chunk) -> None:
+    def begin(self, probe: Probe) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def advance(self, wave: Wave) -> None:
+        for chunk in wave.chunks:
+            self._collect(chunk)
+            chunk.pack()
+            chunk.prepared.fill_(torch.nan)
+
+    def descend(self, wave: Wave) -> None:
+        for chunk in wave.chunks:
+            chunk.unpack()
+            self._hand_over(chunk)
+
+    def _collect(self, chunk: Chunk) -> None:
         for held in chunk.rows:
             self.prepared.append(held.of)
             chunk.prepared[held.start : held.start + held.shard.numel].copy_(
-                self._rows(held.of).reshape(-1)
+                self._of_matrix(held.of).reshape(-1)
             )
 
-    def packed(self, chunk: Chunk) -> None:
-        chunk.prepared.fill_(torch.nan)
-
-    def apply(self, chunk: Chunk) -> None:
+    def _hand_over(self, chunk: Chunk) -> None:
         for held in chunk.rows:
             assert held.of in self.prepared
             assert held.of not in self.applied, "an update is applied twice"
             self.applied.append(held.of)
             update = chunk.updates[held.start : held.start + held.shard.numel]
-            self._apply(
+            self._take(
                 held.of,
                 update.view(held.shard.rows, held.shard.cols).clone(),
             )

@@ -147,7 +147,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "split into nothing": (wrong(split={"layers.0": ()}), "give whole numbers of rows"),
     "split by a float": (wrong(split={"layers.0": 4.0}), "give whole numbers of rows"),
     "flatten of nothing": (wrong(flatten={"conv3*": True}), "matches none of the 1 parameters of"),
-    "norms and decay": (wrong(hyperball=True), "decay 0.1 of .* has no effect with MuonHyperball"),
+    "norms and decay": (
+        wrong(hyperball=True),
+        "weight_decay of .* 0.1 has no effect with MuonHyperball",
+    ),
     "norms and moments": (
         wrong(hyperball=True, moment2_method="normuon"),
         "moment2_method='normuon' is not supported with hyperball=True",

@@ -16,15 +16,19 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.rehearse import machine
 from benchmarks.rehearse.recorder import Recorder
-from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.rules.held import Held
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.muon import Muon
-from megatron_muon.fsdp.step import put_on_device
+from megatron_muon.fsdp.part import view_parameters
+from megatron_muon.fsdp.step import CapturedStep, put_on_device
+from megatron_muon.fsdp.views import View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
+from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.tools.plan.estimate import HARDWARE
+from tests.support.cut_matrices import row_sharded
 
 RANKS = 4
 SHAPES = [(64, 32), (32, 64), (512, 256), (48, 16)]
@@ -74,7 +78,7 @@ class Enqueued(TorchDispatchMode):
 
     def _seen(self, one: Any) -> Any:
         if not torch.is_tensor(one):
-            return one
+            return repr(one) if isinstance(one, float) else one  # NaN is unlike itself
         storage = one.untyped_storage()._cdata
         return (
             "made" if storage in self._made else storage,
@@ -99,7 +103,7 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
             layout,
             dist.new_group(range(RANKS)),
             machine.DEVICE,
-            [1] * len(SHAPES),
+            [shard.rectangle for shard in layout.held(1)],
         )
         parameters = [
             torch.nn.Parameter(
@@ -111,7 +115,10 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
             parameter.grad = torch.empty_like(parameter)
         config = MuonOptimizerConfig(**{**SETTINGS, **settings})
         names = {parameter: f"w{i}" for i, parameter in enumerate(parameters)}
-        yield make_muon([{"params": parameters}], held, config, names, offload=None)
+        views = {parameter: View(tuple(parameter.shape)) for parameter in parameters}
+        viewed = view_parameters(names, views, held.rectangles)
+        groups = [{"params": parameters}]
+        yield make_muon(groups, viewed, held, config, Beside(), machine.DEVICE)
 
 
 def enqueued(muon: ShardedMuon) -> list[tuple[Any, ...]]:
@@ -206,9 +213,10 @@ class Captured:
         self.step(0)
 
     def capture(self) -> None:
-        put_on_device(self.muon.param_groups, torch.device("cpu"))
+        groups = self.muon.param_groups
+        put_on_device(groups, torch.device("cpu"))
         for part in self.muon.parts:
-            part.capture(self.muon.param_groups)
+            part.captured = CapturedStep(part.engine.step, list(part.viewed), groups)
 
     def _graph(self) -> RecordedGraph:
         weights = list(self.weights.values())

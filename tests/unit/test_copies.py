@@ -1,6 +1,4 @@
-"""Merged copies do what copying rectangle by rectangle does, and buffers in use at one time do not
-overlap.
-"""
+"""Merged copies do what copying rectangle by rectangle does."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.arena import MAX_DIMS, Arena, Buffer, Copies, Copy, Strided, merged
+from megatron_muon.core.copies import MAX_DIMS, Copies, Copy, merged
 
 
 @st.composite
@@ -23,19 +21,19 @@ def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
     sides = st.integers(1, 3)
     shapes = draw(st.lists(st.tuples(sides, sides), min_size=1, max_size=9))
     order = draw(st.permutations(range(len(shapes))))
-    targets, end = {}, 0
+    targets: dict[int, tuple[int, tuple[int, int]]] = {}
+    end = 0
     for place in order:
         (rows, cols), more = shapes[place], draw(st.integers(0, 2))
         transposed = draw(st.booleans())
         strides = (1, rows + more) if transposed else (cols + more, 1)
-        targets[place] = Strided(end, strides)
+        targets[place] = end, strides
         end += (cols if transposed else rows) * max(strides) + draw(st.integers(0, 2))
     copies, start = [], 0
     for place, (rows, cols) in enumerate(shapes):
         start += draw(st.integers(0, 1)) * draw(st.integers(0, 3))
-        copies.append(
-            Copy((rows, cols), Strided(start, (cols, 1)), targets[place]),
-        )
+        target, (row, col) = targets[place]
+        copies.append(Copy(start, target, ((rows, cols, row), (cols, 1, col))))
         start += rows * cols
     return copies, start, end
 
@@ -45,14 +43,15 @@ def test_merged_copies_copy_every_rectangle(drawn: tuple[list[Copy], int, int]) 
     copies, source_size, target_size = drawn
     source = torch.arange(1.0, source_size + 1)
     expected, found = torch.zeros(target_size), torch.zeros(target_size)
-    for shape, start, end in copies:
-        expected.as_strided(shape, end.strides, end.offset).copy_(
-            source.as_strided(shape, start.strides, start.offset)
+    for start, end, dims in copies:
+        shape, from_strides, to_strides = zip(*dims, strict=True)
+        expected.as_strided(shape, to_strides, end).copy_(
+            source.as_strided(shape, from_strides, start)
         )
     Copies(copies, source, found)()
     assert torch.equal(found, expected)
     assert len(merged(copies)) <= len(copies)
-    assert all(len(copy.shape) <= MAX_DIMS for copy in merged(copies))
+    assert all(len(copy.dims) <= MAX_DIMS for copy in merged(copies))
 
 
 def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
@@ -61,40 +60,10 @@ def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
     """
     copies = []
     for layer, group in itertools.product(range(8), range(4)):
-        source = Strided(layer * 90 + group * 20, (5, 1))
-        target = Strided(layer * 60 + group * 15, (5, 1))
-        copies.append(Copy((3, 5), source, target))
+        source = layer * 90 + group * 20
+        target = layer * 60 + group * 15
+        copies.append(Copy(source, target, ((3, 5, 5), (5, 1, 1))))
     (one,) = merged(copies)
-    assert one.shape == (8, 4, 15)
-    assert one.source.strides == (90, 20, 1)
-    assert one.target.strides == (60, 15, 1)
-    moved = copies[-1]._replace(target=Strided(1000, (5, 1)))
+    assert one.dims == ((8, 90, 60), (4, 20, 15), (15, 1, 1))
+    moved = copies[-1]._replace(target=1000)
     assert len(merged([*copies[:-1], moved])) == 3
-
-
-MOMENTS = st.lists(
-    st.integers(0, 12),
-    min_size=2,
-    max_size=2,
-).map(sorted)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3000), MOMENTS), max_size=30),
-)
-def test_buffers_that_are_in_use_at_one_time_do_not_overlap(
-    wanted: list[tuple[int, list[int]]],
-) -> None:
-    buffers = [Buffer(size, torch.float32, *moments) for size, moments in wanted]
-    arena = Arena(torch.device("cpu"), buffers)
-    assert arena.memory.untyped_storage().nbytes() >= arena.nbytes
-    for moment in range(13):
-        end = 0
-        used = [each for each in buffers if each.numel and each.first <= moment <= each.last]
-        for buffer in sorted(used, key=lambda each: each.offset):
-            assert end <= buffer.offset
-            end = buffer.offset + buffer.nbytes
-        assert end <= arena.nbytes
-    for buffer in buffers:
-        assert arena.tensor(buffer).shape == (buffer.numel,)
-    assert arena.nbytes <= sum(buffer.nbytes for buffer in buffers)

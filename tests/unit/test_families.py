@@ -246,11 +246,11 @@ def test_the_table_names_classes_of_transformers_and_their_weights() -> None:
             name = re.split(r"\W", text, maxsplit=1)[0]
             found[name] = found.get(name, "") + text
     others = ("W_pack", "qkv_opreact")  # Baichuan's and NX-AI's own code
-    for patterns, weight, _ in FUSED:
-        for pattern in patterns.split():
-            if pattern.startswith("*") and weight not in others:
-                classes = fnmatch.filter(found, pattern.removeprefix("*."))
-                assert any(f"self.{weight}" in found[name] for name in classes), pattern
+    for pattern in FUSED:
+        kind, weight = pattern.split(":")
+        if kind.startswith("*") and weight not in others:
+            classes = fnmatch.filter(found, kind.removeprefix("*."))
+            assert any(f"self.{weight}" in found[name] for name in classes), pattern
 
 
 class Remote(nn.Module):

@@ -288,9 +288,9 @@ def test_every_projection_of_the_installed_megatron_core_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
-    [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)],
+    [(PLAIN, (8,)), (SPLIT, (4, 4))],
 )
-def test_a_stack_has_a_block_for_each_expert(
+def test_the_matrix_of_each_expert_of_a_stack_is_split(
     settings: MuonOptimizerConfig, parts: tuple[int, ...]
 ) -> None:
     config = TransformerConfig(**GPT, **GATED)

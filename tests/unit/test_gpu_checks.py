@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon import cli
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
 from megatron_muon.offload.codecs import Codec
@@ -20,7 +20,7 @@ from megatron_muon.tools.doctor.gpu_checks import Context
 from megatron_muon.tools.plan import estimate
 
 CHECKS = step_checks.CHECKS
-STACK = Orthogonalizer, "orthogonalize_stack"
+STACK = NewtonSchulz, "run"
 
 
 @pytest.mark.gpu

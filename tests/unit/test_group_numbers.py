@@ -102,7 +102,7 @@ def test_hyperball_looks_at_the_value_of_a_tensor() -> None:
     p.grad = torch.ones(4, 4)
     optimizer.step()
     group["lr"].fill_(2.0)
-    with pytest.raises(UserError, match=r"learning rate 2 of .* is not below 1"):
+    with pytest.raises(UserError, match=r"lr of .* 2 is not below 1"):
         optimizer.step()
 
 

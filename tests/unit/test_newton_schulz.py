@@ -17,24 +17,19 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
-from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, Iteration
 from megatron_muon.core.layout import Matrix
-from megatron_muon.core.orthogonalize import to_unit_magnitude
+from megatron_muon.core.methods import newton_schulz as ns
+from megatron_muon.core.methods import orthogonalize, symmetric
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
+from tests.support.rows import iterated, run, started
 
 QUINTIC = ns.coefficients("quintic", 5)
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def started(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the iterations take: the block in `dtype`, its largest magnitude near 1."""
-    return to_unit_magnitude(block.clone(), dtype)
 
 
 def polynomial(block: torch.Tensor, steps: ns.Coefficients) -> torch.Tensor:
@@ -59,7 +54,8 @@ def test_the_standard_iteration_is_emerging_optimizers_in_fp32(
     enlarge.
     """
     stack = torch.randn(3, *shape, generator=seeded(0)) * 1e-3
-    found = ns.standard(started(stack, torch.float32), ns.coefficients(coefficient_type, 6))
+    steps = ns.coefficients(coefficient_type, 6)
+    found = iterated(started(stack, torch.float32), steps)
     with eo_utils.fp32_matmul_precision("highest"):
         expected = newton_schulz(stack, steps=6, coefficient_type=coefficient_type)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-5)
@@ -92,7 +88,7 @@ def test_a_matrix_rounded_on_the_wire_is_rounded_once(shape: tuple[int, int]) ->
         with eo_utils.fp32_matmul_precision("medium"):
             plain = newton_schulz(block[0], steps=5, coefficient_type="quintic")
             rounded_twice = newton_schulz(wire[0].float(), steps=5, coefficient_type="quintic")
-        found = ns.standard(started(wire, torch.bfloat16), QUINTIC)[0]
+        found = iterated(started(wire, torch.bfloat16), QUINTIC)[0]
         for errors, update in ((ours, found), (theirs, plain), (twice, rounded_twice)):
             errors.append(
                 float((update.double() - exact).norm() / exact.norm()),
@@ -115,18 +111,18 @@ def test_auto_takes_gram_where_it_needs_fewer_operations(precision, gram) -> Non
     """Five steps: 20 a + 10 against `gram` in units of n^3, equal at 1.5."""
     n, auto = 64, Iteration(precision=precision)
     for ratio in (1, 2, 8):
-        standard = replace(auto, method=STANDARD).flops(n, ratio * n)
+        standard = replace(auto, method=STANDARD).cost(n, ratio * n)
         assert standard == (20 * ratio + 10) * n**3
-        assert replace(auto, method=GRAM).flops(ratio * n, n) == gram(ratio) * n**3
+        assert replace(auto, method=GRAM).cost(ratio * n, n) == gram(ratio) * n**3
         assert auto.method_for(n, ratio * n) == (STANDARD if ratio == 1 else GRAM)
-        assert auto.flops(n, ratio * n) == min(standard, gram(ratio) * n**3)
+        assert auto.cost(n, ratio * n) == min(standard, gram(ratio) * n**3)
 
 
 def test_an_unknown_set_is_named() -> None:
     with pytest.raises(
         ValueError, match="muon_coefficient_type cubic does not exist; choose one of simple"
     ):
-        ns.coefficients("cubic", 5)
+        Iteration("cubic").check()
 
 
 @pytest.fixture
@@ -148,28 +144,28 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
         product = alpha * (a.float() @ a.float().mT)
         out.copy_(product if c is None else product + beta * c.float())
 
-    for module in (ns, orthogonalize):
+    for module in (symmetric, orthogonalize):
         monkeypatch.setattr(module, "KERNEL", small)
     monkeypatch.setattr(
-        ns, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE
+        symmetric, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE
     )
-    monkeypatch.setattr(ns, "symmetric_kernel", symmetric_kernel)
+    monkeypatch.setattr(symmetric, "symmetric_kernel", symmetric_kernel)
     return calls
 
 
-@pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
+@pytest.mark.parametrize("runs", [None, Iteration().runs(GRAM)])
 def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(
-    kernel, monkeypatch, iterate
+    kernel, monkeypatch, runs
 ) -> None:
     stack = torch.randn(2, 16, 40, generator=seeded(0)).bfloat16()
-    found = iterate(stack, QUINTIC)
+    found = iterated(stack, QUINTIC, runs)
     wide = [call for call in kernel if call[:2] == (16, 40)]
     squares = [call for call in kernel if call[:2] == (16, 16)]
-    assert len(wide) == 2 * (5 if iterate is ns.standard else 3)
+    assert len(wide) == 2 * (3 if runs else 5)
     # of matrices that are symmetric to the last bit
-    assert len(squares) == 2 * (5 if iterate is ns.standard else 3)
-    monkeypatch.setattr(ns, "products_on", lambda device, dtype: DENSE)
-    torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
+    assert len(squares) == 2 * (3 if runs else 5)
+    monkeypatch.setattr(symmetric, "products_on", lambda device, dtype: DENSE)
+    torch.testing.assert_close(found, iterated(stack, QUINTIC, runs), rtol=0.0, atol=0.03)
 
 
 ALONE = Team((0,), ())
@@ -206,25 +202,24 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
     """In a step the other ranks waited for compilations in a collective, also with
     `--muon-ns-steps-for` and teams.
     """
-    orthogonalizer = orthogonalize.Orthogonalizer()
+    orthogonalizer = orthogonalize.NewtonSchulz()
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
     of_all = itertools.chain(
-        *(team.slots(i, matrix) for i, matrix in enumerate(matrices)),
+        *(team.slices(i, matrix) for i, matrix in enumerate(matrices)),
     )
     slots = [slot for slot in of_all if slot.rank == 0]
-    kinds = orthogonalizer.kernel_kinds(slots)
-    orthogonalizer.warm_up(kinds)
+    orthogonalizer.warm_up(slots)
     compiled = set(kernel)
     assert {call[:2] for call in compiled} == sizes
     kernel.clear()
-    sums: Any = SimpleNamespace(
-        ranks=team.ranks, total=lambda part, probe: part, largest=lambda values: values
-    )
+    sums: Any = SimpleNamespace(ranks=team.ranks, total=lambda part, buffer, probe: part)
     for of in make_stacks(slots, orthogonalizer.scale):
         part = torch.randn(of.shape).bfloat16()
-        orthogonalizer.orthogonalize_stack(part, of.kind, sums if of.kind.ranks else None)
+        run(orthogonalizer, part, of.kind, sums if of.kind.ranks else None)
     assert set(kernel) == compiled
-    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).kernel_kinds(slots) == []
+    kernel.clear()
+    orthogonalize.NewtonSchulz(Iteration(precision="high")).warm_up(slots)
+    assert kernel == []
 
 
 def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:
@@ -234,7 +229,7 @@ def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:
     code = """
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from megatron_muon.core.newton_schulz import SQUARE, symmetric_kernel
+from megatron_muon.core.methods.symmetric import SQUARE, symmetric_kernel
 kernels = muon_utils.triton_kernels
 names = ("TILE_M", "TILE_N", "TILE_K", "GROUP_SIZE_M")
 kernel = kernels.syrk.syrk_kernel_bf16

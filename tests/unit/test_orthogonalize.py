@@ -8,14 +8,12 @@ import math
 import pytest
 import torch
 
-from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
-from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.core.slices import Team
-from tests.support.rows import orthogonalized
+from megatron_muon.core.methods import symmetric
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from tests.support.rows import orthogonalized, started
 
-ALONE = Team((0,), ())
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 9)]
 
 
@@ -23,9 +21,9 @@ def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
-def unscaled() -> Orthogonalizer:
-    """An Orthogonalizer whose scale is 1 for matrices with no more rows than columns."""
-    return Orthogonalizer(Iteration(precision="highest"), scale_mode="shape_scaling")
+def unscaled() -> NewtonSchulz:
+    """An NewtonSchulz whose scale is 1 for matrices with no more rows than columns."""
+    return NewtonSchulz(Iteration(precision="highest"), scale_mode="shape_scaling")
 
 
 SCALES = {
@@ -39,9 +37,9 @@ SCALES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scale_is_that_of_the_block(mode: str, shape: tuple[int, int]) -> None:
     one = orthogonalized(
-        Orthogonalizer(Iteration(precision="highest"), scale_mode=mode), randn(*shape)
+        NewtonSchulz(Iteration(precision="highest"), scale_mode=mode), randn(*shape)
     )
-    fifth = Orthogonalizer(Iteration(precision="highest"), scale_mode=mode, extra_scale_factor=0.2)
+    fifth = NewtonSchulz(Iteration(precision="highest"), scale_mode=mode, extra_scale_factor=0.2)
     torch.testing.assert_close(orthogonalized(fifth, randn(*shape)), 0.2 * one)
     plain = orthogonalized(unscaled(), randn(*shape)) / SCALES["shape_scaling"](*shape)
     torch.testing.assert_close(one, plain * SCALES[mode](*shape))
@@ -60,11 +58,11 @@ def test_powers_of_two_change_no_bit(exponent: int) -> None:
 
 def test_zero_stays_zero() -> None:
     assert torch.equal(
-        orthogonalized(Orthogonalizer(), torch.zeros(4, 3)),
+        orthogonalized(NewtonSchulz(), torch.zeros(4, 3)),
         torch.zeros(4, 3),
     )
     assert torch.equal(
-        to_unit_magnitude(torch.zeros(2, 2), torch.float32),
+        started(torch.zeros(2, 2), torch.float32),
         torch.zeros(2, 2),
     )
 
@@ -77,7 +75,7 @@ def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
     before = switch.fp32_precision
     switch.fp32_precision = "tf32"
     try:
-        orthogonalized(Orthogonalizer(Iteration(precision="medium")), randn(3, 3))
+        orthogonalized(NewtonSchulz(Iteration(precision="medium")), randn(3, 3))
         assert switch.fp32_precision == "tf32"
     finally:
         switch.fp32_precision = before
@@ -88,8 +86,8 @@ def test_row_scales_are_those_of_blocks() -> None:
     split = RowSplit(2, (3, 1))
     matrix = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     settings = {"iteration": Iteration(precision="highest"), "extra_scale_factor": 0.2}
-    raw = Orthogonalizer(**settings, scaled=False)
-    scaled = orthogonalized(Orthogonalizer(**settings), matrix, split)
+    raw = NewtonSchulz(**settings, scaled=False)
+    scaled = orthogonalized(NewtonSchulz(**settings), matrix, split)
     factors = raw.row_scales(Matrix("w", (8, 5), split=split))
     torch.testing.assert_close(
         orthogonalized(raw, matrix, split) * factors, scaled, rtol=1e-5, atol=0.0
@@ -104,15 +102,14 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(
     nothing.
     """
     monkeypatch.setattr(
-        orthogonalize.ns,
+        symmetric,
         "products_on",
         lambda device, dtype: KERNEL if device.type == "cuda" else HALVES,
     )
-    on_gpu = Orthogonalizer(device=torch.device("cuda"))
+    on_gpu = NewtonSchulz(device=torch.device("cuda"))
     assert on_gpu.iteration.products is KERNEL
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
-    assert on_cpu.kernel_kinds(ALONE.slots(0, Matrix("w", (2048, 2048)))) == []
 
 
 @pytest.mark.parametrize("before", [(True, True), (False, False)])
@@ -130,13 +127,13 @@ def test_bf16_products_are_summed_in_fp32_and_the_switch_is_put_back(
         seen.append(found())
         raise KeyError
 
-    monkeypatch.setattr(orthogonalize.ns, "_gram_matrix", product)
+    monkeypatch.setattr(symmetric.SymmetricProducts, "gram", product)
     at_first = found()
     try:
         switches.allow_bf16_reduced_precision_reduction = before
         for precision in ("medium", "highest"):
             with pytest.raises(KeyError):
-                orthogonalized(Orthogonalizer(Iteration(precision=precision)), randn(8, 8))
+                orthogonalized(NewtonSchulz(Iteration(precision=precision)), randn(8, 8))
             assert found() == before
     finally:
         switches.allow_bf16_reduced_precision_reduction = at_first

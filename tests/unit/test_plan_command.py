@@ -14,13 +14,13 @@ import pytest
 from benchmarks import plans
 from benchmarks.rehearse import __main__ as rehearse
 from megatron_muon import cli
-from megatron_muon.core import newton_schulz
-from megatron_muon.core import plan as core_plan
+from megatron_muon.core import packing
 from megatron_muon.core.assignment import TeamRules
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
-from megatron_muon.core.exchange import Exchange
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.build import sizes_of
+from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
+from megatron_muon.core.engine import Engine
+from megatron_muon.core.methods import symmetric
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.tools.plan import plan_command
@@ -269,24 +269,24 @@ def test_a_plan_names_the_owners_that_training_would(
     """
     # without it a processor's plan is of fp32
     monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: True)
-    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
+    monkeypatch.setattr(symmetric, "products_on", lambda device, dtype: products)
     machine = HARDWARE[hardware]
     config, (group,), _ = plan_command.read_config(CONFIGS / "llama3-8b.yaml", 64, machine)
     planned = plan_group(group, plan_command.settings_of(config, machine), machine).plan
-    orthogonalizer, layout = Orthogonalizer(), group.layout
+    orthogonalizer, layout = NewtonSchulz(), group.layout
     costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
     nodes = [rank // machine.node_ranks for rank in range(layout.world_size)]
-    memory = Memory(2, orthogonalizer.iteration)
+    sizes = sizes_of(orthogonalizer, AUTO, (), processor=machine.processor)
     rules = TeamRules(orthogonalizer.iteration.cost, nodes)
-    trained = make_plan(layout, costs, memory=memory, rules=rules)
+    trained = make_plan(layout, costs, sizes=sizes, rules=rules)
     assert planned.owners == trained.owners
     assert planned.waves == trained.waves
     if products is DENSE:  # negative control
         other = Iteration(precision="high", products=products)
         wrong = []
         for matrix in layout.matrices:
-            wrong.append(sum(other.flops(*block) for block in matrix.blocks))
-        unlike = make_plan(layout, wrong, memory=memory, rules=rules)
+            wrong.append(sum(other.cost(*block) for block in matrix.blocks))
+        unlike = make_plan(layout, wrong, sizes=sizes, rules=rules)
         assert unlike.owners != trained.owners
 
 
@@ -315,15 +315,16 @@ def test_plan_and_rehearsal_agree(tmp_path: Path, run: str) -> None:
 def test_ranks_that_do_not_agree_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = Exchange.__init__
+    make = Engine.__init__
 
-    def swapped(exchange: Exchange, *args: Any, **kwargs: Any) -> None:
-        make(exchange, *args, **kwargs)
-        if exchange._rank == 2:
-            exchange._waves[:2] = exchange._waves[1::-1]
+    def swapped(engine: Engine, *args: Any) -> None:
+        make(engine, *args)
+        if engine.transport.rank == 2:
+            first, second, *others = engine.waves
+            engine.waves = [second, first, *others]
 
-    monkeypatch.setattr(Exchange, "__init__", swapped)
-    monkeypatch.setattr(core_plan, "SMALL_BYTES", 0)  # several waves
+    monkeypatch.setattr(Engine, "__init__", swapped)
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)  # several waves
     figures = planned(tmp_path, f"{QUICKSTART} 4", command="rehearse", status=1)
     assert {finding["check"] for finding in figures["findings"]} == {"bytes"}
     assert all(2 in finding["ranks"] for finding in figures["findings"])

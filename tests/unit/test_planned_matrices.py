@@ -177,7 +177,7 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
     cpu.install(force=True)
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
-    from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
+    from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
     from megatron_muon.tools.plan.planned_model import in_buckets
 
     model = torch.nn.Module()

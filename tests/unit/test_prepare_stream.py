@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import OWNER, Buffers
-from megatron_muon.core.layout import Layout, Shard, row_sharded
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.plan import make_plan
-from megatron_muon.core.rules import chosen_rules, make_rules
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.storage import InOrder
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import PAGE, MomentumFile
 from megatron_muon.offload.store import DISK, HOST, RecordStore
+from tests.support.buffers import sizes_of
+from tests.support.cut_matrices import row_sharded
+from tests.support.one_rank import muon_of, waves_of
 from tests.support.streams import Event, Gpu, Stream
-from tests.unit.test_shared_exchange import Group
 
 SHAPES = [(16, 32)] * 12 + [(1, 48)] * 2  # the last two lie whole on rank 0
 STEPS = 3
@@ -57,7 +54,7 @@ class Work:
 
 
 class Trial:
-    """Rank 0 of two trains: real store, optimizer and exchange."""
+    """Rank 0 of two trains: real store, optimizer and engine."""
 
     def __init__(
         self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True, staging_pages: int = 3
@@ -70,48 +67,30 @@ class Trial:
         cuts = [[rows - rows // 2, rows // 2] for rows, _ in SHAPES]
         matrices = [row_sharded(f"w{i}", s, cuts[i]) for i, s in enumerate(SHAPES)]
         layout = Layout(2, tuple(matrices))
-        plan = make_plan(
-            layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, memory=Memory(4)
-        )
+        sizes = sizes_of(4, Iteration(precision="highest", steps=1))
+        costs = [float(r * c) for r, c in SHAPES]
+        plan = make_plan(layout, costs, buffer_bytes=32 << 10, sizes=sizes)
         assert len(plan.waves) >= 3
-        orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
+        orthogonalizer = replace(sizes.method)
+        plan = replace(plan, sizes=replace(sizes, method=orthogonalizer))
 
-        orthogonalize = orthogonalizer.orthogonalize_stack
+        orthogonalize = orthogonalizer.run
 
-        def noted(*stack: Any) -> Any:
-            result = orthogonalize(*stack)
+        def noted(*stack: Any, **options: Any) -> None:
+            orthogonalize(*stack, **options)
             self._last_products = gpu.products.clock["products"]
             self.order.append("products")
-            return result
 
-        orthogonalizer.orthogonalize_stack = noted  # type: ignore[method-assign]
+        orthogonalizer.run = noted  # type: ignore[method-assign]
         held = layout.held(0)
         generator = torch.Generator().manual_seed(1)
         self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
-        parameters = [torch.nn.Parameter(weight) for weight in self.weights]
-        self.muon = ShardedMuon(
-            [{"params": parameters}],
-            exchange_by(
-                OWNER,
-                layout,
-                Group(2, 0),
-                orthogonalizer,  # type: ignore[arg-type]
-                Buffers(torch.device("cpu"), rows_apart=True),
-                plan=plan,
-            ),
-            make_rules(
-                chosen_rules(),
-                Held(
-                    layout,
-                    Group(2, 0),
-                    torch.device("cpu"),
-                    [1] * len(SHAPES),
-                ),
-                {"nesterov": nesterov},
-            ),
-            defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
-            names={parameter: f"w{i}" for i, parameter in enumerate(parameters)},
+        self.muon = muon_of(
+            waves_of(plan, 0, is_apart=True),
+            [torch.nn.Parameter(weight) for weight in self.weights],
+            {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
             store=self._store(held, folder, place, PAGE * staging_pages),
+            nesterov=nesterov,
         )
         self.store = self.muon.store
         assert self.store is not None
@@ -199,7 +178,7 @@ def test_rows_are_prepared_beside_products(
     assert beside.gpu.driver.registered
 
     one_stream = trial(place=place, nesterov=nesterov)
-    one_stream.store.prepare_stream = None  # type: ignore[union-attr]
+    one_stream.muon.part.rows.beside = InOrder()
     assert all(
         torch.equal(one, other)
         for one, other in zip(
@@ -249,7 +228,7 @@ def test_the_paper_shows_a_missing_wait(
     """Negative control: without one of the waits, or with one slot in the memory of another."""
     one = trial(place=place)
     assert one.store is not None
-    prepare = one.store.prepare_stream._stream  # type: ignore[union-attr]
+    prepare = one.store.beside._stream  # type: ignore[attr-defined]
     first, *_, last = one.store._slots
     bring = one.store._bring
     if missing == "a slot too many":

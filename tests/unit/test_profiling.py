@@ -2,7 +2,8 @@
 
 import torch
 
-from megatron_muon.core.probe import SILENT, PhaseTimer, span
+from megatron_muon.core.probe import SILENT, span
+from megatron_muon.metrics import PhaseTimer
 
 
 def names_in(profiler):

@@ -11,10 +11,10 @@ from megatron.core.timers import Timers
 from megatron.training import global_vars
 
 from megatron_muon import cpu
-from megatron_muon.core.probe import _StepProbe
 from megatron_muon.megatron import LOSS, REPORTS, tell, tells
 from megatron_muon.megatron.patches import progress as module
 from megatron_muon.megatron.patches.progress import Clock, Progress, muon_rate
+from megatron_muon.metrics import _StepProbe
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 
@@ -156,18 +156,18 @@ def test_the_error_of_a_teams_block_is_the_blocks():
     """Where teams owned every matrix there was no such metric."""
     block = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
     whole = _StepProbe(torch.device("cpu"), copies=1)
-    whole.block(block, 0.5)
+    whole.blocks(block[None], 0.5)
     parts = [_StepProbe(torch.device("cpu"), copies=1) for _ in range(2)]
     team = SimpleNamespace(
         ranks=(0, 1),
-        total=lambda part: (block / 0.5) @ (block / 0.5).mT,
+        total=lambda part, buffer: part.copy_((block / 0.5) @ (block / 0.5).mT),
     )
     for probe, part in zip(
         parts,
         block.split([4, 6], dim=1),
         strict=True,
     ):
-        probe.block(part, 0.5, team)
+        probe.blocks(part[None], 0.5, team)
     error, measured = (
         sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured")
     )

@@ -15,16 +15,16 @@ from benchmarks.rehearse.machine import RecordingGroup
 from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from benchmarks.rehearse.recorder import RankTrace
 from megatron_muon import cpu
-from megatron_muon.core.collectives import Works
-from megatron_muon.core.exchange import Exchange
-from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.engine import Engine
+from megatron_muon.core.exchange import ToOwners, Works
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.passes import Passes
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, node_pattern
 from megatron_muon.tools.plan.plan_command import settings_of
+from tests.support.cut_matrices import row_sharded
 
 H100 = HARDWARE["h100-sxm"]
 RANKS = 4
@@ -50,7 +50,7 @@ def layout(
 DENSE = layout("dense", MATRICES * 3)
 EXPERTS = layout("expert", [((128, 64), [100, 28])] * 4)
 BOTH = (Group("dense", DENSE), Group("experts", EXPERTS, stride=2))
-OPERATIONS = {0: 139, 1: 150, 2: 145, 3: 102}
+OPERATIONS = {0: 122, 1: 133, 2: 128, 3: 128}
 BUFFER_MB = 0.4
 """So small that the dense matrices travel in several waves."""
 
@@ -140,7 +140,8 @@ def test_72_rows_over_16_ranks_are_shared_without_a_remainder_that_nobody_has() 
 
 def test_a_rank_with_another_plan_is_found(sound: Recorded) -> None:
     costs = [float(cost) for cost in range(len(DENSE.matrices), 0, -1)]
-    plan = make_plan(DENSE, costs, buffer_bytes=int(BUFFER_MB * 2**20), memory=Memory(2))
+    sizes = settings_of(rehearsal().settings, H100).sizes
+    plan = make_plan(DENSE, costs, buffer_bytes=int(BUFFER_MB * 2**20), sizes=sizes)
     plans = {("dense", node_pattern(range(RANKS), H100)): plan}
     odd = rehearse_rank(2, dataclasses.replace(rehearsal(), plans=plans))
     findings = check(replaced(sound, 2, odd))
@@ -150,23 +151,24 @@ def test_a_rank_with_another_plan_is_found(sound: Recorded) -> None:
     assert found(findings, "blocks")
 
 
-def swap_waves(make: Any, exchange: Exchange, *args: Any, **kwargs: Any) -> None:
-    make(exchange, *args, **kwargs)
-    exchange._waves[:2] = exchange._waves[1::-1]
+def swap_waves(make: Any, engine: Engine, *args: Any) -> None:
+    make(engine, *args)
+    first, second, *others = engine.waves
+    engine.waves = [second, first, *others]
 
 
-def reduce_first(run: Any, exchange: Exchange, *args: Any) -> None:
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=exchange.group)
-    run(exchange, *args)
+def reduce_first(step: Any, engine: Engine) -> None:
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=engine.transport.group)
+    step(engine)
 
 
-def orthogonalize_twice(orthogonalize: Any, exchange: Exchange, *args: Any) -> None:
-    orthogonalize(exchange, *args)
-    orthogonalize(exchange, *args)
+def apply_twice(apply: Any, engine: Engine, *args: Any) -> None:
+    apply(engine, *args)
+    apply(engine, *args)
 
 
-def forget(send: Any, exchange: Exchange, *args: Any) -> Works:
-    send(exchange, *args)
+def forget(send: Any, transport: ToOwners, *args: Any) -> Works:
+    send(transport, *args)
     return Works()
 
 
@@ -175,20 +177,26 @@ def fail(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "instead", "name", "text"),
+    ("owner", "method", "instead", "name", "text"),
     [
-        ("__init__", swap_waves, "bytes", "which expects"),
-        ("run", reduce_first, "order", "starts all_to_all of bfloat16, rank 3 all_reduce of float"),
-        ("_orthogonalize", orthogonalize_twice, "blocks", "by rank 3, part 1 of 1 by rank 3"),
-        ("_send", forget, "wait", "is never waited for: all_to_all of bfloat16"),
-        ("_orthogonalize", fail, "step", "ValueError: no such size (megatron_muon/"),
+        (Engine, "__init__", swap_waves, "bytes", "which expects"),
+        (
+            Engine,
+            "step",
+            reduce_first,
+            "order",
+            "all_to_all of bfloat16, rank 3 all_reduce of float",
+        ),
+        (Engine, "_apply_method", apply_twice, "blocks", "by rank 3, part 1 of 1 by rank 3"),
+        (ToOwners, "_exchange", forget, "wait", "is never waited for: all_to_all of bfloat16"),
+        (Engine, "_apply_method", fail, "step", "ValueError: no such size (megatron_muon/"),
     ],
 )
 def test_a_rank_that_does_something_else_is_found(
-    sound: Recorded, method: str, instead: Any, name: str, text: str
+    sound: Recorded, owner: type, method: str, instead: Any, name: str, text: str
 ) -> None:
     with Patches() as patches:
-        patches.around(Exchange, method)(instead)
+        patches.around(owner, method)(instead)
         odd = rehearse_rank(3, rehearsal())
     finding, *_ = found(check(replaced(sound, 3, odd)), name)
     assert 3 in finding.ranks
@@ -221,8 +229,8 @@ ACTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 def test_waits_of_the_host_and_memory_are_found(text: str) -> None:
     act, name = ACTS[text]
     with Patches() as patches:
-        patches.around(ShardedMuon, "apply")(
-            lambda apply, muon, chunk: (act(chunk.updates), apply(muon, chunk))
+        patches.around(Passes, "_apply")(
+            lambda apply, passes, part: (act(part.flat), apply(passes, part))
         )
         finding, *_ = check(recorded(rehearsal(), [2]))
     assert (finding.check, finding.ranks) == (name, (2,))

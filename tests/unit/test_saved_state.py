@@ -15,6 +15,7 @@ from torch import nn
 
 import megatron_muon
 from tests.support.small_model import Model, give_gradients
+from tests.unit.test_sharded_muon import parameters, sharded
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -79,7 +80,7 @@ def test_an_optimizer_itself_cannot_be_copied(duplicate: Any) -> None:
     its first step.
     """
     _, optimizer = trained()
-    for one in (optimizer, optimizer.parts[0]):
+    for one in (optimizer, sharded(parameters())):
         with pytest.raises(
             TypeError,
             match="cannot be copied or pickled; make another one and give it the state_dict",

@@ -1,9 +1,8 @@
-"""The sharded Muon on plain tensors, with exchanges that need no process group."""
+"""The sharded Muon on plain tensors, on waves that need no process group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,53 +10,56 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 import megatron_muon
-from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import LOCAL, Buffers, Exchange, RowPhases
-from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.build import sizes_of
+from megatron_muon.core.cost import AUTO, Iteration
+from megatron_muon.core.exchange import ToOwners
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
+from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.route import make_route
-from megatron_muon.core.rules import chosen_rules, make_rules
-from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.ranks import Alone
+from megatron_muon.core.rules import RULES, make_rules
+from megatron_muon.core.rules.held import Held
+from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import Team
+from megatron_muon.core.wave import Wave
+from megatron_muon.megatron.sharded_muon import ShardedMuon
+from tests.support.cut_matrices import row_sharded
+from tests.support.one_rank import CPU, muon_of, waves_of
 
-CPU = torch.device("cpu")
 SHAPES = [(9, 4), (4, 9), (5, 5)]
-SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
+SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}
 
 
-class WholeMatrices(Exchange):
-    """An exchange for one rank: what it holds is the matrix. What it holds nothing of lies on
-    another rank.
-    """
+class Counted(ToOwners):
+    """A transport that counts its waves."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.runs = 0
-        self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
-        shapes = [
-            (
-                parameter.shape[:-1].numel(),
-                parameter.shape[-1],
-            )
-            for parameter in parameters
-        ]
-        matrices = []
-        for number, (rows, cols) in enumerate(shapes):
-            held = [rows, 0] if rows else [0, 1]
-            matrices.append(row_sharded(f"w{number}", (sum(held), cols), held))
-        layout = Layout(2, tuple(matrices))
-        held = [index for index, (rows, _) in enumerate(shapes) if rows]
-        teams = [Team((0,), (1.0,))] * len(shapes)
-        route = make_route(layout, held, teams, 0, self.orthogonalize.scale)
-        group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-        super().__init__(
-            LOCAL, layout, group, self.orthogonalize, Buffers(CPU), routes=[], local=[route]
-        )
+    runs = 0
 
-    def run(self, rows: RowPhases, probe: Probe) -> None:
+    def send_rows(self, wave: Wave, probe: Probe) -> Any:
         self.runs += 1
-        super().run(rows, probe)
+        return super().send_rows(wave, probe)
+
+
+def one_wave(params: list[torch.nn.Parameter], rules: list[str]) -> Plan:
+    """Rank 0 owns the matrices that it holds, rank 1 those of which rank 0 holds no rows."""
+    matrices = []
+    teams = []
+    for number, p in enumerate(params):
+        rows, cols = p.shape
+        held = [rows, 0] if rows else [0, 1]
+        matrices.append(row_sharded(f"matrix{number}", (sum(held), cols), held))
+        teams.append(Team((0 if rows else 1,), (1.0,)))
+    method = NewtonSchulz(Iteration(precision="highest"))
+    kinds = [RULES[name] for name in rules]
+    sizes = sizes_of(method, AUTO, kinds, processor=True)
+    layout = Layout(2, tuple(matrices))
+    batches = []
+    for rank in range(2):
+        own = [index for index, team in enumerate(teams) if team.ranks == (rank,)]
+        batches.append((tuple(own),) if own else ())
+    return Plan(layout, tuple(teams), ((),), (1.0, 1.0), sizes, 2**20, tuple(batches))
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -70,18 +72,32 @@ def gradients(step: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def sharded(params: Any, **changes: Any) -> ShardedMuon:
-    tensors = [p for g in params for p in g["params"]] if isinstance(params[0], dict) else params
-    names = {p: f"matrix{index}" for index, p in enumerate(tensors)}
-    settings = {**SETTINGS, **changes}
-    defaults = {name: settings.pop(name) for name in ("lr", "momentum", "weight_decay")}
-    nesterov, skip = settings.pop("nesterov"), settings.pop("skip_missing", False)
-    exchange = WholeMatrices(tensors)
-    alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    counts = [p.shape[0] if p.ndim == 3 else 1 for p in tensors]
-    held = Held(exchange.layout, alone, CPU, counts)
-    rules = make_rules(chosen_rules(**settings), held, {"nesterov": nesterov})
-    return ShardedMuon(params, exchange, rules, defaults=defaults, names=names, skip_missing=skip)
+def sharded(
+    params: list[torch.nn.Parameter],
+    rules: tuple[str, ...] = (),
+    *,
+    nesterov: bool = True,
+    decoupled: bool = True,
+    further: Callable[[Held], Rule] | None = None,
+    **changes: Any,
+) -> ShardedMuon:
+    """The Muon of rank 0 of two, which hold whole matrices."""
+    plan = one_wave(params, list(rules))
+    held: Any = Held(plan.layout, Alone(), CPU)  # type: ignore[arg-type]
+    made = make_rules(rules, held, {})
+    if further is not None:
+        made.append(further(held))
+    decay = DECOUPLED if decoupled else COUPLED
+    if "cautious" in rules:
+        decay = BY_RULE
+    return muon_of(
+        waves_of(plan, 0, Counted),
+        params,
+        SETTINGS | changes,
+        rules=made,
+        nesterov=nesterov,
+        decay=decay,
+    )
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -136,6 +152,11 @@ def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
         assert (momentum.shape, momentum.dtype) == (p.shape, torch.float32)
 
 
+def runs_of(optimizer: ShardedMuon) -> int:
+    transport: Any = optimizer.part.engine.transport
+    return transport.runs
+
+
 def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     """Ranks that left out what had no gradient left the others waiting in a collective."""
     empty = torch.nn.Parameter(torch.zeros(0, 4))
@@ -143,17 +164,15 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     optimizer = sharded(mine)
     mine[1].grad = torch.eye(3, 4)
     optimizer.step()
-    assert optimizer.exchange.runs == 1
+    assert runs_of(optimizer) == 1
     nothing = sharded([torch.nn.Parameter(torch.zeros(0, 4))])
     nothing.step()
-    assert nothing.exchange.runs == 1
+    assert runs_of(nothing) == 1
 
 
-def test_misuse_is_named() -> None:
+def test_a_missing_gradient_is_named() -> None:
     with pytest.raises(RuntimeError, match="matrix0 has no gradient"):
         sharded(parameters()).step()
-    with pytest.raises(ValueError, match=r"matrix0: Muon takes 2D .*, got shape \(3,\)"):
-        sharded([torch.nn.Parameter(torch.zeros(3))])
 
 
 def test_buffers_are_given_back_between_steps() -> None:
@@ -166,7 +185,7 @@ def test_buffers_are_given_back_between_steps() -> None:
         optimizer = megatron_muon.Muon(
             zip("abc", mine, strict=True), fp32_matmul_prec="highest", free_buffers=is_free
         )
-        storage = optimizer.parts[0].exchange.arena.memory.untyped_storage()
+        storage = optimizer.parts[0].waves.memory.tensor.untyped_storage()
         for step in range(3):
             sizes.append(storage.nbytes())
             for p, gradient in zip(mine, gradients(step), strict=True):

@@ -5,7 +5,6 @@ out by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,33 +13,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.build import exchange_by
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import SHARED, Buffers
+from megatron_muon.core.engine import Engine
 from megatron_muon.core.layout import Layout, Matrix, everywhere
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.replicas import ToReplicas
 from megatron_muon.core.slices import BlockSlice
-from tests.support.buffers import smallest_bytes
+from tests.support.buffers import sizes_of, smallest_bytes
+from tests.support.one_rank import waves_of
 from tests.support.rows import ByMatrix
 
 Shapes = Sequence[tuple[int, int]]
-
-
-@dataclass
-class Group:
-    """What the exchange asks of a process group."""
-
-    ranks: int
-    mine: int
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.mine
 
 
 def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan:
@@ -56,7 +40,9 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan
         ),
     )
     costs = [float(rows * cols) for rows, cols in shapes]
-    return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
+    iteration = Iteration(precision="highest", steps=1)
+    sizes = sizes_of(4, iteration, broadcast=True)
+    return make_plan(layout, costs, buffer_bytes=buffer_bytes, sizes=sizes)
 
 
 def step(
@@ -67,7 +53,6 @@ def step(
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised;
     checks its order.
     """
-    orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
     owned = set[int]()
     under_way: list[int] = []
     posted: list[tuple[int, int]] = []
@@ -89,14 +74,12 @@ def step(
         assert bool(update.any()) is (plan.owners[index] == rank)
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
-    group: Any = Group(plan.layout.world_size, rank)
-    exchange = exchange_by(
-        SHARED, plan.layout, group, orthogonalizer, Buffers(torch.device("cpu")), plan=plan
-    )
-    # Buffers of a wave that is worked on, of one that comes and of one that goes.
-    assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
+    waves = waves_of(plan, rank, ToReplicas)
+    assert waves.memory.nbytes <= plan.buffer_bytes
+    engine = Engine(waves, rows)
+    engine.probe = Noting()
     with mock.patch.object(dist, "broadcast", broadcast):
-        exchange.run(rows, Noting())
+        engine.step()
     assert sorted(rows.prepared) == sorted(rows.applied) == list(range(len(shapes)))
     assert not under_way
     return posted, sorted(owned)

@@ -20,15 +20,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_muon.core import cost
-from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.cost import (
     FULL_PRECISION_SETS,
     GRAM,
     PROVEN_STEPS,
     REVERSING_SETS,
+    STANDARD,
     Iteration,
 )
-from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
+from megatron_muon.core.methods import newton_schulz as ns
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from tests.support.rows import iterated, started
 
 LARGEST = 1.3
 SMALLEST = 0.6
@@ -43,7 +45,7 @@ DOMINANT = (0.8, 0.9, 0.95, 0.99, 1.0)
 RANDOM = 12
 """Random spectra of each of three kinds: powers, exponentials, one dominant direction."""
 ROWS = 24
-BOTH = (ns.standard, ns.gram)
+BOTH = (STANDARD, GRAM)
 SETS = (*PROVEN_STEPS, *REVERSING_SETS)
 
 
@@ -120,22 +122,18 @@ def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 
 def fault(
-    coefficient_type: str, steps: int, precision: str, *, iterations: Sequence[Any] = BOTH
+    coefficient_type: str, steps: int, precision: str, *, iterations: Sequence[str] = BOTH
 ) -> str | None:
     """What is wrong with the results of the iterations, over all ratios and spectra."""
     for ratio in (1, 2, 4, 8):
         start, u, values, v = blocks(ratio)
-        for iterate in iterations:
-            runs = (
-                {"runs": Iteration(coefficient_type, steps, precision).runs}
-                if iterate is ns.gram
-                else {}
-            )
+        for method in iterations:
+            runs = Iteration(coefficient_type, steps, precision).runs(GRAM)
             with arithmetic(precision) as dtype:
-                result = iterate(
-                    to_unit_magnitude(start.clone(), dtype),
+                result = iterated(
+                    started(start, dtype),
                     ns.coefficients(coefficient_type, steps),
-                    **runs,
+                    runs if method == GRAM else None,
                 )
             result = result.double()
             if (
@@ -194,15 +192,15 @@ def test_polar_express_in_runs_of_two_is_not_stable(
 ) -> None:
     """Negative control of the runs that its first steps have."""
     monkeypatch.delitem(cost.ALONE_IN_HALF, "polar_express")
-    assert fault("polar_express", steps, "medium", iterations=[ns.gram]) == "too large"
+    assert fault("polar_express", steps, "medium", iterations=[GRAM]) == "too large"
 
 
 def test_gram_is_left_out_where_it_is_not_proven() -> None:
-    assert fault("quintic", 10, "medium", iterations=[ns.gram]) == "too large"
+    assert fault("quintic", 10, "medium", iterations=[GRAM]) == "too large"
     assert Iteration("quintic", 10).method_for(128, 1024) == "standard"
     assert Iteration("quintic", 10, "high").method_for(128, 1024) == GRAM
     with pytest.raises(ValueError, match="muon_ns gram is not stable in bf16 with 10 steps of"):
-        Orthogonalizer(Iteration("quintic", 10, method=GRAM))
+        NewtonSchulz(Iteration("quintic", 10, method=GRAM))
 
 
 @pytest.mark.parametrize(
@@ -217,4 +215,4 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
 )
 def test_an_iteration_that_is_not_proven_is_refused(name, steps, precision, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Orthogonalizer(Iteration(name, steps, precision))
+        NewtonSchulz(Iteration(name, steps, precision))

@@ -14,14 +14,15 @@ from torch import nn
 import megatron_muon
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import STANDARD, Iteration
-from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.memory import Memory
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.plan import make_plan
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import command_line as arguments
-from megatron_muon.patterns import steps_of
+from megatron_muon.patterns import values_of
 from megatron_muon.settings import steps_for
+from tests.support.buffers import sizes_of
+from tests.support.cut_matrices import row_sharded
 
 NAMES = ["layers.0.qkv.weight", "layers.0.fc1.weight", "layers.1.qkv.weight", "layers.1.fc1.weight"]
 RUN = ["--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data"]
@@ -34,13 +35,13 @@ def test_the_last_pattern_that_is_found_holds() -> None:
         ("layers.0", 4),
         ("fc1", 3),
     ], "of two alike the place of the last"
-    assert steps_of(NAMES, asked, argument="--muon-ns-steps-for") == {
+    assert values_of(NAMES, asked, argument="--muon-ns-steps-for") == {
         NAMES[0]: 4,
         NAMES[1]: 3,
         NAMES[3]: 3,
     }
     assert (
-        steps_of(
+        values_of(
             NAMES,
             {"fc1": 3, "layers.0": 4},
             argument="--muon-ns-steps-for",
@@ -54,7 +55,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
     with pytest.raises(
         UserError, match=r"--muon-ns-steps-for fc3 matches none of Muon's 4 .*; did you mean fc1"
     ):
-        steps_of(NAMES, {"qkv": 3, "fc3": 4}, argument="--muon-ns-steps-for")
+        values_of(NAMES, {"qkv": 3, "fc3": 4}, argument="--muon-ns-steps-for")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +91,8 @@ def test_the_planner_spreads_work_by_steps_and_the_digest_has_them() -> None:
         cut = [row_sharded(name, (16, 16), (8, 8)) for name in NAMES]
         matrices = [replace(matrix, steps=n) for matrix, n in zip(cut, steps, strict=True)]
         layout = Layout(2, tuple(matrices))
-        costs = [float(Orthogonalizer(iteration).flops(matrix)) for matrix in matrices]
-        return layout, make_plan(layout, costs, memory=Memory(4, iteration), rules=rules)
+        costs = [float(NewtonSchulz(iteration).flops(matrix)) for matrix in matrices]
+        return layout, make_plan(layout, costs, sizes=sizes_of(4, iteration), rules=rules)
 
     layout, even = plan(0, 0, 0, 0)
     _, uneven = plan(8, 3, 3, 3)

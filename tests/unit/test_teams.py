@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import KERNEL, Iteration
-from megatron_muon.core.layout import Holders, Layout, Matrix, RowSplit, row_sharded
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.layout import Layout, Matrix, RowSplit
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.slices import TEAM_SIZES, Piece, Team
+from tests.support.buffers import sizes_of
+from tests.support.cut_matrices import row_sharded
 
 # What each rank has
 
@@ -43,18 +44,12 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     numbers = torch.arange(matrix.numel).view(matrix.shape)
     seen = torch.zeros_like(numbers)
     for block_slice in team.slices(0, matrix):
-        assert block_slice.block is not None
         block = split.views(numbers)[block_slice.block].reshape(block_slice.of)
-        starts = [replace(block_slice, place=k).shape for k in range(block_slice.place)]
-        dim = 0 if block_slice.is_tall else 1
-        own = block.narrow(
-            dim,
-            sum(start[dim] for start in starts),
-            block_slice.shape[dim],
-        )
-        common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
+        rows, cols = block_slice.rows, block_slice.cols
+        own = block[rows.start : rows.stop, cols.start : cols.stop]
+        common = block_slice.overlaps(matrix.shards.rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
-            pieces = block_slice.pieces(shard)
+            pieces = list(one_by_one(block_slice.runs(shard)))
             assert sum(piece.rows * piece.cols for piece in pieces) == elements
             for piece in pieces:
                 of_matrix = rectangle(numbers, piece.row, piece.col, piece)
@@ -63,6 +58,14 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
                 )
                 rectangle(seen, piece.row, piece.col, piece).add_(1)
     assert seen.eq(1).all()
+
+
+def one_by_one(runs: list[Piece]) -> Iterator[Piece]:
+    for run in runs:
+        for number in range(run.repeats):
+            row = run.row + number * run.stride
+            slice_row = run.slice_row + number * run.rows
+            yield run._replace(row=row, slice_row=slice_row, repeats=1)
 
 
 def rectangle(matrix: torch.Tensor, row: int, col: int, piece: Piece) -> torch.Tensor:
@@ -76,8 +79,8 @@ def test_parts_of_long_sides_are_multiples_of_eight() -> None:
         ((0, 4),),
     )
     wide, tall = Matrix("w", (64, 201)), Matrix("w", (63, 5))
-    assert [part.shape[1] for part in team.slices(0, wide)] == [48, 56, 48, 49]
-    assert [part.shape[0] for part in team.slices(0, tall)] == [15, 16, 16, 16]
+    assert [len(part.cols) for part in team.slices(0, wide)] == [48, 56, 48, 49]
+    assert [len(part.rows) for part in team.slices(0, tall)] == [15, 16, 16, 16]
 
 
 # Who gets one
@@ -100,8 +103,8 @@ def plan_of(
     for number, shape in enumerate(shapes):
         held = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
         matrices.append(row_sharded(str(number), shape, held))
-    costs = [float(Iteration(products=KERNEL).flops(*shape)) for shape in shapes]
-    return make_plan(Layout(ranks, tuple(matrices)), costs, memory=Memory(2), rules=teams)
+    costs = [float(Iteration(products=KERNEL).cost(*shape)) for shape in shapes]
+    return make_plan(Layout(ranks, tuple(matrices)), costs, sizes=sizes_of(2), rules=teams)
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -134,9 +137,9 @@ def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], 
 def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
     split = RowSplit(1, (4096, 4096))
     matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
-    cost = float(2 * Iteration(products=KERNEL).flops(4096, 4096))
+    cost = float(2 * Iteration(products=KERNEL).cost(4096, 4096))
     layout = Layout(2, (matrix,))
-    plan = make_plan(layout, [cost], memory=Memory(2), rules=rules(2))
+    plan = make_plan(layout, [cost], sizes=sizes_of(2), rules=rules(2))
     assert plan.teams[0].cuts == ((0, 1), (1, 1))
     assert plan.loads == (cost / 2, cost / 2)
 

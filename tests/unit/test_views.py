@@ -15,8 +15,8 @@ from torch.distributed.tensor import _utils as of_dtensors
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.fsdp.cuts import placed_shards
 from megatron_muon.fsdp.views import View
+from megatron_muon.tools.plan.planned_cuts import placed_shards
 from tests.support.placements import part_of
 
 
@@ -67,7 +67,7 @@ def test_every_rank_has_its_elements_of_every_matrix(
     """Marked elements that torch.chunk cuts, one axis of the mesh after the other.
 
     Where EP or TP cuts unevenly and FSDP then leaves a rank without rows, torch gives some ranks
-    another size than FSDP does, in its checkpoints too; Muon refuses that (`check_alike`).
+    another size than FSDP does, in its checkpoints too; Muon refuses that (`layout_of`).
     """
     shape, flat = tuple(sizes), len(sizes) == 4 or (flat and len(sizes) == 3)
     view = View(shape, flat=flat, transposed=transposed)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.checkpoint.folders import TRACKER
-from megatron_muon.core.numbers import check_numbers, is_number
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.data.corpus import check_vocabulary, read_head
 from megatron_muon.megatron.flags.config_file import refuse_unknown_flags
@@ -26,6 +25,7 @@ from megatron_muon.megatron.flags.refusals import (
     check,
     has_transformer_engine,
 )
+from megatron_muon.ranges import check_numbers, is_number
 from megatron_muon.settings import TP_MODE, LoadSettings, MuonSettings, RunSettings, word_as_flags
 
 MODEL_FLAGS = (

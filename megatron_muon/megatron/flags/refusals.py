@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError
+from megatron_muon.ranges import check_number
 from megatron_muon.settings import (
     MuonSettings,
     choices_of,

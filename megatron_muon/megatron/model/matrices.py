@@ -20,16 +20,16 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
+from megatron_muon.all_ranks import new_group_of
 from megatron_muon.core.layout import Matrix, RowSplit, whole
-from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
+from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.fused import LOOKS_FUSED
-from megatron_muon.fsdp.modules import role_of
-from megatron_muon.fsdp.name_rules import EMBEDDING, OUTPUT
-from megatron_muon.fsdp.selection import why_not_muon
+from megatron_muon.fsdp.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
 from megatron_muon.fsdp.table import Row, blocks, table
+from megatron_muon.fsdp.views import View
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
-from megatron_muon.patterns import matching, steps_of
+from megatron_muon.patterns import matching, values_of
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """A reason to leave a 2D weight to the scalar optimizer, like those of `why_not_muon`."""
@@ -94,7 +94,7 @@ def tag_for_muon(
         parameter = matrices.pop(name)
         parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"
         others.append(name)
-    steps = steps_of(
+    steps = values_of(
         matrices, steps_for or {}, argument="--muon-ns-steps-for", others=others, hint=hint
     )
     for name, parameter in matrices.items():
@@ -128,7 +128,7 @@ def _fuse(name: str, parameter: Any, path: Sequence[Any]) -> str:
     configs = [getattr(module, "config", None) for module in reversed(path)]
     config = next(each for each in configs if isinstance(each, TransformerConfig))
     fused = fused_rows(name, config, stated)
-    fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
+    fits = fused is None or fused.fits(view_of(parameter).matrix[0])
     parameter.fused_rows = fused if fits else None
     if fused is None and LOOKS_FUSED.search(".".join(name.split(".")[-2:])):
         return UNKNOWN
@@ -174,7 +174,9 @@ def parameter_table(
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         for p in group["params"]:
-            note = blocks(splits[p]) if p in splits else ""
+            note = ""
+            if p in splits:
+                note = ", ".join(filter(None, [view_of(p).described(), blocks(splits[p])]))
             if p.ndim == 2 and "optimizer" in group:
                 note = getattr(p, "why_not_muon", "use_muon=False")
             rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
@@ -262,58 +264,50 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
     return None
 
 
-def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
-    """Shape `(rows, cols)` of Muon's matrix; of a stack of experts `(experts * rows, cols)`.
+def view_of(parameter: torch.Tensor, *, over_tp: bool = True) -> View:
+    """How Muon reads a parameter: a 2D weight as a matrix, a stack as one for each expert.
 
     It is whole over tensor-parallel ranks; without `over_tp` this tensor-parallel rank's part
-    counts as the matrix.
+    counts as the parameter.
     """
-    shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
-    return math.prod(shape[:-1]), shape[-1]
-
-
-def experts_in(parameter: torch.Tensor) -> int:
-    """The number of experts stacked in a parameter; 1 for a matrix."""
-    return int(parameter.shape[0]) if parameter.ndim == 3 else 1
+    whole_or_part = parameter if over_tp else getattr(parameter, "orig_param", parameter)
+    return View(tuple(whole_or_part.shape))
 
 
 def block_split(
     parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
 ) -> RowSplit:
-    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`.
+    """How each matrix of a tagged parameter splits into blocks; `over_tp` as for `view_of`.
 
     Raises:
         UserError: tensor parallelism cuts latent attention's fused down projection. Each rank has
             some rows of the query's latent and then of the other's (`FusedMLASelfAttention`), whose
             end with the rotary key may be on any rank: these are not groups of equal parts.
     """
-    experts = experts_in(parameter)
-    rows = matrix_shape(parameter, over_tp=over_tp)[0] // experts
-    part = matrix_shape(parameter, over_tp=False)[0] // experts
+    rows, _ = view_of(parameter, over_tp=over_tp).matrix
+    part, _ = view_of(parameter, over_tp=False).matrix
+    all_rows, _ = view_of(parameter).matrix
     fused: Fused | None = getattr(parameter, "fused_rows", None)
-    is_cut = fused is not None and fused.is_cut_by_part and matrix_shape(parameter)[0] != part
+    is_cut = fused is not None and fused.is_cut_by_part and all_rows != part
     if is_cut and settings.muon_split_qkv:
         raise UserError(
             "--mla-down-proj-fusion with tensor parallelism: each rank has a part of both latents"
             " in linear_qkv_down_proj, which cannot be split into its matrices; leave"
             " --mla-down-proj-fusion out, or use --muon-no-split-qkv"
         )
-    each = whole(rows)
-    if fused is not None and fused.fits(rows):  # else this rank has too few query groups
-        each = fused.split(rows, settings, tensor_parallel=rows // part)
-    if parameter.ndim != 3:
-        return each
-    assert each.groups == 1, "stacked experts need blocks of consecutive rows"
-    return RowSplit(1, each.parts * experts)
+    if fused is None or not fused.fits(rows):  # this rank may have too few query groups
+        return whole(rows)
+    return fused.split(rows, settings, tensor_parallel=rows // part)
 
 
-def matrix_of(
+def matrices_of(
     name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
-) -> Matrix:
-    """The matrix of a tagged parameter, still without shards; `over_tp` as for `matrix_shape`."""
-    shape = matrix_shape(parameter, over_tp=over_tp)
+) -> list[Matrix]:
+    """The matrices of a tagged parameter, still without shards; `over_tp` as for `view_of`."""
+    view = view_of(parameter, over_tp=over_tp)
     split = block_split(parameter, settings, over_tp=over_tp)
-    return Matrix(name, shape, (), split, getattr(parameter, "ns_steps", 0))
+    steps = getattr(parameter, "ns_steps", 0)
+    return [Matrix(each, view.matrix, split=split, steps=steps) for each in view.names(name)]
 
 
 def matrix_group(

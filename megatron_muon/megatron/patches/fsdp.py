@@ -12,7 +12,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     ParamAndGradBuffer,
 )
 
-from megatron_muon.core.ranks import reduce_scatter_single
+from megatron_muon.all_ranks import reduce_scatter_single
 from megatron_muon.patching import Patches
 
 

@@ -26,7 +26,6 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils.benchmark import Timer
 
-from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.cost import (
     FULL_PRECISION_SETS,
     GRAM,
@@ -36,8 +35,12 @@ from megatron_muon.core.cost import (
     STANDARD,
     Iteration,
 )
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.methods import newton_schulz as ns
+from megatron_muon.core.methods import symmetric
+from megatron_muon.core.methods.method import Work
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.ranks import of_all_ranks
+from megatron_muon.core.scaling import largest_magnitude, unit_factor
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.megatron.run_device import bf16_tflops
 from megatron_muon.shipped import QUICKSTART
@@ -173,7 +176,7 @@ def arithmetic(context: Context) -> None:
     1.3, also if one direction dominates.
     """
     checked = CHECKED if context.on_gpu else CHECKED_ON_CPU
-    if ns.products_on(context.device, torch.bfloat16) is KERNEL:
+    if symmetric.products_on(context.device, torch.bfloat16) is KERNEL:
         checked = checked | LARGE
     else:
         context.skipped.append("symmetric kernel: not for this device")
@@ -238,11 +241,13 @@ def _check_iteration(
 
 def orthogonalized(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     """A step's unscaled result for a stack `(blocks, rows, cols)`."""
-    orthogonalizer = Orthogonalizer(iteration, device=x.device)
+    method = NewtonSchulz(iteration, device=x.device)
     stack = x.clone()
-    rows, cols = x.shape[1:]
+    count, rows, cols = x.shape
     kind = BlockKind(rows, cols, 1.0, 0, (), cols)
-    orthogonalizer.orthogonalize_stack(stack, kind)
+    work = Work.allocated(method.work_bytes(kind, count, x.itemsize), x.device)
+    for part in stack.split(min(method.together(kind), count)):
+        method.run(part, kind, unit_factor(largest_magnitude(part)), work)
     return stack
 
 

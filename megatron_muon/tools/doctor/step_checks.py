@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.passes import Passes
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.store import DISK, HOST, RecordStore
 from megatron_muon.tools.doctor.gpu_checks import Context, arithmetic, machine, training
@@ -185,11 +185,12 @@ def same(found: Weights, expected: Weights) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-# Methods of a step that start late.
+# Methods of a step that start late; `_prepare` may be on a stream of its own.
 DELAYED: list[tuple[type, str]] = [
-    (ShardedMuon, "prepare"),
-    (ShardedMuon, "apply"),
-    (Orthogonalizer, "orthogonalize_stack"),
+    (Passes, "advance"),
+    (Passes, "_prepare"),
+    (Passes, "descend"),
+    (NewtonSchulz, "run"),
     (RecordStore, "_bring"),
     (RecordStore, "_return"),
 ]

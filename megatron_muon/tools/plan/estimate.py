@@ -1,34 +1,44 @@
 """Costs of a plan on a named machine: bytes, memory and the time of Muon's step, by arithmetic.
 
-The step is simulated wave by wave in the order of `core.plan`: one collective at a time, overlapped
-with each rank's products. Elementwise work, launches and other traffic are left out. An estimate
-ranks configurations; `python -m benchmarks.step` measures. Memory adds up the buffers of all ranks'
-waves that are in use at the same time; a test compares it with the buffers that a step allocates.
+The step's own loop runs over its waves with seconds in the place of work: one collective at a time,
+overlapped with each rank's products. Elementwise work, launches and other traffic are left out. An
+estimate ranks configurations; `python -m benchmarks.step` measures. Memory is
+`Plan.step_bytes`.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import yaml
 
-from megatron_muon.core.assignment import TeamRules, Unmet, refuse_unmet
+from megatron_muon.core.assignment import TeamRules, refuse_unmet
+from megatron_muon.core.buffers import Sizes
+from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
-from megatron_muon.core.layout import Ints, Layout, Matrix
-from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER, Memory
-from megatron_muon.core.plan import LIFETIMES, MOMENTS, Plan, make_plan, moments_of, schedule
-from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.traffic import all_to_all_s
+from megatron_muon.core.engine import run
+from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.traffic import Transfers
+from megatron_muon.core.user_errors import SettingError
 from megatron_muon.megatron.run_device import BF16_TFLOPS
 from megatron_muon.settings import flag_of, word_as_flags
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+MESSAGE_US = 2.0
+"""Microseconds of a rank for each peer of an all-to-all, whatever the message's size.
+
+Assumed, for NCCL's proxy, which posts a send and a receive; not in it are the connections and
+buffers that NCCL makes once for each pair.
+"""
 
 PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
 """Assumed shares of data sheet rates: large bf16 products, all-to-all, elementwise passes."""
@@ -62,6 +72,11 @@ class Hardware:
         """The iteration with symmetric products as the machine forms them."""
         of_gpu = KERNEL if self.symmetric_kernel and iteration.half else DENSE
         return replace(iteration, products=HALVES if self.processor else of_gpu)
+
+    def sizes(self, method: NewtonSchulz, wire: str, rules: Sequence[type[Rule]] = ()) -> Sizes:
+        """Sizes of waves on the machine."""
+        method.iteration = self.iterate(method.iteration)
+        return sizes_of(method, wire, rules, processor=self.processor)
 
 
 def _gpu(
@@ -119,7 +134,7 @@ class PlanSettings:
     """Settings that decide costs and bytes."""
 
     buffer_mb: float | None  # --muon-exchange-buffer-mb
-    memory: Memory  # of matrices: by exchanged dtype, iteration, and the rule that applies updates
+    sizes: Sizes  # of waves: by method, exchanged dtype, and rules
     team_size: str = AUTO
     momentum_bytes: float = 4.0  # of an element's state on the device, second moment included
     adam_bytes: float = 8.0  # of an element of the scalar optimizer, on the device
@@ -158,10 +173,10 @@ class GroupPlan:
 
     name: str  # of the group
     plan: Plan
-    extra: Ints  # bytes of each rank's step beyond weights, gradients and state, at most
+    extra: Ints  # bytes of each rank's step beyond weights, gradients and state
     held: Ints  # elements in each rank's shards
     times: Times
-    unmet: Unmet | None  # a setting that its ranks do not support
+    unmet: SettingError | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
 
@@ -193,50 +208,44 @@ def plan_group(
     group: Group, settings: PlanSettings, hardware: Hardware, rank: int = 0
 ) -> GroupPlan:
     """Make the plan of a rank's group as training would, and estimate it."""
-    layout, iteration = group.layout, settings.memory.iteration
+    layout = group.layout
+    method = settings.sizes.method
     members = group.members(rank)
-    costs = []
-    for matrix in layout.matrices:
-        costs.append(sum(iteration.flops(*block, steps=matrix.steps) for block in matrix.blocks))
+    costs = [method.flops(matrix) for matrix in layout.matrices]
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
-    rules = TeamRules(functools.cache(iteration.cost), node_pattern(members, hardware), size)
+    rules = TeamRules(functools.cache(method.cost), node_pattern(members, hardware), size)
     limit = None if settings.buffer_mb is None else int(settings.buffer_mb * 2**20)
     plan = make_plan(
-        layout, costs, buffer_bytes=limit, memory=settings.memory, rules=rules.possible()
+        layout, costs, buffer_bytes=limit, sizes=settings.sizes, rules=rules.possible()
     )
-    rate = hardware.tflops(half=iteration.half) * 1e12
+    rate = hardware.tflops(half=method.dtype.itemsize < 4) * 1e12
 
-    def products_s(indices: Sequence[int]) -> Floats:
-        """Seconds of each rank's products for the matrices with these indices."""
-        loads = np.zeros(layout.world_size)
-        for index in indices:
-            team = plan.teams[index]
-            for owner, load in zip(team.ranks, team.loads, strict=True):
-                loads[owner] += load
-        return loads / rate
-
+    nodes = np.asarray(members) // hardware.joined_ranks
     seconds_of = functools.partial(
         all_to_all_s,
-        nodes=np.asarray(members) // hardware.joined_ranks,
-        element_bytes=plan.memory.element_bytes,
-        near_gb_per_s=hardware.node_gb_per_s,
-        far_gb_per_s=hardware.network_gb_per_s,
+        nodes=nodes,
+        element_bytes=plan.sizes.dtype.itemsize,
+        hardware=hardware,
     )
-    exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
-    matrices = layout.matrices
-    held = _held(plan, range(len(matrices)))[0]
+    exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls]
+    held = np.zeros(layout.world_size, dtype=np.int64)
+    for matrix in layout.matrices:
+        shards = matrix.shards
+        held[shards.ranks] += shards.elements[shards.numbers]
     # elements of the busiest owner: one owns each, however many hold it
-    owned = plan.imbalance * sum(matrix.numel for matrix in matrices) / layout.world_size
+    owned = plan.imbalance * sum(matrix.numel for matrix in layout.matrices) / layout.world_size
+    clock = _Clock(plan, rate, exchanges)
+    run(len(plan.waves), clock)
     times = Times(
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(map(sum, exchanges)) * 1e3,
-        step_ms=_simulate(plan, products_s, exchanges) * 1e3,
+        step_ms=float(clock.time.max()) * 1e3,
         elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
     )
     return GroupPlan(
         name=group.name,
         plan=plan,
-        extra=extra_bytes(plan),
+        extra=plan.step_bytes,
         held=held,
         times=times,
         unmet=rules.unmet(),
@@ -245,124 +254,78 @@ def plan_group(
     )
 
 
+def all_to_all_s(
+    transfers: Transfers, *, nodes: Ints, element_bytes: int, hardware: Hardware
+) -> float:
+    """Seconds of an all-to-all on the busiest rank: bytes over both links at once, and messages."""
+    ranks = len(nodes)
+    is_far = nodes[transfers.sources] != nodes[transfers.targets]
+    near = Transfers(*(column[~is_far] for column in transfers))
+    far = Transfers(*(column[is_far] for column in transfers))
+    near_rate = hardware.node_gb_per_s * 1e9 / element_bytes
+    far_rate = hardware.network_gb_per_s * 1e9 / element_bytes
+    sent_s = np.maximum(near.sent(ranks) / near_rate, far.sent(ranks) / far_rate)
+    received_s = np.maximum(near.received(ranks) / near_rate, far.received(ranks) / far_rate)
+    sends, receives = transfers.messages(ranks)
+    posted_s = MESSAGE_US * 1e-6
+    return float(np.maximum(sent_s + posted_s * sends, received_s + posted_s * receives).max())
+
+
 def _elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
     """Milliseconds of elementwise passes, by the elements that a rank holds and owns.
 
     Momentum and look-ahead each read two fp32 tensors and write one; decay and update each read and
     write the weight, and the update is read. An owned element is assembled, measured, scaled to
     about 1 in the iteration's dtype, checked for finiteness, and copied to its stack and on to a
-    buffer: `core.exchange`, `core.orthogonalize`.
+    buffer: `core.passes`, `core.methods`.
     """
-    memory = settings.memory
-    holder_bytes = 24 + 2 * memory.element_bytes + 20
-    owner_bytes = 9 * memory.element_bytes + 3 * (2 if memory.iteration.half else 4)
+    wire = settings.sizes.dtype.itemsize
+    holder_bytes = 24 + 2 * wire + 20
+    owner_bytes = 9 * wire + 3 * settings.sizes.method.dtype.itemsize
     moved = held * holder_bytes + owned * owner_bytes
     return moved / hardware.memory_gb_per_s / 1e6
 
 
-def _simulate(
-    plan: Plan,
-    products_s: Callable[[Sequence[int]], Floats],
-    exchanges_s: Sequence[tuple[float, float]],
-) -> float:
-    """Seconds of a step.
+class _Clock:
+    """The stages of a step, with seconds in the place of work.
 
-    The gather of wave k+1 and the scatter of wave k-1 overlap with the products of wave k and of
-    local matrices. Updates of wave k are sent after those of wave k-1 have arrived.
+    One collective at a time. It starts when the link is free and all ranks have come to it.
+
+    Attributes:
+        time: when each rank's products and waits are done, `(ranks,)`.
     """
-    filler = products_s([index for indices in plan.whole for index in indices])
-    if not plan.waves:
-        return float(filler.max())
-    filler /= len(plan.waves)
-    clock = np.zeros_like(filler)  # when each rank's products are done
-    link = exchanges_s[0][0]  # when the link is free
-    next_gathered = link  # when the next wave's rows have arrived
-    scattered = 0.0  # when the updates of the wave before have arrived
-    for k, wave in enumerate(plan.waves):
-        gathered = next_gathered
-        if k + 1 < len(plan.waves):
-            link += exchanges_s[k + 1][0]
-            next_gathered = link
-        work = products_s(wave)
-        busy = work > 0
-        clock += filler
-        done = np.maximum(clock[busy], gathered) + work[busy]
-        clock[busy] = np.maximum(done, scattered)
-        last = float(clock[busy].max(initial=gathered))
-        link = max(link, last) + exchanges_s[k][1]
-        scattered = link
-    return max(scattered, float(clock.max()))
 
+    def __init__(self, plan: Plan, rate: float, exchanges_s: Sequence[tuple[float, float]]) -> None:
+        self._plan = plan
+        self._rate = rate
+        self._exchanges_s = exchanges_s
+        self._link = 0.0  # when it is free
+        self._arrived: dict[int, float] = {}
+        self.time = np.zeros(plan.layout.world_size)
 
-def extra_bytes(plan: Plan) -> Ints:
-    """Bytes of each rank's step beyond weights, gradients and state at their peak."""
-    ranks = plan.layout.world_size
-    local = itertools.zip_longest(*map(plan.fillers, range(ranks)), fillvalue=())
-    waves = [_buffers(plan, indices) for indices in plan.waves]
-    waves += [_buffers(plan, itertools.chain.from_iterable(indices)) for indices in local]
-    order = schedule(len(plan.waves), len(waves) - len(plan.waves))
-    in_use = np.zeros((MOMENTS * len(order) + 1, ranks), dtype=np.int64)
-    temporary = np.zeros(ranks, dtype=np.int64)
-    for moments, (buffers, made) in zip(moments_of(order), waves, strict=True):
-        for name, size in buffers.items():
-            (first, after), (last, until) = LIFETIMES[name]
-            in_use[moments[first] + after : moments[last] + until + 1] += size
-        temporary = np.maximum(temporary, made)
-    peak: Ints = in_use.max(axis=0) + temporary
-    return peak
+    def send_rows(self, k: int) -> None:
+        """Start the all-to-all of rows."""
+        self._send(k, self._exchanges_s[k][0])
 
+    def orthogonalize(self, k: int) -> None:
+        """Wait for rows, do the products, and start the all-to-all of updates."""
+        self._wait(k)
+        for index in self._plan.waves[k]:
+            team = self._plan.teams[index]
+            self.time[list(team.ranks)] += np.array(team.loads) / self._rate
+        self._send(k, self._exchanges_s[k][1])
+        for rank in range(len(self.time)):
+            for index in itertools.chain(*self._plan.beside(rank, k)):
+                self.time[rank] += self._plan.teams[index].loads[0] / self._rate
 
-def _buffers(plan: Plan, indices: Iterable[int]) -> tuple[dict[str, Ints], Ints]:
-    """Bytes on each rank for the matrices of a wave: of buffers, by name, and of temporaries."""
-    indices, ranks = tuple(indices), plan.layout.world_size
-    memory, moment = plan.memory, plan.memory.moment
-    held, largest = _held(plan, indices)
-    stacks, work, made = np.zeros((3, ranks), dtype=np.int64)
-    for rank, (matrices, slices) in _owned(plan, indices).items():
-        stacks[rank], work[rank], made[rank] = memory.of_batch(matrices, slices)
-    gathered = plan.traffic.gathered(indices)
-    rows = gathered.between_ranks()
-    updates = plan.traffic.returned(indices).between_ranks()
-    sent = rows.sent(ranks)
-    chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
-    buffers = {
-        "prepared": ROW_BYTES * chunk,
-        "updates": ROW_BYTES * chunk,
-        "stacks": stacks,
-        "work": work,
-        "send": memory.element_bytes * sent,
-        "own": memory.element_bytes * (gathered.sent(ranks) - sent),
-        "receive": memory.element_bytes * rows.received(ranks),
-        "back": memory.element_bytes * updates.sent(ranks),
-        "returned": memory.element_bytes * held,
-    }
-    applied = largest
-    if moment.together:
-        applied = np.maximum(largest, np.minimum(chunk, TOGETHER["cuda"]))
-    return buffers, np.maximum(made, moment.held * applied)
+    def apply(self, k: int) -> None:
+        """Wait for updates."""
+        self._wait(k)
 
+    def _send(self, k: int, seconds: float) -> None:
+        start = max(self._link, float(self.time.max())) if seconds else 0.0
+        self._link = max(self._link, start + seconds)
+        self._arrived[k] = start + seconds
 
-def _held(plan: Plan, indices: Iterable[int]) -> tuple[Ints, Ints]:
-    """Elements of these matrices in each rank's shards: all, and those of the largest shard."""
-    held, largest = np.zeros((2, plan.layout.world_size), dtype=np.int64)
-    for index in indices:
-        holders = plan.layout.holders[index]
-        elements = holders.elements[holders.numbers]
-        held[holders.ranks] += elements
-        largest[holders.ranks] = np.maximum(largest[holders.ranks], elements)
-    return held, largest
-
-
-Batch = tuple[list[Matrix], list[BlockSlice]]
-
-
-def _owned(plan: Plan, indices: Iterable[int]) -> dict[int, Batch]:
-    """The matrices and slices that each rank orthogonalizes."""
-    owned: dict[int, Batch] = defaultdict(lambda: ([], []))
-    for index in indices:
-        if plan.teams[index].cuts is None:
-            owned[plan.owners[index]][0].append(plan.layout.matrices[index])
-            continue
-        for block_slice in plan.slices(index):
-            owned[block_slice.rank][1].append(block_slice)
-    return owned
+    def _wait(self, k: int) -> None:
+        self.time = np.maximum(self.time, self._arrived[k])

@@ -12,7 +12,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.core.memory import Memory, moment_bytes
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.rules import RULES
 from megatron_muon.errors import UserError, quiet_imports, reason_of
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
@@ -152,27 +153,34 @@ def read_config(
 
 def settings_of(config: Any, hardware: Hardware) -> PlanSettings:
     """The settings of a `MuonOptimizerConfig` that `check_supported` has accepted, on a machine."""
-    iteration = hardware.iterate(iteration_of(config))
     is_adaptive = config.optimizer == "adaptive_muon"
-    method = config.adaptive_muon_moment2_method if is_adaptive else None
-    in_bf16 = {"auto": iteration.half, "bf16": True, "fp32": False}[config.muon_exchange_dtype]
-    moment = moment_bytes(method, cautious=config.muon_cautious_weight_decay)
+    moment2 = config.adaptive_muon_moment2_method if is_adaptive else None
+    method = NewtonSchulz(
+        iteration_of(config),
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        scaled=not is_adaptive,
+    )
+    names = [] if moment2 is None else [moment2]
+    if config.muon_cautious_weight_decay:
+        names.append("cautious")
+    rules = [RULES[name] for name in names]
+    sizes = hardware.sizes(method, config.muon_exchange_dtype, rules)
     team_size = "1" if needs_whole_updates(config) else config.muon_team_size
-    memory = Memory(2 if in_bf16 else 4, iteration, moment)
     kept = 1.0  # share of momentum on the device
     if config.muon_offload != "none":
         kept -= config.muon_offload_fraction
     momentum = STORED_BYTES[config.muon_momentum_dtype] * kept
-    if method == "adamuon":
+    if moment2 == "adamuon":
         momentum += 4
     adam = 8.0 * kept if config.muon_offload_state == "all" else 8.0
-    return PlanSettings(config.muon_exchange_buffer_mb, memory, team_size, momentum, adam)
+    return PlanSettings(config.muon_exchange_buffer_mb, sizes, team_size, momentum, adam)
 
 
 _BYTES = {
     "momentum, on the device": "momentum_bytes",
     "Adam's moments, on the device": "adam_bytes",
-    "buffers of a step, at most": "extra_bytes",
+    "buffers of a step": "extra_bytes",
     "received by a rank, at most": "exchange_bytes",
 }
 _TIMES = {
@@ -204,7 +212,9 @@ def figures_of(
 ) -> Figures:
     """The figures of rank 0's groups, and of all of them together."""
     groups = [_group_figures(item, settings) for item in plans]
-    iteration = settings.memory.iteration
+    method = settings.sizes.method
+    assert isinstance(method, NewtonSchulz)
+    iteration = method.iteration
     figures: Figures = {
         "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
@@ -212,7 +222,7 @@ def figures_of(
         "settings": {
             "node_ranks": hardware.node_ranks,
             "buffer_mb": settings.buffer_mb,
-            "exchange_dtype": "bf16" if settings.memory.element_bytes == 2 else "fp32",
+            "exchange_dtype": "bf16" if settings.sizes.dtype.itemsize == 2 else "fp32",
             "team_size": settings.team_size,
             "ns": iteration.method,
             "ns_dtype": "bf16" if iteration.half else "fp32",

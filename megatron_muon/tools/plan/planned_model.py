@@ -29,7 +29,6 @@ from megatron.training import training
 
 from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError, quiet_imports
-from megatron_muon.fsdp.buckets import PieceHolders, bucket_shards
 from megatron_muon.megatron import prepare
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.flags.config_file import given_flags, load_config, merge
@@ -41,6 +40,7 @@ from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_suppor
 from megatron_muon.patching import Patches
 from megatron_muon.settings import steps_for
 from megatron_muon.tools.plan.estimate import Group
+from megatron_muon.tools.plan.planned_cuts import PieceHolders, bucket_shards
 
 UNITS = "optim_grads_params"
 """The strategy that shards weights, in buckets of a transformer layer; others cut by size."""
@@ -204,8 +204,8 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
             if parameter not in names:
                 others += parameter.orig_param.numel() / ranks
                 continue
-            matrix = mp.matrix_of(names[parameter], parameter, settings, over_tp=over_tp)
-            part = mp.matrix_shape(parameter, over_tp=False)
+            (matrix,) = mp.matrices_of(names[parameter], parameter, settings, over_tp=over_tp)
+            part = mp.view_of(parameter, over_tp=False).matrix
             shards = bucket_shards(*starts[parameter.orig_param], part, matrix.shape, holders)
             matrices.append(replace(matrix, shards=shards))
         if matrices or kind == "dense":

@@ -15,14 +15,14 @@ import torch
 from torch.distributed.tensor import placement_types
 
 from megatron_muon import shipped
-from megatron_muon.core.cost import Iteration
-from megatron_muon.core.layout import Layout, Matrix, Shard, whole
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.cost import AUTO, Iteration
+from megatron_muon.core.layout import Layout, Matrix, Shards, whole
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.errors import UserError, reason_of
-from megatron_muon.fsdp.cuts import placed_shards
 from megatron_muon.fsdp.selection import select
 from megatron_muon.fsdp.views import View
 from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
+from megatron_muon.tools.plan.planned_cuts import placed_shards
 
 
 def read_transformers(
@@ -40,10 +40,10 @@ def read_transformers(
     selection = select(model)
     matrices = []
     others = 0
-    shards_of: dict[View, list[tuple[Shard, ...]]] = {}
+    shards_of: dict[View, list[Shards]] = {}
     for parameter, choice in selection.choices.items():
         view = choice.view
-        if view is None:
+        if choice.why:
             others += parameter.numel()
             continue
         if view not in shards_of:
@@ -77,12 +77,12 @@ def _build_on_meta(path: Path) -> Any:
 def _fully_sharded(
     ranks: int, matrices: Iterable[Matrix], hardware: Hardware
 ) -> tuple[PlanSettings, list[Group]]:
-    iteration = hardware.iterate(Iteration("simple", 5))  # the defaults of Muon
+    method = NewtonSchulz(Iteration("simple", 5), scale_mode="shape_scaling")  # Muon's defaults
     layout = Layout(ranks, tuple(matrices))
-    return PlanSettings(None, Memory(2, iteration)), [Group("fully_shard", layout)]
+    return PlanSettings(None, hardware.sizes(method, AUTO)), [Group("fully_shard", layout)]
 
 
-def _shards_of(view: View, world_size: int, ep: int) -> list[tuple[Shard, ...]]:
+def _shards_of(view: View, world_size: int, ep: int) -> list[Shards]:
     """The shards of each matrix of a parameter, with stacks of experts over `ep` ranks.
 
     The mesh of experts is `(world_size / ep, ep)`: its first dimension shards the experts of an

@@ -1,4 +1,4 @@
-"""What the numbers among the settings may be: one rule for flags, experiment files, configs, constructors."""
+"""Ranges of numeric settings: one table for flags, experiment files, configs and constructors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron_muon.core.user_errors import SettingError
 
 
 class Range(NamedTuple):
-    """Numbers that a setting may have, from `low` to less than `high`; never NaN or infinite."""
+    """Numbers allowed for a setting, from `low` to less than `high`; never NaN or infinite."""
 
     low: float = 0.0
     high: float = math.inf
     above: bool = False  # `low` itself is too low
     closed: bool = False  # `high` itself is possible
     whole: bool = False
-    hint: str = ""  # what else to say of a number outside
+    hint: str = ""  # added to the error for a number outside
 
     def holds(self, value: float) -> bool:
-        """Whether `value` is one of them."""
+        """True for a value in the range."""
         low = value > self.low if self.above else value >= self.low
         high = value <= self.high if self.closed else value < self.high
         return low and high and not (self.whole and value != int(value))
@@ -61,18 +61,18 @@ RANGES = {
 
 
 def number_of(value: Any) -> Any:
-    """A numpy scalar, or an array or tensor of one element, as a Python number; any other value as it is.
+    """Convert a numpy scalar, or an array or tensor of one element, to a Python number.
 
-    Waits for the device of a tensor.
+    Returns any other value as it is. Waits for the device of a tensor.
     """
     shape = getattr(value, "shape", None)
     return value if shape is None or math.prod(shape) != 1 else value.item()
 
 
 def check_number(name: str, value: Any, *, setting: str = "") -> None:
-    """Raise a SettingError for a value outside the range of `name`, which `setting` gave if another.
+    """Raise a SettingError for a value outside the range of `name`, given as `setting` if named.
 
-    Takes what `number_of` reads.
+    Accepts any value that `number_of` reads.
     """
     setting = setting or name
     remedy = f"choose {RANGES[name]}"
@@ -85,7 +85,7 @@ def check_number(name: str, value: Any, *, setting: str = "") -> None:
 
 
 def check_numbers(values: Any) -> None:
-    """The same for all numbers of parsed flags or of a config: ranges, and no lowest rate above its peak."""
+    """Check all numbers of parsed flags or of a config; no lowest rate may exceed its peak."""
     given = {name: number_of(value) for name, value in vars(values).items() if value is not None}
     for name, value in given.items():
         if name in RANGES:
@@ -113,7 +113,7 @@ def _finite(setting: str, value: Any, remedy: str) -> float:
 
 
 def is_number(text: str) -> bool:
-    """Whether float() reads it."""
+    """True for text that float() reads."""
     try:
         float(text)
     except ValueError:

@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from benchmarks.command import buffer_mb
-from megatron_muon.core.numbers import RANGES, check_number, check_numbers
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported
+from megatron_muon.ranges import RANGES, check_number, check_numbers
 from tests.support.cli import words
 
 RUN = words(

@@ -1,0 +1,172 @@
+"""Copies of rectangles between flat buffers, merged once so that a step makes few of them.
+
+Neighbors of equal shape at equal distances, at both ends, are one strided copy with a further
+dimension; what follows on without a gap is one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_DIMS = 4
+"""Dimensions of a merged copy: kernels for strided copies do well up to here."""
+
+
+Dims = tuple[tuple[int, int, int], ...]
+"""For each dimension of a copy its elements, and its strides at source and target."""
+
+
+class Copy(NamedTuple):
+    """One copy of a rectangle from one flat buffer to another.
+
+    Attributes:
+        source, target: first elements.
+        dims: of the rectangle.
+    """
+
+    source: int
+    target: int
+    dims: Dims
+
+    @property
+    def run(self) -> int:
+        """Elements, if they are consecutive at both ends, or else 0."""
+        (size, *strides), *others = self.dims
+        return 0 if others or strides != [1, 1] else size
+
+    @property
+    def reversed(self) -> Copy:
+        """The copy back."""
+        dims = tuple(
+            (
+                size,
+                target,
+                source,
+            )
+            for size, source, target in self.dims
+        )
+        return Copy(self.target, self.source, dims)
+
+    def moved(self, source: int, target: int) -> Copy:
+        """The same copy with both ends moved by so many elements."""
+        return Copy(
+            self.source + source,
+            self.target + target,
+            self.dims,
+        )
+
+
+def merged(copies: Iterable[Copy]) -> list[Copy]:
+    """The same elements in fewer copies, in any order. Targets must not overlap."""
+    found = _joined([_collapsed(copy) for copy in copies])
+    while True:
+        fewer = [_collapsed(copy) for copy in _stepped(found)]
+        if len(fewer) == len(found):
+            return fewer
+        found = fewer
+
+
+def _collapsed(copy: Copy) -> Copy:
+    """Drop dimensions of one element, and join those without a gap between them at both ends."""
+    dims: list[tuple[int, int, int]] = []
+    for size, source, target in copy.dims:
+        if dims and dims[-1][1:] == (size * source, size * target):
+            dims[-1] = dims[-1][0] * size, source, target
+        elif size > 1:
+            dims.append((size, source, target))
+    return copy._replace(dims=tuple(dims) or ((1, 1, 1),))
+
+
+def _joined(copies: Sequence[Copy]) -> list[Copy]:
+    """Join runs that follow each other at both ends, whatever their lengths."""
+    found: list[Copy] = []
+    for copy in sorted(copies):
+        if found and copy.run and found[-1].run:
+            last = found[-1]
+            if last.moved(last.run, last.run)[:2] == copy[:2]:
+                copy = last._replace(dims=((last.run + copy.run, 1, 1),))
+                found.pop()
+        found.append(copy)
+    return found
+
+
+def _stepped(copies: Sequence[Copy]) -> list[Copy]:
+    """Join copies of equal shape and strides at equal distances by a further dimension."""
+    alike: dict[Dims, list[tuple[int, int]]] = defaultdict(list)
+    for copy in copies:
+        alike[copy.dims].append((copy.source, copy.target))
+    found = []
+    for dims, starts in alike.items():
+        for start, count, step in _progressions(sorted(starts), len(dims)):
+            more = ((count, *step),) if count > 1 else ()
+            found.append(Copy(*start, more + dims))
+    return found
+
+
+def _progressions(
+    starts: Sequence[tuple[int, int]], dims: int
+) -> Iterable[tuple[tuple[int, int], int, tuple[int, int]]]:
+    """Pairs of elements as arithmetic progressions: first pair, number of pairs, and step."""
+    steps = []
+    for one, after in itertools.pairwise(starts):
+        steps.append((after[0] - one[0], after[1] - one[1]))
+    first = 0
+    while first < len(starts):
+        last = first
+        step = steps[first] if first < len(steps) else (0, 0)
+        if dims < MAX_DIMS and step[1] > 0:  # torch's strides are not negative
+            while last < len(steps) and steps[last] == step:
+                last += 1
+        yield starts[first], last - first + 1, step
+        first = last + 1
+
+
+class Copies:
+    """Merged copies between two flat tensors, as views that are made once.
+
+    Args:
+        back: copy from targets to sources.
+    """
+
+    def __init__(
+        self,
+        copies: Iterable[Copy],
+        source: Tensor,
+        target: Tensor,
+        *,
+        back: bool = False,
+    ) -> None:
+        if back:
+            copies = [copy.reversed for copy in copies]
+            source, target = target, source
+        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        for copy in merged(copies):
+            shape, from_strides, to_strides = zip(*copy.dims, strict=True)
+            start = source.storage_offset() + copy.source
+            self._sources.append(
+                source.as_strided(
+                    shape,
+                    from_strides,
+                    start,
+                )
+            )
+            start = target.storage_offset() + copy.target
+            self._targets.append(
+                target.as_strided(
+                    shape,
+                    to_strides,
+                    start,
+                )
+            )
+
+    def __call__(self) -> None:
+        """Copy, with a cast where the two tensors have different dtypes."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)

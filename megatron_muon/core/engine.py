@@ -1,0 +1,129 @@
+"""The step of matrix optimizers on sharded matrices: a pipeline of three stages, on one page.
+
+Each rank holds some rows of every matrix (ZeRO), with their gradients, momentum and weights. Each
+matrix has an owner, or a team of them. A step walks waves, each as many matrices as fit its buffers:
+
+    send_rows       momentum advances; its rows go to the owners
+    orthogonalize   owners fill stacks of whole blocks, apply the method, and send updates back
+    apply           weights descend along the rows of their updates
+
+While blocks of one wave are orthogonalized, rows of the next and updates of the one before travel.
+Matrices of a wave that are whole on their owner do not travel. Rows of a batch of them go to the
+stacks, and updates to the weights, while the updates of the others travel. Gradient reduction, clipping and installing weights are the caller's part.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron_muon.core.build import Waves
+from megatron_muon.core.passes import Passes
+from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.wave import Wave
+
+
+class Stages(Protocol):
+    """The stages of a wave: an engine's, or a model of their time."""
+
+    def send_rows(self, k: int) -> None:
+        """Prepare the rows of wave `k` and start to send them."""
+
+    def orthogonalize(self, k: int) -> None:
+        """Wait for rows, orthogonalize, and start to send updates."""
+
+    def apply(self, k: int) -> None:
+        """Wait for updates and apply them."""
+
+
+def run(waves: int, stages: Stages) -> None:
+    """Take so many waves through their stages, three at a time."""
+    for k in range(waves + 2):
+        if k < waves:
+            stages.send_rows(k)
+        if 0 < k <= waves:
+            stages.orthogonalize(k - 1)
+        if k >= 2:
+            stages.apply(k - 2)
+
+
+class Engine:
+    """The stages of a step on this rank.
+
+    Args:
+        waves: in the order of the step, with what carries them.
+        passes: what ranks do to rows.
+
+    Attributes:
+        probe: measures a step.
+    """
+
+    def __init__(
+        self,
+        waves: Waves,
+        passes: Passes,
+    ) -> None:
+        self.waves = waves.all
+        self.transport = waves.transport
+        self.method = waves.method
+        self.memory = waves.memory
+        self.passes = passes
+        self.probe: Probe = SILENT
+        self.memory.release()
+
+    def step(self) -> None:
+        """Everything that the device does in a step. Collective, as the transport is."""
+        self.memory.acquire()
+        self.passes.begin(self.probe)
+        run(len(self.waves), self)
+        self.passes.end()
+        self.memory.release()
+
+    def send_rows(self, k: int) -> None:
+        """Advance momentum of wave `k`, and start to send its rows."""
+        wave = self.waves[k]
+        with self.probe.phase("gather", k):
+            self.passes.advance(wave)
+            wave.start("rows", self.transport.send_rows(wave, self.probe))
+
+    def orthogonalize(self, k: int) -> None:
+        """Orthogonalize the blocks of wave `k`, and start to send their updates."""
+        wave = self.waves[k]
+        with self.probe.phase("gather_wait", k):
+            wave.wait("rows")
+        with self.probe.phase("orthogonalize", k):
+            self.passes.fill(wave)
+            self._apply_method(wave)
+        with self.probe.phase("send_back", k):
+            self.passes.drain(wave)
+            wave.start("updates", self.transport.send_updates(wave, self.probe))
+        for batch in wave.batches:
+            self.passes.advance(batch)
+            with self.probe.phase("orthogonalize", k):
+                self._apply_method(batch)
+            self.passes.descend(batch)
+
+    def _apply_method(self, wave: Wave) -> None:
+        """Put updates in the place of the blocks of a wave or batch."""
+        if not (wave.stacks or wave.agreement.shared):
+            return
+        factors = wave.agreement.factors(self.passes.measure(wave))
+        one = len(wave.stacks) == 1
+        of_stacks = [factors] if one else factors.split(wave.counts)
+        for stack, of_stack in zip(wave.stacks, of_stacks, strict=True):
+            self.method.run(
+                stack.blocks,
+                stack.kind,
+                of_stack,
+                wave.work,
+                team=stack.team,
+                probe=self.probe,
+            )
+        self.passes.finish(wave, factors)
+        self.probe.orthogonalized(wave.route.slots)
+
+    def apply(self, k: int) -> None:
+        """Apply the updates of wave `k` to the weights."""
+        wave = self.waves[k]
+        with self.probe.phase("scatter_wait", k):
+            wave.wait("updates")
+            self.passes.descend(wave)

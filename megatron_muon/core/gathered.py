@@ -1,0 +1,75 @@
+"""The all-gather scheme: every rank gathers and orthogonalizes every matrix, one after another.
+
+The readable reference with which the owner scheme is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megatron_muon.core.exchange import ToOwners, Works
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.probe import Probe
+from megatron_muon.core.ranks import all_gather_single
+from megatron_muon.core.route import Leg, Route, aligned_elements, laid_out, to_stacks
+from megatron_muon.core.slices import Team
+from megatron_muon.core.wave import Wave
+
+
+class ToEveryRank(ToOwners):
+    """Each rank gathers one shard of a matrix from every rank, padded to the largest."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: ProcessGroup,
+        scale: Callable[[tuple[int, int]], float],
+    ) -> None:
+        owners = [Team((group.rank(),), (0.0,))] * len(layout.matrices)
+        super().__init__(layout, owners, group, scale)
+
+    def route(self, indices: Sequence[int]) -> Route:
+        """This rank's part in the wave of one matrix."""
+        units = self.units(indices, from_first=True)
+        (index,) = indices
+        padded = max(shard.numel for shard in self.layout.matrices[index].shards)
+        kept, updates = laid_out(units.ranks, [(self.rank, unit) for unit in units.kept])
+        rows = units.order_rows(updates)
+        start = aligned_elements(max(sum(kept), padded))
+        out = [(0, unit) for unit in units.owned if unit.source == self.rank]
+        arrived = [(start + unit.source * padded, unit) for unit in units.owned]
+        return Route(
+            indices,
+            rows,
+            units.stacks,
+            Leg(
+                [padded, 0],
+                [padded] * units.ranks,
+                units.from_rows(out),
+                to_stacks(arrived),
+            ),
+            Leg(
+                [sum(kept)],
+                [],
+                units.from_rows(updates),
+                to_stacks(updates),
+            ),
+        )
+
+    def send_rows(self, wave: Wave, probe: Probe) -> Any:
+        """Start the all-gather of a matrix."""
+        whole, mine = wave.received, wave.sent
+        probe.received(whole.nbytes - mine.nbytes)
+        return all_gather_single(
+            whole,
+            mine,
+            self.group,
+            async_op=True,
+        )
+
+    def send_updates(self, wave: Wave, probe: Probe) -> Any:
+        """Send nothing: every rank has the update."""
+        return Works()

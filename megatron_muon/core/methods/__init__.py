@@ -1,0 +1,1 @@
+"""What happens to stacks of whole blocks on their owners."""

@@ -1,0 +1,158 @@
+"""Interface of a method: the computation on stacks of whole blocks, on the ranks that own them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_muon.core.layout import Matrix
+from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.slices import BlockKind, BlockSlice
+from megatron_muon.core.teams import TeamGroup
+
+
+class Work:
+    """Buffers of a method; each view of one is made once.
+
+    Args:
+        buffers: flat, uint8, by the names and of the sizes of `Method.work_bytes`, or larger.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._buffers = buffers
+        self._views: dict[object, Tensor] = {}
+        self._blocks: dict[int, Sequence[Tensor]] = {}
+
+    @classmethod
+    def allocated(
+        cls,
+        sizes: Mapping[str, int],
+        device: torch.device,
+    ) -> Work:
+        """Buffers of their own memory."""
+        buffers = {}
+        for name, size in sizes.items():
+            buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
+        return cls(buffers)
+
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """The buffer `name` with this shape and dtype."""
+        key = name, shape, dtype
+        if key not in self._views:
+            size = math.prod(shape) * dtype.itemsize
+            view = self._buffers[name][:size].view(dtype).view(shape)
+            self._views[key] = view
+            if len(shape) == 3:
+                self._blocks[id(view)] = view.unbind()
+        return self._views[key]
+
+    def blocks(self, stack: Tensor) -> Sequence[Tensor]:
+        """The blocks of a stack; those of a buffer, or of a kept stack, exist."""
+        return self._blocks.get(id(stack)) or stack.unbind()
+
+    def keep(self, stack: Tensor) -> None:
+        """Make the blocks of a stack that lives as long as the buffers."""
+        self._blocks[id(stack)] = stack.unbind()
+
+    @functools.cached_property
+    def one(self) -> Tensor:
+        """`(1,)` fp32; a * one is added to bf16 in fp32, a Python number would be rounded first."""
+        return torch.ones(1, dtype=torch.float32, device=self._buffers["r"].device)
+
+
+class Method(ABC):
+    """Turns a stack of whole blocks into their updates.
+
+    Attributes:
+        serves_teams: True if several ranks may share a block.
+        device: of momentum and stacks.
+    """
+
+    serves_teams: ClassVar[bool] = False
+    device: torch.device = torch.device("cpu")
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of its arithmetic, which "auto" takes for wire and stacks."""
+
+    @abstractmethod
+    def cost(
+        self,
+        rows: int,
+        cols: int,
+        team: int = 1,
+        steps: int = 0,
+    ) -> int:
+        """Operations of a block of `(rows, cols)` on each rank of a team; `steps` are `Matrix.steps`."""
+
+    def flops(self, matrix: Matrix) -> int:
+        """Operations of a matrix, over its blocks, without a team."""
+        return sum(self.cost(*block, steps=matrix.steps) for block in matrix.blocks)
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        """Factor of the update of a block of `shape`, `BlockKind.scale`; 1 by default."""
+        return 1.0
+
+    def row_scales(self, matrix: Matrix) -> torch.Tensor:
+        """Factors of the rows of a matrix's update, `(rows, 1)` fp32, for rules that apply them."""
+        return torch.ones(matrix.shape[0], 1, dtype=torch.float32)
+
+    def work_bytes(
+        self,
+        kind: BlockKind,
+        count: int,
+        element_bytes: int,
+    ) -> dict[str, int]:
+        """Bytes of its buffers by name for a stack of `count` blocks of elements of `element_bytes`.
+
+        None by default.
+        """
+        return {}
+
+    def together(self, kind: BlockKind) -> int:
+        """Number of blocks that it takes together."""
+        return sys.maxsize
+
+    def state_shapes(self, kind: BlockKind) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of a block's fp32 state by slot name; none by default."""
+        return {}
+
+    @abstractmethod
+    def run(
+        self,
+        stack: Tensor,
+        kind: BlockKind,
+        factors: Tensor,
+        work: Work,
+        *,
+        state: Mapping[str, Tensor] | None = None,
+        team: TeamGroup | None = None,
+        probe: Probe = SILENT,
+    ) -> None:
+        """Put scaled updates in the stack's place, NaN where a factor is NaN. Collective in a team.
+
+        Args:
+            stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks; a tall
+                block is its transpose here. In a team, n are this rank's columns.
+            factors: `(count, 1, 1)` fp32, the power of two that brings each block to a largest
+                magnitude in [0.5, 1); NaN for a block of a matrix that is not finite.
+            work: buffers of `work_bytes`.
+            state: `(count, ...)` fp32 by slot name, as `state_shapes`.
+        """
+
+    def warm_up(self, slots: Sequence[BlockSlice]) -> None:
+        """Prepare for this rank's blocks before the first step, for instance by compiling."""
+        return

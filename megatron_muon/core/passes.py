@@ -1,0 +1,250 @@
+"""The four passes over memory of a step, on whole waves, in torch operations.
+
+    advance   gradient, momentum -> momentum, lane      (4 + 4 -> 4 + wire bytes an element)
+    fill      lane -> stacks, with the magnitude of each block
+    drain     stacks -> lane
+    descend   lane, weight -> weight, with decay
+
+Rules come before `advance` and `descend`; plain Muon has none. Momentum is an exponential moving
+average with Nesterov's look-ahead, as in emerging-optimizers' Muon. Decay is decoupled (AdamW's),
+coupled (added to the gradient), or a rule's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_muon.core.group_numbers import Number, acts
+from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.rows import Rows
+from megatron_muon.core.rules.rule import Part, Rule, Step
+from megatron_muon.core.scaling import largest_magnitude
+from megatron_muon.core.wave import Chunk, Wave
+
+DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
+
+TOGETHER = {"cpu": 2**20, "cuda": 2**23}
+"""Elements that several passes of torch take together, so that each finds them in the cache."""
+
+
+class Passes:
+    """The passes on this rank's rows and stacks.
+
+    Args:
+        rules: in the order of a step.
+        nesterov: mix momentum with the gradient again before it travels.
+        decay: DECOUPLED, COUPLED or BY_RULE.
+    """
+
+    def __init__(
+        self, rows: Rows, rules: Sequence[Rule], *, nesterov: bool = True, decay: str = DECOUPLED
+    ) -> None:
+        self.rows = rows
+        self.rules = rules
+        self._nesterov = nesterov
+        self._decay = decay
+        self._normalizing = [rule.normalize for rule in rules if rule.normalize is not None]
+        self._moving = [rule for rule in rules if rule.moves_weights]
+        self._probe: Probe = SILENT
+
+    def begin(self, probe: Probe) -> None:
+        """Begin a step. Collective."""
+        self._probe = probe
+        self.rows.find_failed()
+        self.rows.beside.begin()
+        for rule in self.rules:
+            rule.begin(
+                Step(
+                    self.rows.groups,
+                    self.rows.gradients,
+                    self.rows.state,
+                )
+            )
+
+    def end(self) -> None:
+        """End a step. Collective."""
+        self.rows.beside.end()
+        self.rows.end()
+        with self._probe.phase("apply"):
+            for rule in self.rules:
+                rule.end()
+
+    def advance(self, wave: Wave) -> None:
+        """Advance momentum, and write what is orthogonalized to lanes, or to stacks.
+
+        Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no
+        rank updates it.
+        """
+        for chunk in wave.chunks:
+            with self._probe.phase("momentum"), self.rows.beside.prepare(chunk):
+                self._prepare(chunk)
+            chunk.pack()
+            self.rows.beside.packed(chunk)
+
+    def fill(self, wave: Wave) -> None:
+        """Fill the stacks of a wave from its lane."""
+        wave.fill()
+
+    def measure(self, wave: Wave) -> Tensor:
+        """The largest magnitude of each block, `(slots, 1, 1)` fp32."""
+        found = [largest_magnitude(stack.blocks) for stack in wave.stacks]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else wave.nothing
+
+    def finish(self, wave: Wave, factors: Tensor) -> None:
+        """Have rules change whole updates on their owner; `factors` are NaN for slots to skip."""
+        if not self._normalizing:
+            return
+        finite = factors.view(-1) == factors.view(-1)
+        for normalize in self._normalizing:
+            for whole in wave.whole:
+                update = whole.read()
+                normalize(
+                    whole.index,
+                    update,
+                    finite[whole.slot],
+                    whole.squares,
+                )
+                whole.write()
+
+    def drain(self, wave: Wave) -> None:
+        """Write the updates of a wave from its stacks to its lane."""
+        wave.drain()
+
+    def descend(self, wave: Wave) -> None:
+        """Move weights along the rows of updates; where an update is NaN they stay."""
+        for chunk in wave.chunks:
+            chunk.unpack()
+            with self._probe.phase("apply"):
+                for part in self.rows.with_weights(chunk):
+                    self._apply(part)
+
+    def _prepare(self, chunk: Chunk) -> None:
+        self.rows.collect(chunk)
+        marks = failed = None
+        if self.rows.failed is not None:
+            marks = self.rows.failed[chunk.index]
+            failed = marks.isnan()
+        for places, part in self.rows.with_momentum(chunk):
+            if self._decay == COUPLED:
+                self._couple(part)
+            for rule in self.rules:
+                rule.before(part)
+            if failed is not None:
+                _keep(part, failed[places.start : places.stop])
+            self._average(part)
+            self._probe.momentum(
+                part.indices,
+                part.state,
+                self.rows.replicas,
+            )
+        if marks is not None:
+            chunk.prepared.index_add_(0, chunk.firsts, marks)
+
+    def _couple(self, part: Part) -> None:
+        """Add decay to the gradient."""
+        for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
+            if acts(group["weight_decay"]):
+                weights = self.rows.weights(index).to(rows.device, rows.dtype)
+                add_scaled([rows], [weights], group["weight_decay"])
+
+    def _average(self, part: Part) -> None:
+        """momentum <- lerp(momentum, gradient), which takes the gradient's place."""
+        for group, rows, momentum in part.by_group():
+            share = group["momentum"]
+            # one tensor may be more than a launch of calls on lists takes
+            if len(rows) == 1 and self._nesterov:
+                momentum[0].lerp_(rows[0], 1.0 - share)
+                rows[0].lerp_(momentum[0], share)
+                continue
+            torch._foreach_lerp_(momentum, rows, 1.0 - share)
+            if self._nesterov:
+                torch._foreach_lerp_(rows, momentum, share)
+            else:
+                torch._foreach_copy_(rows, momentum)
+
+    def _apply(self, part: Part) -> None:
+        for rule in self.rules:
+            if not rule.moves_weights:
+                rule.after(part)
+        self._probe.updates(
+            part.indices,
+            part.rows,
+            self.rows.replicas,
+        )
+        for rule in self._moving:
+            rule.after(part)
+        if self._moving:
+            return
+        for group, rows, weights in part.by_group():
+            if self._decay == DECOUPLED and acts(group["weight_decay"]):
+                add_scaled(rows, weights, group["weight_decay"])  # so that both are rounded once
+        zero_nan(part.flat)
+        for group, rows, weights in part.by_group():
+            add_scaled(weights, rows, -group["lr"])
+
+
+def _keep(part: Part, failed: Tensor) -> None:
+    """Put the momentum of matrices that fail in the place of their gradients: it stays then.
+
+    One pass over neighbors of one size. A mask of elements would cost more than the iteration:
+    `repeat_interleave` gives a whole matrix to one warp.
+    """
+    if part.flat_state is None:
+        for rows, momentum, flag in zip(part.rows, part.state, failed.unbind(), strict=True):
+            torch.where(flag, momentum, rows, out=rows)
+        return
+    start = first = 0
+    for numel, alike in itertools.groupby(one.numel() for one in part.rows):
+        count = len(list(alike))
+        end = start + count * numel
+        rows = part.flat[start:end].view(count, numel)
+        momentum = part.flat_state[start:end].view(count, numel)
+        torch.where(
+            failed[first : first + count, None],
+            momentum,
+            rows,
+            out=rows,
+        )
+        start, first = end, first + count
+
+
+def add_scaled(
+    tensors: list[Tensor],
+    others: list[Tensor],
+    factor: Number,
+) -> None:
+    """Add `factor` times the others, in place; with a tensor the products are rounded first."""
+    if not isinstance(factor, Tensor):
+        torch._foreach_add_(tensors, others, alpha=factor)
+        return
+    for part in together(tensors):
+        torch._foreach_add_(tensors[part], torch._foreach_mul(others[part], factor))
+
+
+def together(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """Slices of consecutive `tensors` of at most `TOGETHER` elements, or of one tensor."""
+    first = elements = 0
+    for place, tensor in enumerate(tensors):
+        most = TOGETHER["cpu" if tensor.device.type == "cpu" else "cuda"]
+        if elements and elements + tensor.numel() > most:
+            yield slice(first, place)
+            first, elements = place, 0
+        elements += tensor.numel()
+    if tensors:
+        yield slice(first, len(tensors))
+
+
+def zero_nan(tensor: Tensor) -> None:
+    """Put zeros where it is NaN, in place."""
+    tensor.nan_to_num_(
+        nan=0.0,
+        posinf=math.inf,
+        neginf=-math.inf,
+    )

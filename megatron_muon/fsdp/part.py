@@ -1,0 +1,340 @@
+"""The matrices of parameters that one set of ranks holds, their state and their step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from megatron_muon.core.build import Waves
+from megatron_muon.core.engine import Engine
+from megatron_muon.core.group_numbers import read_group
+from megatron_muon.core.layout import Rectangle
+from megatron_muon.core.passes import Passes
+from megatron_muon.core.probe import Probe
+from megatron_muon.core.rows import MOMENTUM, Rows
+from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.shards import local_part, sharded_like
+from megatron_muon.core.storage import MomentumStore, Storage
+from megatron_muon.core.user_errors import UserError
+from megatron_muon.fsdp.views import View
+
+type State = dict[torch.Tensor, dict[str, torch.Tensor]]
+
+NUMBERS = ("lr", "momentum", "weight_decay")
+"""Numbers of a parameter group that every step reads."""
+
+
+def refuse_copy() -> NoReturn:
+    """Raise a TypeError, when pickle or `copy.deepcopy` meet an optimizer."""
+    raise TypeError(
+        "Muon holds process groups and cannot be copied or pickled; make another one and give it"
+        " the state_dict"
+    )
+
+
+class ViewedParameter:
+    """A parameter and its matrices.
+
+    Attributes:
+        first: number of its first matrix among all of the layout.
+        numbers: of its matrices.
+        is_row: it is a matrix, of which this rank holds elements.
+        held: numbers of matrices of which this rank holds rows.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        view: View,
+        rectangles: Sequence[Rectangle],
+        first: int,
+    ) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.view = view
+        self.first = first
+        self.numbers = range(first, first + view.count)
+        self.is_row = view.is_itself and local_part(parameter).numel() > 0
+        self._address = 0
+        self._rows: list[torch.Tensor] = []
+        if view.is_itself:
+            self.held = [first]
+            return
+        self._look()
+        # also of no rows: it may have numbers of columns
+        numbers = [number for number, rectangle in enumerate(rectangles) if any(rectangle)]
+        # any will do for matrices without either
+        numbers = numbers or list(range(len(self._rows)))
+        self.held = [first + number for number in numbers]
+
+    def rows_of(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The numbers of held matrices, with this rank's rows in a tensor like the parameter."""
+        return zip(self.held, self.view.tensors(local_part(tensor)), strict=True)
+
+    def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The same of the parameter itself, wherever its memory is now."""
+        if self.view.is_itself:
+            return iter([(self.first, local_part(self.parameter))])
+        if local_part(self.parameter).data_ptr() != self._address:
+            self._look()
+        return zip(self.held, self._rows, strict=True)
+
+    def _look(self) -> None:
+        local = local_part(self.parameter.detach())
+        self._address = local.data_ptr()
+        self._rows = self.view.tensors(local)
+        rows = self._rows
+        if rows and rows[0].numel() and rows[0].data_ptr() != self._address:
+            raise UserError(
+                f"{self.name} is not contiguous, strides {local.stride()}; make it so, or leave it"
+                " out of flatten="
+            )
+
+
+def view_parameters(
+    names: Mapping[torch.Tensor, str],
+    views: Mapping[torch.Tensor, View],
+    rectangles: Sequence[Rectangle],
+) -> list[ViewedParameter]:
+    """Parameters with their matrices, of which this rank holds these rectangles."""
+    viewed = []
+    first = 0
+    for p, name in names.items():
+        end = first + views[p].count
+        viewed.append(
+            ViewedParameter(name, p, views[p], rectangles[first:end], first),
+        )
+        first = end
+    return viewed
+
+
+class Part:
+    """Matrices whose rows one set of ranks holds.
+
+    A matrix's update depends on its gradient alone, never on how many ranks hold it; the number of
+    its owners changes its rounding. State exists from construction on every rank, also for empty
+    shards.
+
+    Args:
+        viewed: the parameters, in the order of their matrices in the layout.
+        names: of all matrices.
+        waves: of the step.
+        rules: variants of Muon, in the order of a step.
+        passing: arguments of `Passes`.
+        store: keeps momentum; None keeps it as state, fp32.
+        outside: rows of weights that parameters do not hold.
+        skip_missing: as for `Rows`.
+
+    Attributes:
+        state: of each parameter, of its shape and sharded alike, without momentum in a store.
+        settings: defaults of parameter groups that rules add.
+        captured: replays the step, once it is captured.
+        copies: ranks that hold these matrices alike and share nothing; measurements count one.
+    """
+
+    def __init__(
+        self,
+        viewed: Sequence[ViewedParameter],
+        names: Sequence[str],
+        waves: Waves,
+        rules: Sequence[Rule],
+        passing: Mapping[str, Any],
+        *,
+        store: MomentumStore | None = None,
+        outside: Storage | None = None,
+        skip_missing: bool = False,
+    ) -> None:
+        self.viewed = {each.parameter: each for each in viewed}
+        self.names = names
+        self.rules = rules
+        self.store = store
+        self.waves = waves
+        self.copies = 1
+        self.captured: Any = None
+        self.state: State = {each.parameter: {} for each in viewed}
+        self.settings: dict[str, float] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+        self._slots: dict[str, list[torch.Tensor]] = {}
+        self.rows = Rows(
+            names,
+            waves,
+            self._weights.__getitem__,
+            outside=outside,
+            momentum=self._momentum_of_views(),
+            store=store,
+            skip_missing=skip_missing,
+        )
+        self.engine = Engine(waves, Passes(self.rows, rules, **passing))
+        if store is None:
+            self._show_momentum()
+        for rule in rules:
+            self.settings |= rule.settings
+            for slot in rule.slots:
+                self._make_slot(rule, slot)
+        self.rows.state = self._slots.__getitem__
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(iter(self.viewed)).device
+
+    @property
+    def probe(self) -> Probe:
+        """Measures a step."""
+        return self.engine.probe
+
+    @probe.setter
+    def probe(self, probe: Probe) -> None:
+        self.engine.probe = probe
+
+    def _momentum_of_views(self) -> dict[int, torch.Tensor]:
+        """Momentum of parameters that are not held matrices themselves, in their own order."""
+        momentum: dict[int, torch.Tensor] = {}
+        for p, each in self.viewed.items():
+            if self.store is None and not each.is_row:
+                zeros = torch.zeros_like(p.detach(), dtype=torch.float32)
+                self.state[p][MOMENTUM] = zeros
+                momentum.update(each.rows_of(zeros))
+        return momentum
+
+    def _show_momentum(self) -> None:
+        """Have the momentum of other parameters as state."""
+        for p, each in self.viewed.items():
+            if each.is_row:
+                self.state[p][MOMENTUM] = sharded_like(
+                    p,
+                    self.rows.momentum[each.first],
+                )
+
+    def _make_slot(self, rule: Rule, slot: str) -> None:
+        self._slots[slot] = [torch.empty(0)] * len(self.names)
+        for p, each in self.viewed.items():
+            zeros = rule.zeros(
+                slot,
+                each.first,
+                each.view.whole(p.detach()),
+            )
+            self.state[p][slot] = zeros
+            of_matrices = each.view.unstacked(local_part(zeros))
+            for number, rows in zip(each.held, of_matrices, strict=True):
+                self._slots[slot][number] = rows
+
+    def take_up(
+        self,
+        state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+    ) -> None:
+        """Copy tensors that have been put in the place of this optimizer's own.
+
+        Raises:
+            UserError: there are others, or some are missing.
+        """
+        for p, own in self.state.items():
+            given = state.get(p, {})
+            if given.keys() != own.keys():
+                raise UserError(
+                    f"the state of {self.viewed[p].name} was removed; change its tensors in place,"
+                    " or call load_state_dict"
+                )
+            for slot, tensor in own.items():
+                if given[slot] is not tensor:
+                    local_part(tensor).copy_(local_part(given[slot]))
+                    given[slot] = tensor
+
+    def read_groups(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """The group of each matrix with numbers as a step reads them; rules may refuse some.
+
+        Groups get the numbers of rules that they lack.
+        """
+        of_matrices: list[dict[str, Any]] = [{}] * len(self.names)
+        for group in param_groups:
+            members = [self.viewed[p] for p in group["params"] if p in self.viewed]
+            if not members:
+                continue
+            group.update(self.settings | group)
+            read = read_group(group, (*NUMBERS, *self.settings), self.device)
+            for each in members:
+                for number in each.numbers:
+                    of_matrices[number] = read
+        for rule in self.rules:
+            rule.check(of_matrices, self.names)
+        return of_matrices
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """One update of every matrix, outside of any autocast. Collective.
+
+        Raises:
+            RuntimeError: a shard with rows has no gradient, unless missing ones are skipped.
+        """
+        device = self.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.step(param_groups)
+        groups = self.read_groups(param_groups)  # schedules change them
+        gradients: list[torch.Tensor | None] = [None] * len(self.names)
+        for p, each in self.viewed.items():
+            self._weights.update(each.weights())
+            if p.grad is not None:
+                for number, rows in each.rows_of(p.grad):
+                    gradients[number] = rows
+        self.rows.begin(gradients, groups)
+        (self.captured or self.engine.step)()
+        self.rows.end_step()
+
+    def skipped_updates(self) -> dict[str, int]:
+        """As `Rows.skipped_updates`."""
+        return self.rows.skipped_updates()
+
+    def check_weights(self) -> None:
+        """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
+        for each in self.viewed.values():
+            self._weights.update(each.weights())
+        none = torch.empty(0, 0)
+        rows = [self._weights.get(number, none) for number in range(len(self.names))]
+        for rule in self.rules:
+            rule.check_weights(rows, self.names)
+
+    def momentum_state(
+        self,
+        *,
+        empty: bool = False,
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Momentum of each parameter as a checkpoint holds it: fp32, sharded as the parameter.
+
+        Copies if it is in a store, outside of the process's own memory where that is on disk;
+        `empty` leaves out the values, as they will be loaded.
+        """
+        if self.store is None:
+            return {p: slots[MOMENTUM] for p, slots in self.state.items()}
+        memory = self.store.scratch(
+            [local_part(p).numel() for p in self.viewed],
+        )
+        state = {}
+        for (p, each), flat in zip(
+            self.viewed.items(),
+            memory,
+            strict=True,
+        ):
+            state[p] = sharded_like(p, flat)
+            for number, rows in each.rows_of(state[p]):
+                if rows.numel() and not empty:
+                    rows.copy_(self.store.read(number))
+        return state
+
+    def load(self, saved: State, steps: int) -> None:
+        """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store."""
+        for p, slots in saved.items():
+            for slot, tensor in slots.items():
+                if slot in self.state[p]:
+                    local_part(self.state[p][slot]).copy_(local_part(tensor))
+            if self.store is not None and MOMENTUM in slots:
+                for number, rows in self.viewed[p].rows_of(slots[MOMENTUM]):
+                    if rows.numel():
+                        self.store.write(number, rows)
+        if self.store is not None:
+            self.store.steps = steps
