@@ -15,6 +15,7 @@ the largest of the waves that take it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Sizes:
         spare: further chunks that rules take to apply updates.
         whole: fp32 copies of a whole update that rules take on its owner.
         broadcast: owners broadcast updates, from the rows region.
+        apart: a wave's rows are prepared together, on another stream, in a chunk of their own.
     """
 
     method: Method
@@ -76,6 +78,7 @@ class Sizes:
     spare: int = 0
     whole: int = 0
     broadcast: bool = False
+    apart: bool = False
 
     def wave(
         self,
@@ -97,8 +100,13 @@ class Sizes:
         )
 
     def _chunk(self, shares: Shares) -> int:
-        numel = max(min(shares.numel, self.chunk_numel), shares.largest)
+        numel = max(min(shares.numel, self.most_numel), shares.largest)
         return (1 + self.spare) * aligned(ROW_BYTES * numel)
+
+    @property
+    def most_numel(self) -> int:
+        """Elements of a chunk at most, unless a shard is larger."""
+        return sys.maxsize if self.apart else self.chunk_numel
 
     def chunk_bytes(self, numel: int) -> int:
         """Bytes of a chunk for so many elements, as if no shard were larger than a chunk."""

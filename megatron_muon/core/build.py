@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,8 +178,7 @@ def _lay_out(
     plan: Plan | None = None,
 ) -> Waves:
     """Make routes, allocate buffers, and make the views of waves."""
-    if options.is_apart:  # a wave's rows are prepared together
-        sizes = replace(sizes, chunk_numel=sys.maxsize)
+    sizes = replace(sizes, apart=options.is_apart)
     routes = [transport.route(indices) for indices in waves]
     batches: list[list[Route]] = []
     for number in range(len(waves)):
@@ -189,7 +187,7 @@ def _lay_out(
     buffers = Buffers.of(
         [route_bytes(route, sizes) for route in routes],
         [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
-        apart=options.is_apart,
+        apart=sizes.apart,
     )
     nbytes = int(buffers.nbytes)
     memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)

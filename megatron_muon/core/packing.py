@@ -15,8 +15,9 @@ from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.slices import Team
 from megatron_muon.core.traffic import Traffic
 
-MIN_WAVES = 3
-"""Waves with which one can arrive and one can leave while one is worked on."""
+MIN_WAVES = 7
+"""Waves with which one can arrive and one can leave while one is worked on, and in which the first
+rows and the last updates, which travel alone, are a small part."""
 
 SMALL_BYTES = 2**22
 """Bytes that travel in one wave if they are no more: a collective's own time is longer than what it
@@ -258,7 +259,7 @@ def make_batches(
     left: Ints,
     at_least: int,
 ) -> tuple[Parts, ...]:
-    """Each rank's own matrices in batches that fit so many bytes, one beside each wave or more."""
+    """Each rank's own matrices in so many batches, or as many more as fit so many bytes."""
     found = []
     for indices, scratch in zip(
         needs.local,

@@ -112,6 +112,8 @@ class Plan:
             [matrix.steps for matrix in matrices],
             [(team.ranks, team.cuts) for team in self.teams],
             self.waves,
+            self.batches,
+            self.by_pairs,
         ]
         return hashlib.sha256(
             json.dumps(content).encode(),
@@ -154,7 +156,7 @@ class Plan:
         found = []
         for rank, of_rank in enumerate(zip(*waves, strict=True)):
             batches = list(map(self._batch_bytes, self.batches[rank]))
-            found.append(Buffers.of(of_rank, batches).nbytes)
+            found.append(Buffers.of(of_rank, batches, apart=self.sizes.apart).nbytes)
         return np.array(found)
 
     def _wave_bytes(self, number: int) -> list[WaveBytes]:
@@ -237,7 +239,7 @@ def make_plan(
         tuple(loads.tolist()),
         sizes,
         buffer_bytes,
-        make_batches(needs, left, len(waves)),
+        make_batches(needs, left, math.ceil(len(waves) / 2)),
     )
     largest = max(waves, key=len)
     peers = Traffic(layout, needs.teams).gathered(largest).peers(layout.world_size)

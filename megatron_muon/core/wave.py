@@ -213,7 +213,7 @@ class Wave:
             device=target.device,
         )
         chunks = []
-        for part in chunks_of_rows(route.rows, space.sizes.chunk_numel):
+        for part in chunks_of_rows(route.rows, space.sizes.most_numel):
             start, end = part[0].start, part[-1].end
             numel = end - start
             flats = []

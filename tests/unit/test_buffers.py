@@ -207,6 +207,8 @@ def test_rows_that_are_prepared_on_a_stream_of_their_own_overlap_nothing() -> No
         plan = replace(plan, sizes=replace(plan.sizes, chunk_numel=100))
         waves = waves_of(plan, 0, is_apart=True)
         check_stages(waves)
+        plan = replace(plan, sizes=replace(plan.sizes, apart=True))
+        assert by_arithmetic(plan)[0] == waves.memory.nbytes
         prepared = []
         for wave in waves.all:
             own = spans(chunk.prepared for chunk in wave.chunks)
