@@ -29,7 +29,7 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from megatron_muon.core.methods.method import Work
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.slices import BlockKind
 
 

@@ -28,7 +28,7 @@ from benchmarks.peers import DeepSpeedMuon, UpstreamNewtonSchulz
 from megatron_muon.core.build import GATHERED, OWNER, StepOptions, make_waves
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import Matrix
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import BY_RULE, DECOUPLED
 from megatron_muon.core.probe import PHASES
 from megatron_muon.core.rules import RULES, make_rules

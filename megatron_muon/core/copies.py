@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 MAX_DIMS = 4
@@ -127,46 +126,29 @@ def _progressions(
         first = last + 1
 
 
-class Copies:
-    """Merged copies between two flat tensors, as views that are made once.
+class Copies(NamedTuple):
+    """Merged copies, as views for `torch._foreach_copy_`, which are made once."""
 
-    Args:
-        back: copy from targets to sources.
-    """
+    targets: list[Tensor]
+    sources: list[Tensor]
 
-    def __init__(
-        self,
-        copies: Iterable[Copy],
-        source: Tensor,
-        target: Tensor,
-        *,
-        back: bool = False,
-    ) -> None:
-        if back:
-            copies = [copy.reversed for copy in copies]
-            source, target = target, source
-        self._sources: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        for copy in merged(copies):
-            shape, from_strides, to_strides = zip(*copy.dims, strict=True)
-            start = source.storage_offset() + copy.source
-            self._sources.append(
-                source.as_strided(
-                    shape,
-                    from_strides,
-                    start,
-                )
-            )
-            start = target.storage_offset() + copy.target
-            self._targets.append(
-                target.as_strided(
-                    shape,
-                    to_strides,
-                    start,
-                )
-            )
 
-    def __call__(self) -> None:
-        """Copy, with a cast where the two tensors have different dtypes."""
-        if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+def copies_between(
+    copies: Iterable[Copy],
+    source: Tensor,
+    target: Tensor,
+    *,
+    back: bool = False,
+) -> Copies:
+    """Copies between two flat tensors, `back` from targets to sources."""
+    if back:
+        copies = [copy.reversed for copy in copies]
+        source, target = target, source
+    made = Copies([], [])
+    for copy in merged(copies):
+        shape, from_strides, to_strides = zip(*copy.dims, strict=True)
+        start = source.storage_offset() + copy.source
+        made.sources.append(source.as_strided(shape, from_strides, start))
+        start = target.storage_offset() + copy.target
+        made.targets.append(target.as_strided(shape, to_strides, start))
+    return made

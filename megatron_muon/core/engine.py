@@ -9,12 +9,13 @@ matrix has an owner, or a team of them. A step walks waves, each as many matrice
 
 While blocks of one wave are orthogonalized, rows of the next and updates of the one before travel.
 Matrices of a wave that are whole on their owner do not travel. Rows of a batch of them go to the
-stacks, and updates to the weights, while the updates of the others travel. Gradient reduction, clipping and installing weights are the caller's part.
+stacks, and updates to the weights, while the updates of the others travel. Gradient reduction,
+clipping and installing weights are the caller's part.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_muon.core.build import Waves
 from megatron_muon.core.passes import Passes
@@ -68,6 +69,7 @@ class Engine:
         self.memory = waves.memory
         self.passes = passes
         self.probe: Probe = SILENT
+        self._under_way: dict[int, tuple[str, Any]] = {}
         self.memory.release()
 
     def step(self) -> None:
@@ -83,19 +85,21 @@ class Engine:
         wave = self.waves[k]
         with self.probe.phase("gather", k):
             self.passes.advance(wave)
-            wave.start("rows", self.transport.send_rows(wave, self.probe))
+            if k in self._under_way:
+                raise RuntimeError(f"wave {k}: {self._under_way[k][0]} were not waited for")
+            self._under_way[k] = "rows", self.transport.send_rows(wave.rows, self.probe)
 
     def orthogonalize(self, k: int) -> None:
         """Orthogonalize the blocks of wave `k`, and start to send their updates."""
         wave = self.waves[k]
         with self.probe.phase("gather_wait", k):
-            wave.wait("rows")
+            self._wait(k, "rows")
         with self.probe.phase("orthogonalize", k):
             self.passes.fill(wave)
             self._apply_method(wave)
         with self.probe.phase("send_back", k):
             self.passes.drain(wave)
-            wave.start("updates", self.transport.send_updates(wave, self.probe))
+            self._under_way[k] = "updates", self.transport.send_updates(wave.updates, self.probe)
         for batch in wave.batches:
             self.passes.advance(batch)
             with self.probe.phase("orthogonalize", k):
@@ -106,7 +110,7 @@ class Engine:
         """Put updates in the place of the blocks of a wave or batch."""
         if not (wave.stacks or wave.agreement.shared):
             return
-        factors = wave.agreement.factors(self.passes.measure(wave))
+        factors = self.passes.measure(wave)
         one = len(wave.stacks) == 1
         of_stacks = [factors] if one else factors.split(wave.counts)
         for stack, of_stack in zip(wave.stacks, of_stacks, strict=True):
@@ -125,5 +129,13 @@ class Engine:
         """Apply the updates of wave `k` to the weights."""
         wave = self.waves[k]
         with self.probe.phase("scatter_wait", k):
-            wave.wait("updates")
+            self._wait(k, "updates")
             self.passes.descend(wave)
+
+    def _wait(self, k: int, what: str) -> None:
+        """Wait for rows or updates of wave `k`; a RuntimeError if a stage was left out."""
+        found, work = self._under_way.get(k, ("nothing", None))
+        if found != what:
+            raise RuntimeError(f"wave {k}: no {what} are under way")
+        del self._under_way[k]
+        work.wait()

@@ -26,7 +26,7 @@ from megatron_muon.core.route import (
     to_stacks,
 )
 from megatron_muon.core.slices import Team
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.wave import Message
 
 
 class Works:
@@ -96,48 +96,17 @@ class ToOwners:
         leg = Leg([], [], to_stacks(placed), [])
         return Route(indices, rows, units.stacks, leg, leg, is_batch=True)
 
-    def send_rows(self, wave: Wave, probe: Probe) -> Any:
-        """Start to send rows; the result can be waited for."""
-        out = wave.route.out
-        return self._exchange(
-            wave,
-            wave.received,
-            wave.sent,
-            out.owned,
-            out.rows,
-            probe,
-        )
-
-    def send_updates(self, wave: Wave, probe: Probe) -> Any:
-        """Start to send updates; the result can be waited for."""
-        back = wave.route.back
-        return self._exchange(
-            wave,
-            wave.returned,
-            wave.back,
-            back.rows,
-            back.owned,
-            probe,
-        )
-
-    def _exchange(
-        self,
-        wave: Wave,
-        received: Tensor,
-        sent: Tensor,
-        received_counts: list[int],
-        sent_counts: list[int],
-        probe: Probe,
-    ) -> Any:
-        """Start an all-to-all."""
-        if not wave.route.indices:
+    def send_rows(self, message: Message, probe: Probe) -> Any:
+        """Start to send rows; the result can be waited for. Collective."""
+        if not message.received_counts:
             return Works()
-        probe.received(received.nbytes)
-        ranks = self.layout.world_size
-        counts = received_counts[:ranks], sent_counts[:ranks]
+        probe.received(message.received.nbytes)
         if self._by_pairs:
-            return exchange_pairs(received, sent, *counts, self.group)
-        return dist.all_to_all_single(received, sent, *counts, self.group, async_op=True)
+            return exchange_pairs(*message, self.group)
+        return dist.all_to_all_single(*message, self.group, async_op=True)
+
+    send_updates = send_rows
+    """Start to send updates, likewise."""
 
 
 def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) -> Route:
@@ -147,6 +116,9 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
         others: owned units that other ranks get updates of, with these ranks.
         own: place of what the rank owns itself among rows by owner.
     """
+    if not units.indices:
+        nothing = Leg([], [], [], [])
+        return Route((), [], [], nothing, nothing)
     rank = units.rank
 
     def by_owner(chosen: Sequence[Unit]) -> tuple[list[int], Placed]:

@@ -16,7 +16,7 @@ from megatron_muon.core.probe import Probe
 from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import Leg, Route, aligned_elements, laid_out, to_stacks
 from megatron_muon.core.slices import Team
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.wave import Message
 
 
 class ToEveryRank(ToOwners):
@@ -59,9 +59,9 @@ class ToEveryRank(ToOwners):
             ),
         )
 
-    def send_rows(self, wave: Wave, probe: Probe) -> Any:
+    def send_rows(self, message: Message, probe: Probe) -> Any:
         """Start the all-gather of a matrix."""
-        whole, mine = wave.received, wave.sent
+        whole, mine = message.received, message.sent
         probe.received(whole.nbytes - mine.nbytes)
         return all_gather_single(
             whole,
@@ -70,6 +70,6 @@ class ToEveryRank(ToOwners):
             async_op=True,
         )
 
-    def send_updates(self, wave: Wave, probe: Probe) -> Any:
+    def send_updates(self, message: Message, probe: Probe) -> Any:
         """Send nothing: every rank has the update."""
         return Works()

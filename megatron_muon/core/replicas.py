@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_muon.core.exchange import ToOwners, Works, make_route
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import Route
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.wave import Message
 
 
 class ToReplicas(ToOwners):
@@ -29,11 +29,11 @@ class ToReplicas(ToOwners):
             own=self.rank,
         )
 
-    def send_rows(self, wave: Wave, probe: Probe) -> Any:
+    def send_rows(self, message: Message, probe: Probe) -> Any:
         """Send nothing."""
         return Works()
 
-    def send_updates(self, wave: Wave, probe: Probe) -> Any:
+    def send_updates(self, message: Message, probe: Probe) -> Any:
         """Start a broadcast from each owner."""
         if self.group.size() == 1:
             return Works()
@@ -43,7 +43,7 @@ class ToReplicas(ToOwners):
             async_op=True,
         )
         works = []
-        for owner, part in enumerate(wave.returned.split(wave.route.back.rows[:-1])):
+        for owner, part in enumerate(message.received.split(message.received_counts)):
             if part.numel():
                 if owner != self.rank:
                     probe.received(part.nbytes)

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.ranks import group_among
 from megatron_muon.core.route import Route
-from megatron_muon.core.scaling import unit_factor
 from megatron_muon.core.slices import Team
 
 
@@ -106,7 +105,7 @@ def _shared(
 
 
 class Agreement:
-    """Finds the factor of each of a wave's slots on this rank, with the other owners of its matrix."""
+    """Makes the magnitudes of a wave's slots those of their matrices, with the other owners of these."""
 
     def __init__(
         self,
@@ -144,14 +143,12 @@ class Agreement:
                     )
                 )
 
-    def factors(self, largest: Tensor) -> Tensor:
-        """The power of two for each slot, NaN where its matrix is not finite. Collective over teams.
+    def agree(self, largest: Tensor) -> None:
+        """Make magnitudes those of whole blocks, NaN where a matrix is not finite. Collective in teams.
 
         Args:
-            largest: magnitudes `(slots, 1, 1)` fp32, not finite where a slot is not.
+            largest: `(slots, 1, 1)` fp32, not finite where a slot is not; changed in place.
         """
-        if not self.shared:
-            return unit_factor(largest)
         marks = largest - largest  # 0, or NaN where it is not finite
         flat = marks.view(-1)
         for shared in self.shared:
@@ -170,4 +167,4 @@ class Agreement:
                 op=dist.ReduceOp.MAX,
                 group=team.group,
             )
-        return unit_factor(largest).add_(marks)
+        largest.add_(marks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_muon.core.buffers import (
     WaveBytes,
     aligned,
 )
-from megatron_muon.core.copies import Copies, Copy
+from megatron_muon.core.copies import Copies, Copy, copies_between
 from megatron_muon.core.methods.method import Method, Work
 from megatron_muon.core.route import HeldShard, Route, chunks_of_rows
 from megatron_muon.core.slices import BlockKind
@@ -107,6 +107,15 @@ class Chunk:
         return self._cuts[places]
 
 
+class Message(NamedTuple):
+    """Rows or updates of a wave on the wire, and elements from and to each rank."""
+
+    received: Tensor
+    sent: Tensor
+    received_counts: list[int]
+    sent_counts: list[int]
+
+
 class WaveStack(NamedTuple):
     """Blocks `(count, smaller, length)` of one kind that this rank orthogonalizes together."""
 
@@ -126,7 +135,7 @@ class Wave:
         whole: whole updates, for rules that change them.
         fill, drain: copies between lane and stacks.
         work: buffers of the method.
-        sent, received: rows on the wire; back, returned: updates.
+        rows, updates: on the wire.
         agreement: finds the factors of slots.
     """
 
@@ -142,19 +151,16 @@ class Wave:
         self.agreement = agreement
         self.batches: list[Wave] = []
         self.whole: list[WholeUpdate] = []
-        self._under_way: tuple[str, Any] | None = None
         flat = self._take_memory(space)
         owned = self.lane[route.owned_start :]
         out, back = route.out, route.back
         # the last of the rows stay here
-        sent = sum(out.rows[:-1])
-        returned = sum(back.rows[:-1])
-        self.sent = self.lane[:sent]
-        self.received = owned[: sum(out.owned)]
-        self.back = owned[: sum(back.owned)]
-        self.returned = self.lane[:returned]
-        self.fill = Copies(out.far, self.lane, flat)
-        self.drain = Copies(
+        sent = self.lane[: sum(out.rows[:-1])]
+        returned = self.lane[: sum(back.rows[:-1])]
+        self.rows = Message(owned[: sum(out.owned)], sent, out.owned, out.rows[:-1])
+        self.updates = Message(returned, owned[: sum(back.owned)], back.rows[:-1], back.owned)
+        self.fill = copies_between(out.far, self.lane, flat)
+        self.drain = copies_between(
             back.far,
             self.lane,
             flat,
@@ -233,9 +239,9 @@ class Wave:
             chunk.firsts = on_device([held.start for held in chunk.rows])
             chunk.index = on_device(chunk.indices)
             near = _within(route.out.near, start, end)
-            chunk.pack = Copies(near, prepared, target)
+            chunk.pack = copies_between(near, prepared, target)
             near = _within(route.back.near, start, end)
-            chunk.unpack = Copies(
+            chunk.unpack = copies_between(
                 near,
                 chunk.updates,
                 target,
@@ -243,19 +249,6 @@ class Wave:
             )
             chunks.append(chunk)
         return chunks
-
-    def start(self, what: str, work: Any) -> None:
-        """Note that rows or updates are under way."""
-        if self._under_way is not None:
-            raise RuntimeError(f"wave {self.number}: {self._under_way[0]} were not waited for")
-        self._under_way = what, work
-
-    def wait(self, what: str) -> None:
-        """Wait for rows or updates; a RuntimeError if a stage was left out."""
-        if self._under_way is None or self._under_way[0] != what:
-            raise RuntimeError(f"wave {self.number}: no {what} are under way")
-        self._under_way[1].wait()
-        self._under_way = None
 
 
 def _within(

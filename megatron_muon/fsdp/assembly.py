@@ -12,10 +12,10 @@ from megatron_muon.core.build import GATHERED, LOCAL, SHARED, StepOptions, make_
 from megatron_muon.core.methods.method import Method
 from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.rows import Storage
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.storage import Storage
 from megatron_muon.fsdp.part import Part, ViewedParameter
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.user_errors import UserError, word_settings
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_betas
 from megatron_muon.ranges import check_number, check_numbers

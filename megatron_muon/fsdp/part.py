@@ -13,10 +13,9 @@ from megatron_muon.core.group_numbers import read_group
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.passes import Passes
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.rows import MOMENTUM, Rows
+from megatron_muon.core.rows import MOMENTUM, MomentumStore, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.shards import local_part, sharded_like
-from megatron_muon.core.storage import MomentumStore, Storage
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.views import View
 
@@ -57,10 +56,11 @@ class ViewedParameter:
         self.view = view
         self.first = first
         self.numbers = range(first, first + view.count)
-        self.is_row = view.is_itself and local_part(parameter).numel() > 0
+        self.is_itself = view.is_itself
+        self.is_row = self.is_itself and local_part(parameter).numel() > 0
         self._address = 0
         self._rows: list[torch.Tensor] = []
-        if view.is_itself:
+        if self.is_itself:
             self.held = [first]
             return
         self._look()
@@ -76,7 +76,7 @@ class ViewedParameter:
 
     def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The same of the parameter itself, wherever its memory is now."""
-        if self.view.is_itself:
+        if self.is_itself:
             return iter([(self.first, local_part(self.parameter))])
         if local_part(self.parameter).data_ptr() != self._address:
             self._look()
@@ -158,6 +158,7 @@ class Part:
         self.settings: dict[str, float] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
+        self._members: dict[tuple[int, ...], list[int]] = {}
         self.rows = Rows(
             names,
             waves,
@@ -229,19 +230,21 @@ class Part:
         """Copy tensors that have been put in the place of this optimizer's own.
 
         Raises:
-            UserError: there are others, or some are missing.
+            UserError: some are missing.
         """
         for p, own in self.state.items():
             given = state.get(p, {})
-            if given.keys() != own.keys():
-                raise UserError(
-                    f"the state of {self.viewed[p].name} was removed; change its tensors in place,"
-                    " or call load_state_dict"
-                )
             for slot, tensor in own.items():
-                if given[slot] is not tensor:
-                    local_part(tensor).copy_(local_part(given[slot]))
-                    given[slot] = tensor
+                found = given.get(slot)
+                if found is tensor:
+                    continue
+                if found is None:
+                    raise UserError(
+                        f"the state of {self.viewed[p].name} was removed; change its tensors in"
+                        " place, or call load_state_dict"
+                    )
+                local_part(tensor).copy_(local_part(found))
+                given[slot] = tensor
 
     def read_groups(
         self,
@@ -253,17 +256,24 @@ class Part:
         """
         of_matrices: list[dict[str, Any]] = [{}] * len(self.names)
         for group in param_groups:
-            members = [self.viewed[p] for p in group["params"] if p in self.viewed]
+            members = self._matrices_of(group["params"])
             if not members:
                 continue
             group.update(self.settings | group)
             read = read_group(group, (*NUMBERS, *self.settings), self.device)
-            for each in members:
-                for number in each.numbers:
-                    of_matrices[number] = read
+            for number in members:
+                of_matrices[number] = read
         for rule in self.rules:
             rule.check(of_matrices, self.names)
         return of_matrices
+
+    def _matrices_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers of the matrices of parameters, of those that this part has."""
+        key = tuple(map(id, parameters))
+        if key not in self._members:
+            own = (self.viewed[p] for p in parameters if p in self.viewed)
+            self._members[key] = [number for each in own for number in each.numbers]
+        return self._members[key]
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """One update of every matrix, outside of any autocast. Collective.
@@ -277,10 +287,16 @@ class Part:
                 return self.step(param_groups)
         groups = self.read_groups(param_groups)  # schedules change them
         gradients: list[torch.Tensor | None] = [None] * len(self.names)
-        for p, each in self.viewed.items():
+        for each in self.viewed.values():
+            gradient = each.parameter.grad
+            if each.is_itself:
+                self._weights[each.first] = local_part(each.parameter)
+                if gradient is not None:
+                    gradients[each.first] = local_part(gradient)
+                continue
             self._weights.update(each.weights())
-            if p.grad is not None:
-                for number, rows in each.rows_of(p.grad):
+            if gradient is not None:
+                for number, rows in each.rows_of(gradient):
                     gradients[number] = rows
         self.rows.begin(gradients, groups)
         (self.captured or self.engine.step)()

@@ -18,12 +18,12 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.layout import Matrix, replicated_layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.passes import largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.cautious import aligned
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.scaling import largest_magnitude, unit_factor
 from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.cuts import layout_of

@@ -27,7 +27,7 @@ import torch
 
 from megatron_muon.all_ranks import of_all_ranks_if_any
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.storage import Borrowed, InOrder, MomentumStore
+from megatron_muon.core.rows import Borrowed, InOrder, MomentumStore
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.disk import (

@@ -77,11 +77,11 @@ def buggy(bug: str) -> Iterator[None]:
         return work
 
     def reading_early(send_updates: Any) -> Any:
-        def send_and_read(transport: Any, wave: Any, probe: Any) -> Any:
-            work = send_updates(transport, wave, probe)
+        def send_and_read(transport: Any, message: Any, probe: Any) -> Any:
+            work = send_updates(transport, message, probe)
             for one in getattr(work, "_works", [work]):
                 through(one)
-            returned = wave.returned
+            returned = message.received
             return mock.Mock(wait=partial(too_late, work, returned, returned.clone()))
 
         return send_and_read

@@ -22,7 +22,7 @@ from megatron_muon.core.build import GATHERED, OWNER, StepOptions, Waves, make_w
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.engine import Engine
 from megatron_muon.core.layout import Layout, RowSplit, whole
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import make_plan
 from tests.support.cut_matrices import from_rectangles, row_sharded
 from tests.support.pool import Pool

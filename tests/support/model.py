@@ -298,7 +298,8 @@ def sabotaged(how: str) -> Iterator[None]:
     """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.engine import Engine
-    from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+    from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+    from megatron_muon.core.passes import copy_all
     from megatron_muon.core.rules.hyperball import Hyperball
     from tests.support.rows import orthogonalized
 
@@ -309,7 +310,7 @@ def sabotaged(how: str) -> Iterator[None]:
         for wave in waves:
             for chunk in wave.chunks:
                 self.passes._prepare(chunk)
-                chunk.pack()
+                copy_all(chunk.pack)
                 for rows in chunk.prepared_rows:
                     rows.copy_(orthogonalized(method, rows))
                 chunk.updates.copy_(chunk.prepared)

@@ -14,9 +14,8 @@ from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.methods import newton_schulz, symmetric
 from megatron_muon.core.methods.method import Method, Work
 from megatron_muon.core.methods.symmetric import SymmetricProducts
-from megatron_muon.core.passes import Passes
+from megatron_muon.core.passes import Passes, copy_all, largest_magnitude, unit_factor
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.scaling import largest_magnitude, unit_factor
 from megatron_muon.core.slices import BlockKind, Team
 from megatron_muon.core.teams import TeamGroup
 from megatron_muon.core.wave import Chunk, Wave
@@ -95,12 +94,12 @@ class ByMatrix(Passes):
     def advance(self, wave: Wave) -> None:
         for chunk in wave.chunks:
             self._collect(chunk)
-            chunk.pack()
+            copy_all(chunk.pack)
             chunk.prepared.fill_(torch.nan)
 
     def descend(self, wave: Wave) -> None:
         for chunk in wave.chunks:
-            chunk.unpack()
+            copy_all(chunk.unpack)
             self._hand_over(chunk)
 
     def _collect(self, chunk: Chunk) -> None:

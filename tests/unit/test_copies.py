@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.copies import MAX_DIMS, Copies, Copy, merged
+from megatron_muon.core.copies import MAX_DIMS, Copy, copies_between, merged
 
 
 @st.composite
@@ -48,7 +48,7 @@ def test_merged_copies_copy_every_rectangle(drawn: tuple[list[Copy], int, int]) 
         expected.as_strided(shape, to_strides, end).copy_(
             source.as_strided(shape, from_strides, start)
         )
-    Copies(copies, source, found)()
+    torch._foreach_copy_(*copies_between(copies, source, found))
     assert torch.equal(found, expected)
     assert len(merged(copies)) <= len(copies)
     assert all(len(copy.dims) <= MAX_DIMS for copy in merged(copies))

@@ -16,7 +16,7 @@ from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.engine import Engine, run
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import BY_RULE, DECOUPLED
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.ranks import Alone

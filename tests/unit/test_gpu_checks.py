@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon import cli
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import ExitStatus
 from megatron_muon.fsdp import muon
 from megatron_muon.offload.codecs import Codec

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.method import Work
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
-from megatron_muon.core.scaling import largest_magnitude, unit_factor
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.passes import largest_magnitude, unit_factor
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.core.teams import TeamGroup
 

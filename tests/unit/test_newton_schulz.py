@@ -20,7 +20,7 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods import newton_schulz as ns
-from megatron_muon.core.methods import orthogonalize, symmetric
+from megatron_muon.core.methods import symmetric
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
 from tests.support.rows import iterated, run, started
@@ -144,7 +144,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
         product = alpha * (a.float() @ a.float().mT)
         out.copy_(product if c is None else product + beta * c.float())
 
-    for module in (symmetric, orthogonalize):
+    for module in (symmetric, ns):
         monkeypatch.setattr(module, "KERNEL", small)
     monkeypatch.setattr(
         symmetric, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE
@@ -202,7 +202,7 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
     """In a step the other ranks waited for compilations in a collective, also with
     `--muon-ns-steps-for` and teams.
     """
-    orthogonalizer = orthogonalize.NewtonSchulz()
+    orthogonalizer = ns.NewtonSchulz()
     matrices = [Matrix("w", shape, steps=steps) for shape in shapes]
     of_all = itertools.chain(
         *(team.slices(i, matrix) for i, matrix in enumerate(matrices)),
@@ -218,7 +218,7 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(
         run(orthogonalizer, part, of.kind, sums if of.kind.ranks else None)
     assert set(kernel) == compiled
     kernel.clear()
-    orthogonalize.NewtonSchulz(Iteration(precision="high")).warm_up(slots)
+    ns.NewtonSchulz(Iteration(precision="high")).warm_up(slots)
     assert kernel == []
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.methods import symmetric
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from tests.support.rows import orthogonalized, started
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 9)]

@@ -20,7 +20,7 @@ from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.engine import Engine
 from megatron_muon.core.methods import symmetric
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.flags import command_line as arguments
 from megatron_muon.tools.plan import plan_command

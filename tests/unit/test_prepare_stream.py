@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.plan import make_plan
-from megatron_muon.core.storage import InOrder
+from megatron_muon.core.rows import InOrder
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import PAGE, MomentumFile
 from megatron_muon.offload.store import DISK, HOST, RecordStore

@@ -188,7 +188,7 @@ def fail(*_: Any) -> None:
             "all_to_all of bfloat16, rank 3 all_reduce of float",
         ),
         (Engine, "_apply_method", apply_twice, "blocks", "by rank 3, part 1 of 1 by rank 3"),
-        (ToOwners, "_exchange", forget, "wait", "is never waited for: all_to_all of bfloat16"),
+        (ToOwners, "send_updates", forget, "wait", "is never waited for: all_to_all of bfloat16"),
         (Engine, "_apply_method", fail, "step", "ValueError: no such size (megatron_muon/"),
     ],
 )

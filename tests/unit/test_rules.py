@@ -13,7 +13,7 @@ import torch
 from megatron_muon import Muon
 from megatron_muon.core.build import OWNER, StepOptions, make_waves
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held

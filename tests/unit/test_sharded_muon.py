@@ -14,7 +14,7 @@ from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.exchange import ToOwners
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
@@ -23,7 +23,7 @@ from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import Team
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.wave import Message
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from tests.support.cut_matrices import row_sharded
 from tests.support.one_rank import CPU, muon_of, waves_of
@@ -37,9 +37,9 @@ class Counted(ToOwners):
 
     runs = 0
 
-    def send_rows(self, wave: Wave, probe: Probe) -> Any:
+    def send_rows(self, message: Message, probe: Probe) -> Any:
         self.runs += 1
-        return super().send_rows(wave, probe)
+        return super().send_rows(message, probe)
 
 
 def one_wave(params: list[torch.nn.Parameter], rules: list[str]) -> Plan:

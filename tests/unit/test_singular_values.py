@@ -29,7 +29,7 @@ from megatron_muon.core.cost import (
     Iteration,
 )
 from megatron_muon.core.methods import newton_schulz as ns
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from tests.support.rows import iterated, started
 
 LARGEST = 1.3

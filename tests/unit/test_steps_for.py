@@ -15,7 +15,7 @@ import megatron_muon
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import STANDARD, Iteration
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import make_plan
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import command_line as arguments

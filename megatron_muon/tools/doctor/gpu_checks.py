@@ -38,9 +38,9 @@ from megatron_muon.core.cost import (
 from megatron_muon.core.methods import newton_schulz as ns
 from megatron_muon.core.methods import symmetric
 from megatron_muon.core.methods.method import Work
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.passes import largest_magnitude, unit_factor
 from megatron_muon.core.ranks import of_all_ranks
-from megatron_muon.core.scaling import largest_magnitude, unit_factor
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.megatron.run_device import bf16_tflops
 from megatron_muon.shipped import QUICKSTART

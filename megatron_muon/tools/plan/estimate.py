@@ -23,7 +23,7 @@ from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
 from megatron_muon.core.engine import run
 from megatron_muon.core.layout import Ints, Layout
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.traffic import Transfers

@@ -12,7 +12,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.rules import RULES
 from megatron_muon.errors import UserError, quiet_imports, reason_of
 from megatron_muon.megatron.flags.refusals import needs_whole_updates

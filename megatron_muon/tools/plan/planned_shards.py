@@ -17,7 +17,7 @@ from torch.distributed.tensor import placement_types
 from megatron_muon import shipped
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import Layout, Matrix, Shards, whole
-from megatron_muon.core.methods.orthogonalize import NewtonSchulz
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.fsdp.selection import select
 from megatron_muon.fsdp.views import View
