@@ -158,7 +158,8 @@ class Part:
         self.settings: dict[str, float] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
-        self._members: dict[tuple[int, ...], list[int]] = {}
+        self._members: dict[int, tuple[Sequence[torch.Tensor], int, list[int]]] = {}
+        self._with_rows = [each for each in viewed if local_part(each.parameter).numel()]
         self.rows = Rows(
             names,
             waves,
@@ -171,11 +172,7 @@ class Part:
         self.engine = Engine(waves, Passes(self.rows, rules, **passing))
         if store is None:
             self._show_momentum()
-        for rule in rules:
-            self.settings |= rule.settings
-            for slot in rule.slots:
-                self._make_slot(rule, slot)
-        self.rows.state = self._slots.__getitem__
+        self._make_slots()
 
     @property
     def device(self) -> torch.device:
@@ -210,6 +207,14 @@ class Part:
                     self.rows.momentum[each.first],
                 )
 
+    def _make_slots(self) -> None:
+        """Make the state of rules."""
+        for rule in self.rules:
+            self.settings |= rule.settings
+            for slot in rule.slots:
+                self._make_slot(rule, slot)
+        self.rows.state = self._slots.__getitem__
+
     def _make_slot(self, rule: Rule, slot: str) -> None:
         self._slots[slot] = [torch.empty(0)] * len(self.names)
         for p, each in self.viewed.items():
@@ -227,21 +232,21 @@ class Part:
         self,
         state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
     ) -> None:
-        """Copy tensors that have been put in the place of this optimizer's own.
+        """Copy tensors with elements that have been put in the place of this optimizer's own.
 
         Raises:
             UserError: some are missing.
         """
-        for p, own in self.state.items():
-            given = state.get(p, {})
-            for slot, tensor in own.items():
+        for each in self._with_rows:
+            given = state.get(each.parameter, {})
+            for slot, tensor in self.state[each.parameter].items():
                 found = given.get(slot)
                 if found is tensor:
                     continue
                 if found is None:
                     raise UserError(
-                        f"the state of {self.viewed[p].name} was removed; change its tensors in"
-                        " place, or call load_state_dict"
+                        f"the state of {each.name} was removed; change its tensors in place, or"
+                        " call load_state_dict"
                     )
                 local_part(tensor).copy_(local_part(found))
                 given[slot] = tensor
@@ -269,11 +274,12 @@ class Part:
 
     def _matrices_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the matrices of parameters, of those that this part has."""
-        key = tuple(map(id, parameters))
-        if key not in self._members:
+        known, size, numbers = self._members.get(id(parameters), (None, 0, []))
+        if known is not parameters or size != len(parameters):
             own = (self.viewed[p] for p in parameters if p in self.viewed)
-            self._members[key] = [number for each in own for number in each.numbers]
-        return self._members[key]
+            numbers = [number for each in own for number in each.numbers]
+            self._members[id(parameters)] = parameters, len(parameters), numbers
+        return numbers
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """One update of every matrix, outside of any autocast. Collective.
@@ -287,7 +293,7 @@ class Part:
                 return self.step(param_groups)
         groups = self.read_groups(param_groups)  # schedules change them
         gradients: list[torch.Tensor | None] = [None] * len(self.names)
-        for each in self.viewed.values():
+        for each in self._with_rows:
             gradient = each.parameter.grad
             if each.is_itself:
                 self._weights[each.first] = local_part(each.parameter)

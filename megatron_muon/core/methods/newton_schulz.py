@@ -278,7 +278,14 @@ def _factor_of_run(
     q = z
     if others:
         q = products.work.take("q", z.shape, z.dtype).copy_(z)
-    _add_identity(q, a, products.work.one, factor)
+    # Q <- factor * (Q + a I), rounded once
+    diagonal = q.diagonal(dim1=-2, dim2=-1)
+    if factor is None:
+        torch.add(diagonal, products.work.one, alpha=a, out=diagonal)
+    else:
+        sums = torch.add(diagonal, products.work.one, alpha=a).mul_(factor[:, 0])
+        torch.mul(q, factor, out=q)
+        diagonal.copy_(sums)
     # Products with Q go to the buffer that does not have it.
     for (next_a, b, c), spare in zip(others, itertools.cycle("tq"), strict=False):
         between = products.product(spare, z, r, r, beta=a)
@@ -288,19 +295,3 @@ def _factor_of_run(
         z = products.quadratic(r, b, c, is_exact=False)
         q = products.product(spare, z, q, q, beta=a)
     return q
-
-
-def _add_identity(
-    z: Tensor,
-    a: float,
-    one: Tensor,
-    factor: Tensor | None,
-) -> None:
-    """Replace Z `(count, m, m)` by factor * (Z + a I), rounded once."""
-    diagonal = z.diagonal(dim1=-2, dim2=-1)
-    if factor is None:
-        torch.add(diagonal, one, alpha=a, out=diagonal)
-        return
-    sums = torch.add(diagonal, one, alpha=a).mul_(factor[:, 0])
-    torch.mul(z, factor, out=z)
-    diagonal.copy_(sums)

@@ -59,13 +59,15 @@ class Part:
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]:
         """Each parameter group with rows and state of its matrices, as one flat pair if it can."""
+        if len(set(map(id, self.groups))) == 1:
+            if self.flat_state is None:
+                yield self.groups[0], self.rows, self.state
+            else:
+                yield self.groups[0], [self.flat], [self.flat_state]
+            return
         places: dict[int, list[int]] = {}
         for place, group in enumerate(self.groups):
             places.setdefault(id(group), []).append(place)
-        flat_state = self.flat_state
-        if len(places) == 1 and flat_state is not None:
-            yield self.groups[0], [self.flat], [flat_state]
-            return
         for chosen in places.values():
             rows = [self.rows[place] for place in chosen]
             state = [self.state[place] for place in chosen]
