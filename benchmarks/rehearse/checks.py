@@ -19,8 +19,8 @@ from megatron_muon.tools.plan.estimate import (
     plan_group,
 )
 
-TOLERANCE, SLACK_BYTES = 1.10, 2**20
-"""A rank may take this much more memory than its plan says: the plan leaves out index tensors."""
+SLACK_BYTES = 2**20
+"""A step may take this much memory beside its buffers: for small tensors, such as factors."""
 MAX_PAIRS = 3
 """Pairs of ranks of a collective that are reported."""
 
@@ -240,12 +240,18 @@ def memory(recorded: Recorded, rank: int) -> Iterator[Finding]:
     if kept:
         yield Finding("leak", (rank,), f"each step leaves {kept:,} bytes more in use")
     for kind in recorded.plans:
-        allowed = kind.of(rank).plan.buffer_bytes
-        taken = last.taken[kind.group.name]
+        name = kind.group.name
+        item = kind.of(rank)
+        allowed = item.plan.buffer_bytes
+        taken = last.taken[name]
         if taken > allowed + SLACK_BYTES:
-            text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes"
+            text = f"the step of the {name} matrices takes {taken:,} bytes"
             yield Finding("memory", (rank,), f"{text}, and may take {allowed:,}")
-    planned = recorded.planned(rank)["extra_bytes"]
-    if last.extra_bytes > TOLERANCE * planned + SLACK_BYTES:
-        text = f"the step takes {last.extra_bytes:,} bytes beyond weights, gradients and state"
-        yield Finding("memory", (rank,), f"{text}; the plan says at most {planned:,}")
+        buffers = last.buffers[name]
+        planned = int(item.extra[kind.group.members(rank).index(rank)])
+        if buffers != planned:
+            text = f"the buffers of the {name} matrices have {buffers:,} bytes"
+            yield Finding("memory", (rank,), f"{text}, the plan says {planned:,}")
+        if taken > buffers + SLACK_BYTES:
+            text = f"the step of the {name} matrices takes {taken - buffers:,} bytes"
+            yield Finding("memory", (rank,), f"{text} beside its buffers")

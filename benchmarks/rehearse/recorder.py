@@ -97,8 +97,9 @@ class StepTrace:
     operations: int = 0  # of torch that are not views
     begin_bytes: int = 0
     end_bytes: int = 0
-    # beyond weights, gradients and state, by kind of group
+    # beyond weights, gradients and state, by kind of group; and what of it lasts
     taken: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -214,6 +215,7 @@ class Recorder(FakeTensorMode):
         """Around a step's work on a group of matrices, with `kept_bytes` of lasting buffers."""
         self._peak_bytes = self._live_bytes
         yield
+        self.now.buffers[name] = kept_bytes
         self.now.taken[name] = kept_bytes + max(self._peak_bytes - self.now.begin_bytes, 0)
 
     def _count(self, tensor: torch.Tensor) -> None:

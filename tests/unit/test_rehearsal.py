@@ -305,3 +305,11 @@ def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> 
     plan = record.plans[0].of(0).plan
     assert {team.ranks for team in plan.teams} == {(0, 1), (2, 3)}
     assert check(record) == []
+
+
+def test_buffers_of_other_bytes_than_planned_are_found() -> None:
+    record = recorded(rehearsal(), [1])
+    record.traces[1].steps[-1].buffers["dense"] += 512
+    (finding,) = check(record)
+    assert finding.check == "memory"
+    assert "the plan says" in finding.text
