@@ -15,9 +15,8 @@ from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp import cuts, guards, options
+from megatron_muon.fsdp import guards, options
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
-from megatron_muon.fsdp.fused import Split
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import Part, view_parameters
@@ -25,6 +24,8 @@ from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_set
 from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw
+from megatron_muon.matrices import cuts
+from megatron_muon.matrices.fused import Split
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.ranges import number_of
@@ -87,7 +88,7 @@ class Muon(MuonState):
             reads as (outputs, inputs).
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj":
             (4096, 1024, 1024)}`; they repeat to fill its rows, those of each expert, and each is
-            orthogonalised alone. "interleaved" gathers every other row (`fsdp.fused.Split`).
+            orthogonalised alone. "interleaved" gathers every other row (`matrices.fused.Split`).
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that
             match the last holds.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32,

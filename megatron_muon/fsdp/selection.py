@@ -18,7 +18,6 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
     DECAY_VECTORS,
@@ -31,9 +30,10 @@ from megatron_muon.fsdp.parameter_groups import (
     members_of,
     read_parameters,
 )
-from megatron_muon.fsdp.roles import CONVOLUTION, roles_of, why_not_muon
-from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices import fused
+from megatron_muon.matrices.roles import CONVOLUTION, roles_of, why_not_muon
+from megatron_muon.matrices.table import Row, blocks, table
+from megatron_muon.matrices.views import View
 from megatron_muon.patterns import matching, values_of
 
 BY_GROUP = "its group says so"

@@ -26,8 +26,8 @@ from megatron_muon.core.rules.held import Held
 from megatron_muon.core.scaling import largest_magnitude, unit_factor
 from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part
-from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.fsdp.part import ViewedParameter, view_parameters
+from megatron_muon.matrices.cuts import layout_of
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon

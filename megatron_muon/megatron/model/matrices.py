@@ -24,10 +24,10 @@ from megatron_muon.all_ranks import new_group_of
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.fused import LOOKS_FUSED
-from megatron_muon.fsdp.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
-from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.fused import LOOKS_FUSED
+from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
+from megatron_muon.matrices.table import Row, blocks, table
+from megatron_muon.matrices.views import View
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
 

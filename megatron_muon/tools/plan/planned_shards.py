@@ -20,7 +20,7 @@ from megatron_muon.core.layout import Layout, Matrix, Shards, whole
 from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.fsdp.selection import select
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
 from megatron_muon.tools.plan.planned_cuts import placed_shards
 
