@@ -36,8 +36,15 @@ _REMEDY = (
     " flatten=, stacks=, transposed=, split= and ns_steps_for="
 )
 
-_SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
-
+_SELECTING = (
+    "matrices",
+    "exclude",
+    "flatten",
+    "stacks",
+    "transposed",
+    "split",
+    "ns_steps_for",
+)
 
 _DEFAULTS = ("lr", "momentum", "weight_decay")
 
@@ -183,7 +190,7 @@ class Muon(MuonState):
         try:
             self._build_parts()
             # AdamW's are not checked, as nothing here views their memory
-            self._placed = {p: guards.placement_of(p) for p in self.selection.views}
+            self._placed = {p: guards.placement_of(p) for p in self.selection.matrices}
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -220,11 +227,10 @@ class Muon(MuonState):
         """The matrices of parameters whose ranks are those of `group`. Collective."""
         given = self._settings
         matrices = rank_set.matrices
-        views = self.selection.views
-        layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY, views=views)
+        layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY)
         viewed = view_parameters(
-            {p: self.selection.name(p) for p in matrices},
-            views,
+            {p: choice.name for p, choice in matrices.items()},
+            {p: choice.view for p, choice in matrices.items()},
             mine,
         )
         device = viewed[0].parameter.device

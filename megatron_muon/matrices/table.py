@@ -63,9 +63,9 @@ def table(
     return "\n".join(lines)
 
 
-def blocks(split: RowSplit) -> str:
+def blocks(split: RowSplit | None) -> str:
     """The rows of each block, as a note; empty for one block. Equal blocks in a row are counted."""
-    if len(split.parts) == 1:
+    if split is None or len(split.parts) == 1:
         return ""
     shown = []
     for part, equal in itertools.groupby(split.parts):

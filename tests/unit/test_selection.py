@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
+from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.patterns import matching
 
@@ -102,7 +103,10 @@ def test_the_table_says_why_and_what_is_split() -> None:
     table = mp.parameter_table(
         groups,
         names,
-        dict(zip(chosen[0], splits, strict=True)),
+        {
+            p: Matrices(name=names[p], view=mp.view_of(p), split=split)
+            for p, split in zip(chosen[0], splits, strict=True)
+        },
     )
     lines = [" ".join(line.split()) for line in table.splitlines()]
     for line in (

@@ -21,13 +21,13 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.all_ranks import new_group_of
-from megatron_muon.core.layout import Matrix, RowSplit, whole
+from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.matrices.fused import LOOKS_FUSED
 from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
-from megatron_muon.matrices.table import Row, blocks, table
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.table import Row, table
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
 
@@ -162,11 +162,11 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
 def parameter_table(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
-    splits: Mapping[torch.Tensor, RowSplit],
+    matrices: Mapping[torch.Tensor, Matrices],
     *,
     full: bool = False,
 ) -> str:
-    """The table of both optimizers, with splits, and reasons why Muon leaves a 2D weight.
+    """The table of both optimizers, with blocks, and reasons why Muon leaves a 2D weight.
 
     Counts are whole over data- and tensor-parallel ranks, and those of this expert-parallel rank
     for experts. `groups` of Muon have no `optimizer`.
@@ -174,9 +174,7 @@ def parameter_table(
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         for p in group["params"]:
-            note = ""
-            if p in splits:
-                note = ", ".join(filter(None, [view_of(p).described(), blocks(splits[p])]))
+            note = matrices[p].note() if p in matrices else ""
             if p.ndim == 2 and "optimizer" in group:
                 note = getattr(p, "why_not_muon", "use_muon=False")
             rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
@@ -302,12 +300,14 @@ def block_split(
 
 def matrices_of(
     name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
-) -> list[Matrix]:
-    """The matrices of a tagged parameter, still without shards; `over_tp` as for `view_of`."""
-    view = view_of(parameter, over_tp=over_tp)
-    split = block_split(parameter, settings, over_tp=over_tp)
-    steps = getattr(parameter, "ns_steps", 0)
-    return [Matrix(each, view.matrix, split=split, steps=steps) for each in view.names(name)]
+) -> Matrices:
+    """The matrices of a tagged parameter; `over_tp` as for `view_of`."""
+    return Matrices(
+        name=name,
+        view=view_of(parameter, over_tp=over_tp),
+        split=block_split(parameter, settings, over_tp=over_tp),
+        steps=getattr(parameter, "ns_steps", 0),
+    )
 
 
 def matrix_group(
