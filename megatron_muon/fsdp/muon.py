@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, override
 
 import torch
@@ -19,9 +20,9 @@ from megatron_muon.fsdp import guards, options
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
-from megatron_muon.fsdp.part import Part, view_parameters
+from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
 from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
-from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
+from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw
 from megatron_muon.matrices import cuts
@@ -35,18 +36,6 @@ _REMEDY = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
     " flatten=, stacks=, transposed=, split= and ns_steps_for="
 )
-
-_SELECTING = (
-    "matrices",
-    "exclude",
-    "flatten",
-    "stacks",
-    "transposed",
-    "split",
-    "ns_steps_for",
-)
-
-_DEFAULTS = ("lr", "momentum", "weight_decay")
 
 
 class Muon(MuonState):
@@ -173,8 +162,9 @@ class Muon(MuonState):
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
-            selection = select(params, **{name: self._settings[name] for name in _SELECTING})
-            defaults = {name: float(self._settings[name]) for name in _DEFAULTS}
+            patterns = {each.name: self._settings[each.name] for each in fields(Patterns)}
+            selection = select(params, **patterns)
+            defaults = {name: float(self._settings[name]) for name in NUMBERS}
             super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
             self._build(selection)
         if matrices is None:

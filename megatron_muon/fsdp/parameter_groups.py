@@ -92,6 +92,13 @@ class Choice(Matrices):
         """The optimizer that its group names."""
         return self.options.get(OPTIMIZER)
 
+    def options_for(self, optimizer: str) -> dict[str, Any]:
+        """The settings of the group that concern this optimizer."""
+        options = {**self.options, OPTIMIZER: optimizer}
+        if optimizer == ADAMW:
+            options.setdefault(DECAY_VECTORS, "weight_decay" in options)
+        return {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
+
     @override
     def note(self) -> str:
         if self.why:

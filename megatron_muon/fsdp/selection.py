@@ -19,8 +19,6 @@ from torch import nn
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
-    DECAY_VECTORS,
-    FOR_OTHER,
     MUON,
     OPTIMIZER,
     Choice,
@@ -110,79 +108,87 @@ def warn_of_stacks(selection: Selection) -> None:
         )
 
 
-def select(
-    params: Any,
-    matrices: Sequence[str] | Predicate | None = None,
-    exclude: Sequence[str] = (),
-    flatten: Mapping[str, bool] | None = None,
-    transposed: Sequence[str] = (),
-    stacks: Sequence[str] = (),
-    split: Mapping[str, fused.Split] | None = None,
-    ns_steps_for: Mapping[str, int] | None = None,
-) -> Selection:
+@dataclass(frozen=True)
+class Patterns:
+    """The arguments of `Muon` that say by name how parameters are read, and which Muon takes."""
+
+    matrices: Sequence[str] | Predicate | None = None
+    exclude: Sequence[str] = ()
+    flatten: Mapping[str, bool] | None = None
+    transposed: Sequence[str] = ()
+    stacks: Sequence[str] = ()
+    split: Mapping[str, fused.Split] | None = None
+    ns_steps_for: Mapping[str, int] | None = None
+
+
+def select(params: Any, **patterns: Any) -> Selection:
     """Selects the parameters that Muon takes, and as which matrices; AdamW takes the others.
 
-    Arguments are those of `Muon`.
+    Args:
+        params: as for `Muon`.
+        patterns: fields of `Patterns`.
 
     Raises:
         TypeError: `params` is a tensor, or holds something that is not a tensor.
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
-    is_model = isinstance(params, nn.Module)
-    given = read_parameters(params)
-    frozen = {p: each.name for p, each in given.items() if not p.requires_grad}
-    choices = {p: each for p, each in given.items() if p.requires_grad}
-    named = {each.name: each for each in choices.values() if each.is_named}
-    possible = [name for name, each in named.items() if len(each.view.shape) > 2]
-    flat = values_of(possible, flatten or {}, argument="flatten", others=named)
-    read_as = set(matching("stacks", stacks, possible, others=named))
-    for name, is_flat in flat.items():
-        named[name].view = replace(named[name].view, flat=is_flat)
-        if is_flat:
-            read_as.add(name)
-    free = {}
+    given = Patterns(**patterns)
+    model = params if isinstance(params, nn.Module) else nn.Module()
+    parameters = read_parameters(params)
+    choices = {p: each for p, each in parameters.items() if p.requires_grad}
+    frozen = {p: each.name for p, each in parameters.items() if not p.requires_grad}
+    read_as = _flatten_or_stack(choices, given)
+    free = {each.name: p for p, each in choices.items() if each.is_named and each.optimizer is None}
+    reasons = _reasons(free, read_as, roles_of(model), given)
     for p, each in choices.items():
-        if each.optimizer == ADAMW:
-            each.why = "its group says so"
-        elif each.is_named and not each.optimizer:
-            free[each.name] = p
-    roles = roles_of(params) if is_model else {}
-    for name, why in _reasons(free, matrices, exclude, read_as, roles).items():
-        named[name].why = why
-    for p, each in choices.items():
+        by_group = "its group says so" if each.optimizer == ADAMW else ""
+        each.why = reasons.get(each.name, by_group)
         if not each.why and each.name not in read_as:
             _check_shape(p, each)
     selection = Selection(_groups(choices), choices, frozen)
     taken = {each.name: each for each in selection.matrices.values()}
-    modules = dict(params.named_modules()) if is_model else {}
-    turned = matching("transposed", transposed, taken, others=free)
-    _read(taken, modules, turned, split or {}, ns_steps_for or {})
+    if not taken:
+        raise UserError(
+            "no parameter that needs a gradient is a matrix for Muon; name some in matrices=, or"
+            " use torch.optim.AdamW"
+        )
+    _read(taken, free, dict(model.named_modules()), given)
     return selection
+
+
+def _flatten_or_stack(choices: Mapping[torch.Tensor, Choice], given: Patterns) -> set[str]:
+    """The names of parameters that `flatten=` or `stacks=` makes matrices."""
+    named = {each.name: each for each in choices.values() if each.is_named}
+    possible = [name for name, each in named.items() if len(each.view.shape) > 2]
+    flat = values_of(possible, given.flatten or {}, argument="flatten", others=named)
+    for name, is_flat in flat.items():
+        named[name].view = replace(named[name].view, flat=is_flat)
+    stacked = matching("stacks", given.stacks, possible, others=named)
+    return {name for name in flat if flat[name]}.union(stacked)
 
 
 def _reasons(
     free: Mapping[str, torch.Tensor],
-    matrices: Sequence[str] | Predicate | None,
-    exclude: Sequence[str],
-    read_as: set[str],
+    read_as: Collection[str],
     roles: Mapping[str, str],
+    given: Patterns,
 ) -> dict[str, str]:
     """Why AdamW takes parameters about which their groups say nothing; empty for Muon's."""
     reasons = {}
     for name, p in free.items():
         role = roles.get(name, "")
         reasons[name] = why_not_muon(name, p, is_named=name in read_as, role=role)
-    if matrices is not None:
-        included = _included(free, matrices, read_as)
+    if given.matrices is not None:
+        wanted = _wanted(free, given.matrices, read_as)
         for name, why in reasons.items():
-            reasons[name] = "" if name in included else why or "not among matrices"
-    possible = [name for name, why in reasons.items() if not why]
-    excluded = matching("exclude", exclude, possible, others=free)
+            reasons[name] = "" if name in wanted else why or "not among matrices"
+    taken = [name for name, why in reasons.items() if not why]
+    excluded = matching("exclude", given.exclude, taken, others=free)
     return reasons | dict.fromkeys(excluded, "exclude")
 
 
-def _included(
-    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: set[str]
+def _wanted(
+    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: Collection[str]
 ) -> Collection[str]:
     """The names that `matrices=` finds."""
     if callable(matrices):
@@ -207,23 +213,15 @@ def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _read(
-    taken: Mapping[str, Choice],
-    modules: fused.Modules,
-    transposed: Sequence[str],
-    split: Mapping[str, fused.Split],
-    ns_steps_for: Mapping[str, int],
+    taken: Mapping[str, Choice], free: Collection[str], modules: fused.Modules, given: Patterns
 ) -> None:
     """Set how matrices are stored, as modules show it, their blocks and their steps."""
-    if not taken:
-        raise UserError(
-            "no parameter that needs a gradient is a matrix for Muon; name some in matrices=, or"
-            " use torch.optim.AdamW"
-        )
-    splits = values_of(taken, split, argument="split")
-    steps = values_of(taken, ns_steps_for, argument="ns_steps_for")
+    turned = matching("transposed", given.transposed, taken, others=free)
+    splits = values_of(taken, given.split or {}, argument="split")
+    steps = values_of(taken, given.ns_steps_for or {}, argument="ns_steps_for")
     for name, choice in taken.items():
         is_flat = choice.view.flat
-        if name in transposed or (fused.is_stored_transposed(name, modules) and not is_flat):
+        if name in turned or (fused.is_stored_transposed(name, modules) and not is_flat):
             choice.view = replace(choice.view, transposed=True)
         rows, _ = choice.view.matrix
         if name in splits:
@@ -235,22 +233,16 @@ def _read(
 
 def _groups(choices: Mapping[torch.Tensor, Choice]) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
-    groups: dict[tuple[int, str], dict[str, Any]] = {}
+    with_muon = {each.group for each in choices.values() if not each.why}
+    groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for p, each in choices.items():
-        key = each.group, ADAMW if each.why else MUON
+        optimizer = ADAMW if each.why else MUON
+        is_second = optimizer == ADAMW and each.group in with_muon
+        key = is_second, each.group
         if key not in groups:
-            groups[key] = _group(each.options, key[1])
+            groups[key] = {**each.options_for(optimizer), "params": []}
         groups[key]["params"].append(p)
-    second = {(number, ADAMW) for number, optimizer in groups if optimizer == MUON}
-    return [groups[key] for key in sorted(groups, key=second.__contains__)]
-
-
-def _group(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """A group of one optimizer with the settings of a given group that concern it."""
-    group = {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
-    if optimizer == ADAMW:
-        group.setdefault(DECAY_VECTORS, "weight_decay" in options)
-    return {**group, "params": [], OPTIMIZER: optimizer}
+    return [groups[key] for key in sorted(groups)]
 
 
 def _check_shape(p: torch.Tensor, choice: Choice) -> None:
