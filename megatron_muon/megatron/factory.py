@@ -36,6 +36,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside, offload_run
 from megatron_muon.fsdp.guards import compare_settings
 from megatron_muon.fsdp.part import Part
+from megatron_muon.matrices.table import elements_of, table
 from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
@@ -183,10 +184,12 @@ def _report(
     digest = "-".join(plan.digest() for plan in plans.values())
     if digest:
         say(f"megatron-muon: plan {digest}")
-    say(mp.parameter_table(groups, names, matrices, full=config.muon_log_params))
+    rows = mp.parameter_rows(groups, names, matrices)
+    say(table(rows, full=config.muon_log_params))
+    elements = elements_of(rows)
     return {
-        "muon_parameters": mp.count(groups, of_muon=True),
-        "scalar_parameters": mp.count(groups, of_muon=False),
+        "muon_parameters": elements[mp.MUON],
+        "scalar_parameters": elements.total() - elements[mp.MUON],
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
     }
