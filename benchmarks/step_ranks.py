@@ -36,7 +36,7 @@ from megatron_muon.core.rules.held import Held
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError, end_alone
 from megatron_muon.fsdp.part import Part, view_parameters
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.megatron.run_device import refuse_unusable_gpu
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.metrics import PhaseTimer, synchronize

@@ -28,7 +28,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.held import Held
 from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.part import view_parameters
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap

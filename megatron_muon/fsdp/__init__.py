@@ -1,5 +1,5 @@
 """Muon for any PyTorch model: plain tensors, and DTensors of FSDP2 and Megatron-FSDP.
 
-`selection` says which parameters are matrices for Muon, `cuts` who holds which rows of them, `muon`
-puts the two and the core's engine together. Imports no Megatron.
+`selection` says which parameters Muon takes, `part` has the step of its matrices, `muon` puts these
+and AdamW together. Imports no Megatron.
 """

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.shards import local_part
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.agreement import check_agreement
 from megatron_muon.fsdp.selection import Selection
+from megatron_muon.matrices.agreement import check_agreement
 from megatron_muon.ranges import number_of
 
 _OF_RANKS = ("params ", "process_group", "offload_dir", "muon_offload_dir")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, override
 
 import torch
@@ -15,16 +16,17 @@ from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp import cuts, guards, options
+from megatron_muon.fsdp import guards, options
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
-from megatron_muon.fsdp.fused import Split
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
-from megatron_muon.fsdp.part import Part, view_parameters
+from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
 from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
-from megatron_muon.fsdp.selection import Predicate, Selection, select, warn_of_stacks
+from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw
+from megatron_muon.matrices import cuts
+from megatron_muon.matrices.fused import Split
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.ranges import number_of
@@ -34,11 +36,6 @@ _REMEDY = (
     "give all ranks the same parameters in the same order, with the same matrices=, exclude=,"
     " flatten=, stacks=, transposed=, split= and ns_steps_for="
 )
-
-_SELECTING = ("matrices", "exclude", "flatten", "stacks", "transposed", "split")
-
-
-_DEFAULTS = ("lr", "momentum", "weight_decay")
 
 
 class Muon(MuonState):
@@ -87,7 +84,7 @@ class Muon(MuonState):
             reads as (outputs, inputs).
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj":
             (4096, 1024, 1024)}`; they repeat to fill its rows, those of each expert, and each is
-            orthogonalised alone. "interleaved" gathers every other row (`fsdp.fused.Split`).
+            orthogonalised alone. "interleaved" gathers every other row (`matrices.fused.Split`).
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that
             match the last holds.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32,
@@ -165,8 +162,9 @@ class Muon(MuonState):
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
-            selection = select(params, **{name: self._settings[name] for name in _SELECTING})
-            defaults = {name: float(self._settings[name]) for name in _DEFAULTS}
+            patterns = {each.name: self._settings[each.name] for each in fields(Patterns)}
+            selection = select(params, **patterns)
+            defaults = {name: float(self._settings[name]) for name in NUMBERS}
             super().__init__(options.with_defaults(selection.groups, self._settings), defaults)
             self._build(selection)
         if matrices is None:
@@ -182,7 +180,7 @@ class Muon(MuonState):
         try:
             self._build_parts()
             # AdamW's are not checked, as nothing here views their memory
-            self._placed = {p: guards.placement_of(p) for p in self.selection.views}
+            self._placed = {p: guards.placement_of(p) for p in self.selection.matrices}
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -219,11 +217,10 @@ class Muon(MuonState):
         """The matrices of parameters whose ranks are those of `group`. Collective."""
         given = self._settings
         matrices = rank_set.matrices
-        views = self.selection.views
-        layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY, views=views)
+        layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY)
         viewed = view_parameters(
-            {p: self.selection.name(p) for p in matrices},
-            views,
+            {p: choice.name for p, choice in matrices.items()},
+            {p: choice.view for p, choice in matrices.items()},
             mine,
         )
         device = viewed[0].parameter.device

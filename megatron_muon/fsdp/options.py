@@ -11,8 +11,8 @@ import torch
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.user_errors import UserError, word_settings
-from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_betas
-from megatron_muon.ranges import check_number, check_numbers
+from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_range
+from megatron_muon.ranges import check_numbers
 from megatron_muon.settings import MuonSettings, choices_of
 
 ADJUST_LR: dict[Any, tuple[str, float]] = {
@@ -42,16 +42,6 @@ _ARGUMENTS = {setting: argument for argument, setting in _SETTINGS.items()}
 
 _NOT_SETTINGS = ("lr", "exclude", "ns_steps_for")
 """Arguments with another meaning or form than the setting with such a name."""
-
-_NUMBERS = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    "eps": "adam_eps",
-    "adamw_lr": "lr",
-    "adamw_weight_decay": "weight_decay",
-    "adamw_eps": "adam_eps",
-}
-"""Numbers that are not settings of Muon, with those whose ranges hold for them."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "moment2_method": (None, *choices_of("adaptive_muon_moment2_method")),
@@ -154,10 +144,8 @@ def check_options(given: Mapping[str, Any]) -> None:
             shown = ", ".join(map(repr, allowed))
             raise UserError(f"{name}={value!r} does not exist; choose one of {shown}")
     check_numbers(settings)
-    for name, setting in _NUMBERS.items():
-        if given[name] is not None:
-            check_number(setting, given[name], setting=name)
-    check_betas(given["adamw_betas"], "adamw_betas")
+    for name, value in given.items():
+        check_range(name.removeprefix("adamw_"), value, name)
     for argument, required in _REQUIRED.items():
         for name, value in required.items():
             if given[argument] and given[name] != value:

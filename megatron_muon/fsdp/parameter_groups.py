@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.matrices.fused import note_of
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.ranges import check_number
 
 MUON = "muon"
@@ -68,30 +70,44 @@ torchao's, for training with float8 all-gathers."""
 _REMEDY = "Muon needs whole matrices of plain numbers: use fully_shard (FSDP2), or freeze it"
 
 
-@dataclass(frozen=True)
-class Given:
-    """A parameter as the user gave it.
+@dataclass(kw_only=True)
+class Choice(Matrices):
+    """A parameter as the user gave it, its optimizer, and how Muon reads it.
 
     Attributes:
-        name: empty if it has none.
-        label: its name, or its place, for messages.
+        name: as given, else its place, for messages.
+        is_named: the user gave the name.
         group: the number of its group.
         options: settings of the group.
+        why: the reason for AdamW; empty for Muon.
     """
 
-    parameter: torch.Tensor
-    name: str
-    label: str
+    is_named: bool
     group: int
     options: dict[str, Any]
+    why: str = ""
 
     @property
     def optimizer(self) -> str | None:
         """The optimizer that its group names."""
         return self.options.get(OPTIMIZER)
 
+    def options_for(self, optimizer: str) -> dict[str, Any]:
+        """The settings of the group that concern this optimizer."""
+        options = {**self.options, OPTIMIZER: optimizer}
+        if optimizer == ADAMW:
+            options.setdefault(DECAY_VECTORS, "weight_decay" in options)
+        return {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
 
-def read_parameters(params: Any) -> list[Given]:
+    @override
+    def note(self) -> str:
+        if self.why:
+            return self.why
+        doubt = "" if self.split else note_of(self.name)
+        return "; ".join(filter(None, [super().note(), doubt]))
+
+
+def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
     """All parameters of a model, of named tensors, of tensors, or of groups of either.
 
     Raises a TypeError for what is not a parameter, and a UserError for one that Muon cannot take.
@@ -103,25 +119,30 @@ def read_parameters(params: Any) -> list[Given]:
         )
     if not any(isinstance(entry, Mapping) for entry in entries):
         entries = [{"params": entries}]
-    found = list[Given]()
+    found: dict[torch.Tensor, Choice] = {}
+    names = set[str]()
     for number, group in enumerate(entries):
         options = _options(group, number)
         members = group["params"]
         if isinstance(members, torch.Tensor):
             members = [members]
         for index, member in enumerate(members):
-            name, parameter = _named(member)
-            label = name or f"group {number}, parameter {index}"
-            found.append(Given(parameter, name, label, number, options))
-    taken = set[Any]()
-    for each in found:
-        if each.parameter in taken or each.name in taken:
-            raise UserError(
-                f"{each.label} is given twice; pass each parameter once, by a name of its own"
+            given, parameter = _named(member)
+            name = given or f"group {number}, parameter {index}"
+            if parameter in found or name in names:
+                raise UserError(
+                    f"{name} is given twice; pass each parameter once, by a name of its own"
+                )
+            if parameter.requires_grad:
+                check_tensor(name, parameter)
+            names.add(name)
+            found[parameter] = Choice(
+                name=name,
+                view=View(tuple(parameter.shape)),
+                is_named=bool(given),
+                group=number,
+                options=options,
             )
-        taken |= {each.parameter, each.name or each.parameter}
-        if each.parameter.requires_grad:
-            check_tensor(each.label, each.parameter)
     return found
 
 
@@ -154,17 +175,17 @@ def _options(
                 f"parameter group {number} has {name}={value!r}, which has no effect; it may have"
                 f" {', '.join(known)}"
             )
-        if name == "betas":
-            check_betas(value, "betas", f" of parameter group {number}")
-        elif name in _NUMBERS:
-            check_number(_NUMBERS[name], value, setting=f"{name} of parameter group {number}")
+        check_range(name, value, name, f" of parameter group {number}")
     return options
 
 
-def check_betas(betas: Any, name: str, where: str = "") -> None:
-    """Raise a UserError for a beta out of range."""
-    for number, beta in enumerate(betas):
-        check_number("adam_beta1", beta, setting=f"{name}[{number}]{where}")
+def check_range(kind: str, value: Any, setting: str, place: str = "") -> None:
+    """Raise a UserError for a number out of the range of its `kind`; None is not checked."""
+    if kind == "betas":
+        for number, beta in enumerate(value):
+            check_number("adam_beta1", beta, setting=f"{setting}[{number}]{place}")
+    elif kind in _NUMBERS and value is not None:
+        check_number(_NUMBERS[kind], value, setting=setting + place)
 
 
 def check_tensor(name: str, parameter: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from megatron_muon.core.rows import MOMENTUM, MomentumStore, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 
 type State = dict[torch.Tensor, dict[str, torch.Tensor]]
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.layout import Matrix, whole
 from megatron_muon.core.ranks import Alone, group_among
 from megatron_muon.core.user_errors import UserError
+from megatron_muon.fsdp.parameter_groups import Choice
 from megatron_muon.fsdp.selection import Selection
-from megatron_muon.patterns import values_of
 
 
 @dataclass
@@ -23,11 +22,10 @@ class RankSet:
 
     Attributes:
         ranks: none if every rank works alone.
-        matrices: of each parameter, still without shards.
     """
 
     ranks: tuple[int, ...]
-    matrices: dict[torch.Tensor, list[Matrix]] = field(default_factory=dict)
+    matrices: dict[torch.Tensor, Choice] = field(default_factory=dict)
 
     @property
     def replicated(self) -> bool:
@@ -56,19 +54,10 @@ def rank_sets(
     given: Mapping[str, Any],
 ) -> list[RankSet]:
     """The sets of ranks in one order on all of them, as what follows is collective."""
-    views = selection.views
-    names = [selection.name(p) for p in views]
-    steps = values_of(names, given["ns_steps_for"] or {}, argument="ns_steps_for")
     found: dict[tuple[int, ...], RankSet] = {}
-    for p, view in views.items():
-        choice = selection.choices[p]
-        split = choice.split or whole(view.matrix[0])
-        ns_steps = steps.get(choice.name, 0)
-        matrices = []
-        for name in view.names(choice.name):
-            matrices.append(Matrix(name, view.matrix, split=split, steps=ns_steps))
+    for p, choice in selection.matrices.items():
         ranks = _ranks_of(choice.name, p)
-        found.setdefault(ranks, RankSet(ranks)).matrices[p] = matrices
+        found.setdefault(ranks, RankSet(ranks)).matrices[p] = choice
     if () in found and given["share_replicated"]:
         sharing = dist.get_process_group_ranks(given["process_group"])
         found[()].ranks = tuple(sharing)

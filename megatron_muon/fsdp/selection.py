@@ -16,58 +16,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
-    DECAY_VECTORS,
-    FOR_OTHER,
     MUON,
     OPTIMIZER,
-    Given,
+    Choice,
     check_tensor,
     decays,
     members_of,
     read_parameters,
 )
-from megatron_muon.fsdp.roles import CONVOLUTION, roles_of, why_not_muon
-from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices import fused
+from megatron_muon.matrices.roles import roles_of, why_not_muon
+from megatron_muon.matrices.table import Row, table
 from megatron_muon.patterns import matching, values_of
-
-BY_GROUP = "its group says so"
-BY_NAME = "exclude"
-"""Why AdamW takes a parameter where the user said so."""
 
 _LARGEST_KERNEL = 16
 """Largest side of a convolution's kernel; parameters with larger ones count as stacks."""
 
 Predicate = Callable[[str, torch.Tensor], bool]
 """True if Muon takes the parameter of this name."""
-
-
-@dataclass
-class Choice:
-    """The optimizer of a parameter, and how Muon reads it.
-
-    Attributes:
-        view: how Muon reads it, if it takes it.
-        why: the reason for AdamW; empty for Muon.
-        split: the blocks of a matrix that holds several.
-    """
-
-    name: str
-    view: View
-    why: str = ""
-    split: RowSplit | None = None
-
-    def described(self) -> list[str]:
-        """Notes for the table."""
-        if self.why:
-            return [self.why]
-        fusing = blocks(self.split) if self.split else fused.note_of(self.name)
-        return [self.view.described(), fusing]
 
 
 @dataclass
@@ -86,9 +55,9 @@ class Selection:
     frozen: dict[torch.Tensor, str]
 
     @property
-    def views(self) -> dict[torch.Tensor, View]:
-        """How Muon reads each of its parameters."""
-        return {p: choice.view for p, choice in self.choices.items() if not choice.why}
+    def matrices(self) -> dict[torch.Tensor, Choice]:
+        """Muon's parameters."""
+        return {p: choice for p, choice in self.choices.items() if not choice.why}
 
     def name(self, parameter: torch.Tensor) -> str:
         """The name of a parameter of the groups."""
@@ -115,17 +84,10 @@ class Selection:
             optimizer = group[OPTIMIZER]
             for p in group["params"]:
                 choice = self.choices[p]
-                notes = choice.described()
+                note = choice.note()
                 if optimizer == ADAMW and not decays(group, p):
-                    notes.append("no weight decay")
-                rows.append(
-                    Row(
-                        optimizer,
-                        choice.name,
-                        p.shape,
-                        "; ".join(filter(None, notes)),
-                    ),
-                )
+                    note += "; no weight decay"
+                rows.append(Row(optimizer, choice.name, p.shape, note))
         return table(rows, frozen=len(self.frozen), full=full)
 
 
@@ -133,12 +95,11 @@ def warn_of_stacks(selection: Selection) -> None:
     """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
     stacks: dict[str, int] = {}
     for p, choice in selection.choices.items():
-        if choice.why in ("", BY_GROUP, BY_NAME, CONVOLUTION):
-            continue
-        if _may_be_stack(choice.name, p) and min(p.shape[-2:]) > _LARGEST_KERNEL:
+        is_unknown = choice.why == f"{p.ndim}D" and _may_be_stack(choice.name, p)
+        if is_unknown and min(p.shape[-2:]) > _LARGEST_KERNEL:
             stacks[choice.name] = p.numel()
     elements = sum(stacks.values())
-    if elements > sum(p.numel() for p in selection.views):
+    if elements > sum(p.numel() for p in selection.matrices):
         warnings.warn(
             f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
             f" than Muon takes of all; the first is {next(iter(stacks))}: name them in stacks= or"
@@ -147,81 +108,87 @@ def warn_of_stacks(selection: Selection) -> None:
         )
 
 
-def select(
-    params: Any,
-    matrices: Sequence[str] | Predicate | None = None,
-    exclude: Sequence[str] = (),
-    flatten: Mapping[str, bool] | None = None,
-    transposed: Sequence[str] = (),
-    stacks: Sequence[str] = (),
-    split: Mapping[str, fused.Split] | None = None,
-) -> Selection:
+@dataclass(frozen=True)
+class Patterns:
+    """The arguments of `Muon` that say by name how parameters are read, and which Muon takes."""
+
+    matrices: Sequence[str] | Predicate | None = None
+    exclude: Sequence[str] = ()
+    flatten: Mapping[str, bool] | None = None
+    transposed: Sequence[str] = ()
+    stacks: Sequence[str] = ()
+    split: Mapping[str, fused.Split] | None = None
+    ns_steps_for: Mapping[str, int] | None = None
+
+
+def select(params: Any, **patterns: Any) -> Selection:
     """Selects the parameters that Muon takes, and as which matrices; AdamW takes the others.
 
-    Arguments are those of `Muon`.
+    Args:
+        params: as for `Muon`.
+        patterns: fields of `Patterns`.
 
     Raises:
         TypeError: `params` is a tensor, or holds something that is not a tensor.
         UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
-    is_model = isinstance(params, nn.Module)
-    modules = dict(params.named_modules()) if is_model else {}
-    roles = roles_of(params) if is_model else {}
-    given = read_parameters(params)
-    trained = [each for each in given if each.parameter.requires_grad]
-    named = {each.name: each for each in trained if each.name}
-    free = {name: each.parameter for name, each in named.items() if not each.optimizer}
-    possible = [name for name, each in named.items() if each.parameter.ndim > 2]
-    flat = values_of(possible, flatten or {}, argument="flatten", others=named)
-    read_as = {name for name in flat if flat[name]}
-    read_as.update(matching("stacks", stacks, possible, others=named))
-    reasons = _reasons(free, matrices, exclude, read_as, roles)
-    choices: dict[torch.Tensor, Choice] = {}
-    for each in trained:
-        why = reasons.get(each.name, BY_GROUP if each.optimizer == ADAMW else "")
-        if not why and each.name not in read_as:
-            _check_shape(each)
-        view = View(
-            tuple(each.parameter.shape),
-            flat=flat.get(each.name, False),
+    given = Patterns(**patterns)
+    model = params if isinstance(params, nn.Module) else nn.Module()
+    parameters = read_parameters(params)
+    choices = {p: each for p, each in parameters.items() if p.requires_grad}
+    frozen = {p: each.name for p, each in parameters.items() if not p.requires_grad}
+    read_as = _flatten_or_stack(choices, given)
+    free = {each.name: p for p, each in choices.items() if each.is_named and each.optimizer is None}
+    reasons = _reasons(free, read_as, roles_of(model), given)
+    for p, each in choices.items():
+        by_group = "its group says so" if each.optimizer == ADAMW else ""
+        each.why = reasons.get(each.name, by_group)
+        if not each.why and each.name not in read_as:
+            _check_shape(p, each)
+    selection = Selection(_groups(choices), choices, frozen)
+    taken = {each.name: each for each in selection.matrices.values()}
+    if not taken:
+        raise UserError(
+            "no parameter that needs a gradient is a matrix for Muon; name some in matrices=, or"
+            " use torch.optim.AdamW"
         )
-        choices[each.parameter] = Choice(each.label, view, why)
-    taken = {choice.name: choice for choice in choices.values() if not choice.why}
-    for name in matching("transposed", transposed, taken, others=free):
-        taken[name].view = replace(taken[name].view, transposed=True)
-    _read_blocks(taken, modules, split or {})
-    frozen = {each.parameter: each.label for each in given if not each.parameter.requires_grad}
-    return Selection(_groups(trained, choices), choices, frozen)
+    _read(taken, free, dict(model.named_modules()), given)
+    return selection
+
+
+def _flatten_or_stack(choices: Mapping[torch.Tensor, Choice], given: Patterns) -> set[str]:
+    """The names of parameters that `flatten=` or `stacks=` makes matrices."""
+    named = {each.name: each for each in choices.values() if each.is_named}
+    possible = [name for name, each in named.items() if len(each.view.shape) > 2]
+    flat = values_of(possible, given.flatten or {}, argument="flatten", others=named)
+    for name, is_flat in flat.items():
+        named[name].view = replace(named[name].view, flat=is_flat)
+    stacked = matching("stacks", given.stacks, possible, others=named)
+    return {name for name in flat if flat[name]}.union(stacked)
 
 
 def _reasons(
     free: Mapping[str, torch.Tensor],
-    matrices: Sequence[str] | Predicate | None,
-    exclude: Sequence[str],
-    read_as: set[str],
+    read_as: Collection[str],
     roles: Mapping[str, str],
+    given: Patterns,
 ) -> dict[str, str]:
     """Why AdamW takes parameters about which their groups say nothing; empty for Muon's."""
     reasons = {}
     for name, p in free.items():
-        is_named = name in read_as
-        reasons[name] = why_not_muon(
-            name,
-            p,
-            is_named=is_named,
-            role=roles.get(name, ""),
-        )
-    if matrices is not None:
-        included = _included(free, matrices, read_as)
+        role = roles.get(name, "")
+        reasons[name] = why_not_muon(name, p, is_named=name in read_as, role=role)
+    if given.matrices is not None:
+        wanted = _wanted(free, given.matrices, read_as)
         for name, why in reasons.items():
-            reasons[name] = "" if name in included else why or "not among matrices"
-    possible = [name for name, why in reasons.items() if not why]
-    excluded = matching("exclude", exclude, possible, others=free)
-    return reasons | dict.fromkeys(excluded, BY_NAME)
+            reasons[name] = "" if name in wanted else why or "not among matrices"
+    taken = [name for name, why in reasons.items() if not why]
+    excluded = matching("exclude", given.exclude, taken, others=free)
+    return reasons | dict.fromkeys(excluded, "exclude")
 
 
-def _included(
-    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: set[str]
+def _wanted(
+    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: Collection[str]
 ) -> Collection[str]:
     """The names that `matrices=` finds."""
     if callable(matrices):
@@ -245,57 +212,47 @@ def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
     return min(rows, cols) > 1 and not is_kernel
 
 
-def _read_blocks(
-    taken: Mapping[str, Choice], modules: fused.Modules, split: Mapping[str, fused.Split]
+def _read(
+    taken: Mapping[str, Choice], free: Collection[str], modules: fused.Modules, given: Patterns
 ) -> None:
-    """Take from modules how weights are stored and how their rows divide; `split=` comes last."""
-    if not taken:
-        raise UserError(
-            "no parameter that needs a gradient is a matrix for Muon; name some in matrices=, or"
-            " use torch.optim.AdamW"
-        )
-    given = values_of(taken, split, argument="split")
+    """Set how matrices are stored, as modules show it, their blocks and their steps."""
+    turned = matching("transposed", given.transposed, taken, others=free)
+    splits = values_of(taken, given.split or {}, argument="split")
+    steps = values_of(taken, given.ns_steps_for or {}, argument="ns_steps_for")
     for name, choice in taken.items():
-        if fused.is_stored_transposed(name, modules) and not choice.view.flat:
+        is_flat = choice.view.flat
+        if name in turned or (fused.is_stored_transposed(name, modules) and not is_flat):
             choice.view = replace(choice.view, transposed=True)
         rows, _ = choice.view.matrix
-        if name in given:
-            choice.split = fused.row_split(given[name], name, rows)
-        elif not choice.view.flat:
+        if name in splits:
+            choice.split = fused.row_split(splits[name], name, rows)
+        elif not is_flat:
             choice.split = fused.known_split(name, rows, modules)
+        choice.steps = steps.get(name, 0)
 
 
-def _groups(
-    trained: Sequence[Given], choices: Mapping[torch.Tensor, Choice]
-) -> list[dict[str, Any]]:
+def _groups(choices: Mapping[torch.Tensor, Choice]) -> list[dict[str, Any]]:
     """A group for each given one, and after these AdamW's parts of those that hold both."""
-    groups: dict[tuple[int, str], dict[str, Any]] = {}
-    for each in trained:
-        key = each.group, ADAMW if choices[each.parameter].why else MUON
+    with_muon = {each.group for each in choices.values() if not each.why}
+    groups: dict[tuple[bool, int], dict[str, Any]] = {}
+    for p, each in choices.items():
+        optimizer = ADAMW if each.why else MUON
+        is_second = optimizer == ADAMW and each.group in with_muon
+        key = is_second, each.group
         if key not in groups:
-            groups[key] = _group(each.options, key[1])
-        groups[key]["params"].append(each.parameter)
-    second = {(number, ADAMW) for number, optimizer in groups if optimizer == MUON}
-    return [groups[key] for key in sorted(groups, key=second.__contains__)]
+            groups[key] = {**each.options_for(optimizer), "params": []}
+        groups[key]["params"].append(p)
+    return [groups[key] for key in sorted(groups)]
 
 
-def _group(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """A group of one optimizer with the settings of a given group that concern it."""
-    group = {name: value for name, value in options.items() if name not in FOR_OTHER[optimizer]}
-    if optimizer == ADAMW:
-        group.setdefault(DECAY_VECTORS, "weight_decay" in options)
-    return {**group, "params": [], OPTIMIZER: optimizer}
-
-
-def _check_shape(given: Given) -> None:
+def _check_shape(p: torch.Tensor, choice: Choice) -> None:
     """Raise a UserError for what Muon cannot read as a matrix or a stack."""
-    p = given.parameter
     # without a name or group nothing tells a stack from its shape
-    is_said = given.name or given.optimizer
-    is_stack = is_said and _may_be_stack(given.label, p)
+    is_said = choice.is_named or choice.optimizer
+    is_stack = is_said and _may_be_stack(choice.name, p)
     if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(
-            f"{given.label} has shape {tuple(p.shape)}; Muon takes matrices and, by name, stacks"
+            f"{choice.name} has shape {tuple(p.shape)}; Muon takes matrices and, by name, stacks"
             " (..., m, n): pass model.named_parameters(), name it in flatten= if it is a"
             " convolution or in stacks=, or put it into a group with optimizer='adamw'"
         )

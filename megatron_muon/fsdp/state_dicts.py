@@ -92,7 +92,7 @@ class MuonState(torch.optim.Optimizer):
         self._follow_replaced()
         for part in self.parts:
             part.take_up(self.state)
-        before = {p: self.state[p] for p in self.selection.views}
+        before = {p: self.state[p] for p in self.selection.matrices}
         try:
             for p, momentum in self.momentum_state().items():
                 self.state[p] = {MOMENTUM: momentum, **before[p]}

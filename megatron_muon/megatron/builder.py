@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.layout import Matrix, replicated_layout
+from megatron_muon.core.layout import replicated_layout
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
@@ -26,8 +26,9 @@ from megatron_muon.core.rules.cautious import aligned
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part
-from megatron_muon.fsdp.cuts import layout_of
 from megatron_muon.fsdp.part import ViewedParameter, view_parameters
+from megatron_muon.matrices.cuts import layout_of
+from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon
@@ -43,7 +44,7 @@ def build_muon(
     beside: Beside,
     *,
     is_expert: bool,
-) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, list[Matrix]]]:
+) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, Matrices]]:
     """The Muon of `groups`, all dense or all experts, and their matrices. Collective.
 
     Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19
@@ -54,7 +55,6 @@ def build_muon(
     # Matrices are whole on every rank, or whole over data-parallel, or also tensor-parallel ranks.
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
-    views = {p: mp.view_of(p, over_tp=over_tp) for p in parameters}
     matrices = {p: mp.matrices_of(names[p], p, config, over_tp=over_tp) for p in parameters}
     is_ours = config.optimizer == "adaptive_muon" or config.muon_hyperball
     if is_replicated and not (config.muon_share_replicated or is_ours):
@@ -66,12 +66,13 @@ def build_muon(
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
         remedy = "start all ranks with the same flags and software"
-        layout, mine = layout_of(matrices, group, remedy=remedy, views=views)
+        layout, mine = layout_of(matrices, group, remedy=remedy)
     device = parameters[0].device
     held = Held(layout, group, device, mine, replicated=is_replicated, over_tp=over_tp)
     if device.type != "cpu" and config.muon_ns_device == "cpu":
         device = torch.device("cpu")
         beside = replace(beside, group=mp.over_gloo(group))
+    views = {p: several.view for p, several in matrices.items()}
     viewed = view_parameters({p: names[p] for p in parameters}, views, mine)
     return make_muon(groups, viewed, held, config, beside, device), matrices
 
@@ -122,12 +123,12 @@ class ReplicatedMuon(TensorParallelMuon):
         config: MuonOptimizerConfig,
         pg_collection: ProcessGroupCollection,
         names: Mapping[torch.Tensor, str],
-        matrices: Mapping[torch.Tensor, Sequence[Matrix]],
+        matrices: Mapping[torch.Tensor, Matrices],
     ) -> None:
         for parameter, several in matrices.items():
             # TensorParallelMuon splits rows into repetitions of these parts, as a RowSplit does.
-            parts = several[0].split.parts * len(several)
-            parameter.qkv_split_shapes = list(parts)  # type: ignore[attr-defined]
+            parts = [part for matrix in several for part in matrix.split.parts]
+            parameter.qkv_split_shapes = parts  # type: ignore[attr-defined]
         super().__init__(
             groups,
             lr=config.lr,

@@ -32,11 +32,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.all_ranks import say
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.build import OWNER
-from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside, offload_run
 from megatron_muon.fsdp.guards import compare_settings
 from megatron_muon.fsdp.part import Part
+from megatron_muon.matrices.table import elements_of, table
+from megatron_muon.matrices.views import Matrices
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -78,7 +79,7 @@ def get_megatron_muon_optimizer(
     offload = offload_run(settings)
     optimizers: list[MegatronOptimizer] = []
     parts: dict[str, Part] = {}
-    splits: dict[Any, RowSplit] = {}
+    matrices: dict[torch.Tensor, Matrices] = {}
     weights = MainWeights(model_chunks) if settings.muon_offload_state == "all" else None
     keep = None
     if weights is not None and offload is not None:
@@ -92,7 +93,7 @@ def get_megatron_muon_optimizer(
         scalar_groups = [group for group in ours if "optimizer" in group]
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups:
-            muon, matrices = build_muon(
+            muon, theirs = build_muon(
                 muon_groups,
                 settings,
                 ddp_config,
@@ -104,7 +105,7 @@ def get_megatron_muon_optimizer(
             if isinstance(muon, ShardedMuon):
                 memory = muon.part.waves.memory.tensor
                 parts["experts" if is_expert else "dense"] = muon.part
-            splits |= {p: several[0].split for p, several in matrices.items()}
+            matrices |= theirs
             optimizers.append(wrap(muon, settings, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups:
@@ -116,7 +117,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[scalar] = ScalarState(scalar, weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    facts = _report(parts, groups, names, splits, settings)
+    facts = _report(parts, groups, names, matrices, settings)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -163,7 +164,7 @@ def _report(
     parts: Mapping[str, Part],
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
-    splits: Mapping[torch.Tensor, RowSplit],
+    matrices: Mapping[torch.Tensor, Matrices],
     config: MuonOptimizerConfig,
 ) -> dict[str, Any]:
     """Print the plan and the table of parameters; the same for facts.json.
@@ -183,10 +184,12 @@ def _report(
     digest = "-".join(plan.digest() for plan in plans.values())
     if digest:
         say(f"megatron-muon: plan {digest}")
-    say(mp.parameter_table(groups, names, splits, full=config.muon_log_params))
+    rows = mp.parameter_rows(groups, names, matrices)
+    say(table(rows, full=config.muon_log_params))
+    elements = elements_of(rows)
     return {
-        "muon_parameters": mp.count(groups, of_muon=True),
-        "scalar_parameters": mp.count(groups, of_muon=False),
+        "muon_parameters": elements[mp.MUON],
+        "scalar_parameters": elements.total() - elements[mp.MUON],
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
     }

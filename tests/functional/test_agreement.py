@@ -162,7 +162,7 @@ def test_what_a_layout_cannot_do_is_refused(ranks: Pool) -> None:
 def cut_otherwise(rank: int, world_size: int) -> str:
     """In a worker: what the optimizer says where Megatron-FSDP has noted other rows on rank 1."""
     from megatron_muon.errors import UserError
-    from megatron_muon.fsdp import cuts
+    from megatron_muon.matrices import cuts
 
     noted_part = cuts.noted_part
 

@@ -126,7 +126,7 @@ def measure_mixture(rank: int, world_size: int, *, how: str) -> dict[str, float]
     optimizer = megatron_muon.Muon(
         parameters.items(), share_replicated=how == "shared", metrics_interval=1
     )
-    assert len(optimizer.selection.views) == len(parameters)
+    assert len(optimizer.selection.matrices) == len(parameters)
     for name, parameter in parameters.items():
         parameter.grad = gradients[name]
     optimizer.step()

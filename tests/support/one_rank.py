@@ -15,7 +15,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.teams import TeamGroup
 from megatron_muon.fsdp.part import Part, view_parameters
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 
 CPU = torch.device("cpu")

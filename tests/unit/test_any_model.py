@@ -87,7 +87,7 @@ def test_the_rest_is_torchs_adamw() -> None:
     optimizer = megatron_muon.Muon(
         model.named_parameters(), lr=0.02, adamw_lr=1e-2, adamw_weight_decay=0.3
     )
-    names = [name for name, p in model.named_parameters() if p not in optimizer.selection.views]
+    names = [name for name, p in model.named_parameters() if p not in optimizer.selection.matrices]
     assert len(names) == 7
     rest = [twin.get_parameter(name) for name in names]
     groups = [

@@ -23,7 +23,7 @@ from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.part import view_parameters
 from megatron_muon.fsdp.step import CapturedStep, put_on_device
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon

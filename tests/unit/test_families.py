@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.fsdp.fused import FUSED
 from megatron_muon.fsdp.selection import select
+from megatron_muon.matrices.fused import FUSED
 from tests.support.cli import sizes
 from tests.support.reference import SplitMuon
 

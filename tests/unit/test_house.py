@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_muon"
 FLOORS = (
     {"core"},
-    {"checkpoint", "cpu", "offload"},
+    {"checkpoint", "cpu", "matrices", "offload"},
     {"fsdp"},
     {"megatron"},
     {"tools"},

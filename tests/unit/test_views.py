@@ -15,7 +15,7 @@ from torch.distributed.tensor import _utils as of_dtensors
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.tools.plan.planned_cuts import placed_shards
 from tests.support.placements import part_of
 

@@ -9,7 +9,6 @@ of whole matrices, never from the rows that a rank holds.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +20,18 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
 from megatron_muon.all_ranks import new_group_of
-from megatron_muon.core.layout import Matrix, RowSplit, whole
+from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.fused import LOOKS_FUSED
-from megatron_muon.fsdp.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
-from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.fused import LOOKS_FUSED
+from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
+from megatron_muon.matrices.table import Row
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
+
+MUON = "muon"
+"""Muon in the table of parameters; the scalar optimizer has Megatron's name for it."""
 
 UNKNOWN = "fused in a way that is not known (docs/parameters.md)"
 """A reason to leave a 2D weight to the scalar optimizer, like those of `why_not_muon`."""
@@ -159,42 +161,26 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
     return names
 
 
-def parameter_table(
+def parameter_rows(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[torch.Tensor, str],
-    splits: Mapping[torch.Tensor, RowSplit],
-    *,
-    full: bool = False,
-) -> str:
-    """The table of both optimizers, with splits, and reasons why Muon leaves a 2D weight.
+    matrices: Mapping[torch.Tensor, Matrices],
+) -> list[Row]:
+    """Rows of the table, with blocks, and reasons why Muon leaves a 2D weight.
 
-    Counts are whole over data- and tensor-parallel ranks, and those of this expert-parallel rank
+    Shapes are whole over data- and tensor-parallel ranks, and those of this expert-parallel rank
     for experts. `groups` of Muon have no `optimizer`.
     """
     rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
+        optimizer = group.get("optimizer", MUON)
         for p in group["params"]:
-            note = ""
-            if p in splits:
-                note = ", ".join(filter(None, [view_of(p).described(), blocks(splits[p])]))
-            if p.ndim == 2 and "optimizer" in group:
+            note = matrices[p].note() if p in matrices else ""
+            if p.ndim == 2 and optimizer != MUON:
                 note = getattr(p, "why_not_muon", "use_muon=False")
-            rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
-    return table(rows, full=full)
-
-
-def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
-    """The number of parameters of Muon or of the scalar optimizer, counted as in the table."""
-    numel = 0
-    for group in groups:
-        if ("optimizer" not in group) is of_muon:
-            numel += sum(math.prod(_shape(parameter)) for parameter in group["params"])
-    return numel
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    is_matrix = parameter.ndim == 2
-    return tuple((parameter if is_matrix else getattr(parameter, "orig_param", parameter)).shape)
+            whole_or_part = p if p.ndim == 2 else getattr(p, "orig_param", p)
+            rows.append(Row(optimizer, names[p], tuple(whole_or_part.shape), note))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -302,12 +288,14 @@ def block_split(
 
 def matrices_of(
     name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True
-) -> list[Matrix]:
-    """The matrices of a tagged parameter, still without shards; `over_tp` as for `view_of`."""
-    view = view_of(parameter, over_tp=over_tp)
-    split = block_split(parameter, settings, over_tp=over_tp)
-    steps = getattr(parameter, "ns_steps", 0)
-    return [Matrix(each, view.matrix, split=split, steps=steps) for each in view.names(name)]
+) -> Matrices:
+    """The matrices of a tagged parameter; `over_tp` as for `view_of`."""
+    return Matrices(
+        name=name,
+        view=view_of(parameter, over_tp=over_tp),
+        split=block_split(parameter, settings, over_tp=over_tp),
+        steps=getattr(parameter, "ns_steps", 0),
+    )
 
 
 def matrix_group(

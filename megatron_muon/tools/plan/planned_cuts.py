@@ -10,8 +10,8 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from torch.distributed.tensor.placement_types import Placement
 
 from megatron_muon.core.layout import Shard, Shards
-from megatron_muon.fsdp.cuts import Box, shards_of
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.cuts import Box, shards_of
+from megatron_muon.matrices.views import View
 
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 

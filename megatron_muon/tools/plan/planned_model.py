@@ -1,7 +1,7 @@
 """The matrices of a config's model and the owners of their rows in each shard, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own
-functions put its parameters into buckets, and `fsdp/cuts.py` cuts these, as in a run.
+functions put its parameters into buckets, and `matrices/cuts.py` cuts these, as in a run.
 megatron-core's local layers replace Transformer Engine's: they have the same matrices in the same
 order, and norms come after the matrices in a bucket.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.distributed.tensor import placement_types
 
 from megatron_muon import shipped
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.layout import Layout, Matrix, Shards, whole
+from megatron_muon.core.layout import Layout, Matrix, Shards
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.fsdp.selection import select
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.views import View
 from megatron_muon.tools.plan.estimate import Group, Hardware, PlanSettings
 from megatron_muon.tools.plan.planned_cuts import placed_shards
 
@@ -48,10 +49,8 @@ def read_transformers(
             continue
         if view not in shards_of:
             shards_of[view] = _shards_of(view, world_size, ep)
-        rows = choice.split or whole(view.matrix[0])
-        names = view.names(choice.name)
-        for name, shards in zip(names, shards_of[view], strict=True):
-            matrices.append(Matrix(name, view.matrix, shards, rows))
+        for matrix, shards in zip(choice, shards_of[view], strict=True):
+            matrices.append(replace(matrix, shards=shards))
     return *_fully_sharded(world_size, matrices, hardware), others / world_size
 
 

@@ -127,16 +127,11 @@ FUSED: dict[str, Rule] = {
     "*.JetMoeAttention:kv_proj": 2,
     "*.Lfm*ShortConv:in_proj": 3,
     "*.ZambaMambaMixer:in_proj": lambda _: (1, 1),
-    "*.MambaMixer:in_proj": 2,
-    "*.FalconMambaMixer:in_proj": 2,
-    "*.JambaMambaMixer:in_proj": 2,
-    "*.MambaMixer:x_proj": _mamba_x,
-    "*.FalconMambaMixer:x_proj": _mamba_x,
-    "*.JambaMambaMixer:x_proj": _mamba_x,
-    "*.Mamba2Mixer:in_proj": _mamba2,
-    "*.BambaMixer:in_proj": _mamba2,
-    "*.NemotronHMamba2Mixer:in_proj": _mamba2,
     "*.Zamba2MambaMixer:in_proj": _mamba2,
+    "*MambaMixer:in_proj": 2,  # also Falcon's and Jamba's
+    "*MambaMixer:x_proj": _mamba_x,
+    "*Mamba2Mixer:in_proj": _mamba2,  # also Nemotron-H's
+    "*.BambaMixer:in_proj": _mamba2,
     "*.GraniteMoeHybridMambaLayer:in_proj": _mamba2,
     "*.FalconH1Mixer:in_proj": _mamba2,
     "*GatedDeltaNet:in_proj_qkvz": _delta_qkvz,
@@ -161,19 +156,19 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
     if split == WHOLE:
         return whole(rows)
     is_several = isinstance(split, Iterable) and not isinstance(split, str)
-    parts: tuple[Any, ...] = tuple(split) if is_several else (split,)  # type: ignore[arg-type]
-    is_interleaved = parts[:1] == (INTERLEAVED,)
+    parts: list[Any] = [*split] if is_several else [split]  # type: ignore[misc]
+    is_interleaved = parts[:1] == [INTERLEAVED]
     if is_interleaved:
-        parts = parts[1:] or (1, 1)
-    are_rows = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
+        parts = parts[1:] or [1, 1]
+    are_rows = all(isinstance(part, Integral) and part > 0 for part in parts)
     if not parts or not are_rows or rows % sum(parts):
         raise UserError(
             f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"
             " rows, such as (4096, 1024, 1024), the same after 'interleaved', or 'whole'"
         )
-    parts = tuple(map(int, parts))
-    repeats = rows // sum(parts)
-    return RowSplit(repeats, parts) if is_interleaved else RowSplit(1, parts * repeats)
+    sizes = tuple(map(int, parts))
+    repeats = rows // sum(sizes)
+    return RowSplit(repeats, sizes) if is_interleaved else RowSplit(1, sizes * repeats)
 
 
 def known_split(name: str, rows: int, modules: Modules) -> RowSplit | None:

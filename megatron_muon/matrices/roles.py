@@ -159,47 +159,38 @@ def _outputs_by_width(
     roles: Mapping[str, str],
     known: set[int],
 ) -> set[str]:
-    """Names of output layers: linear layers as wide as the labels, and one as wide as a vocabulary.
+    """Names of output layers after all numbered blocks: as wide as the labels, or a vocabulary.
 
     The vocabulary is that of a config, or the rows of an embedding for a layer of its shape. Its
-    layer is the last one that fits after all numbered blocks, and is not looked for if one is
-    `known`, by its width, or tied to an embedding.
+    layer is the last one that fits, and is not looked for if one is `known`, by its width, or tied
+    to an embedding. As many outputs as inputs say nothing.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if name in roles}
-    linear = [name for name in shapes if roles[name] == LINEAR]
-    outside = list[str]()
     behind = list[str]()
-    for name in linear:
-        components = name.split(".")
-        if _is_numbered(components[:-2]):
-            behind.clear()
-            continue
-        outside.append(name)
-        # The last layer of an `nn.Sequential` is numbered, too.
-        if not _is_numbered(components) or name == linear[-1]:
-            behind.append(name)
     tables = set[torch.Size]()
     for name, shape in shapes.items():
         if roles[name] == OUTPUT or is_output(name):
             known.add(shape[0])
-        is_vocabulary = not any(part in name for part in _NO_VOCABULARY)
-        if roles[name] == EMBEDDING and is_vocabulary:
+        if roles[name] == EMBEDDING and not any(part in name for part in _NO_VOCABULARY):
             tables.add(shape)
-
-    labels = list(_sizes(model, "num_labels"))
-    words = list(_sizes(model, "vocab_size"))
-
-    def fits(name: str, sizes: Sequence[tuple[str, int]]) -> bool:
-        paths = [path for path, size in sizes if size == shapes[name][0]]
-        return name.startswith(tuple(paths))
-
-    # As many outputs as inputs say nothing.
-    outside = [name for name in outside if shapes[name][0] != shapes[name][1]]
-    found = {name for name in outside if fits(name, labels)}
+        if roles[name] == LINEAR:
+            if _is_numbered(name.split(".")[:-2]):
+                behind.clear()
+            else:
+                behind.append(name)
+    labels = set(_sizes(model, "num_labels"))
+    words = set(_sizes(model, "vocab_size"))
+    found = set[str]()
     for name in reversed(behind):
         rows, cols = shapes[name]
-        is_wide = shapes[name] in tables or fits(name, words)
-        if is_wide and rows != cols and rows not in known:
+        if rows == cols:
+            continue
+        # The last layer of an `nn.Sequential` is numbered, too.
+        is_apart = name == behind[-1] or not _is_numbered(name.split("."))
+        is_wide = shapes[name] in tables or _fits(name, rows, words)
+        if _fits(name, rows, labels):
+            found.add(name)
+        elif is_apart and is_wide and rows not in known:
             found.add(name)
             known.add(rows)
     return found
@@ -214,3 +205,7 @@ def _sizes(
         size = getattr(getattr(module, "config", None), name, None)
         if isinstance(size, int):
             yield f"{path}." if path else "", size
+
+
+def _fits(name: str, rows: int, sizes: Iterable[tuple[str, int]]) -> bool:
+    return any(size == rows and name.startswith(path) for path, size in sizes)

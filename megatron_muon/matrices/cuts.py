@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,8 +27,8 @@ from torch.distributed.tensor import _utils as dtensor_utils
 from megatron_muon.core.layout import Layout, LayoutError, Matrix, Rectangle, Shard, Shards
 from megatron_muon.core.ranks import Alone, numbers_of_all_ranks
 from megatron_muon.core.user_errors import UserError
-from megatron_muon.fsdp.agreement import check_agreement
-from megatron_muon.fsdp.views import View
+from megatron_muon.matrices.agreement import check_agreement
+from megatron_muon.matrices.views import Matrices, View
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The first element that a rank holds of a parameter, in each dimension, and how many."""
@@ -39,20 +38,18 @@ _END = -1
 
 
 def layout_of(
-    matrices: Mapping[torch.Tensor, Sequence[Matrix]],
+    matrices: Mapping[torch.Tensor, Matrices],
     group: dist.ProcessGroup | Alone,
     *,
     remedy: str,
-    views: Mapping[torch.Tensor, View],
 ) -> tuple[Layout, list[Rectangle]]:
     """Who holds which rectangle of each matrix, and this rank's rectangles. Collective.
 
     Args:
-        matrices: of each parameter, still without shards. The shape is whole over the ranks of the
-            group; if tensor parallelism cuts a parameter further, that of a part.
+        matrices: of each parameter. The shape is whole over the ranks of the group; if tensor
+            parallelism cuts a parameter further, that of a part.
         group: the ranks of the layout. Those that hold the same rectangle are replicas.
         remedy: ends the message where ranks differ.
-        views: how parameters are read.
 
     Raises:
         UserError: on every rank if parameters differ between ranks, or if the parts that ranks hold
@@ -60,27 +57,25 @@ def layout_of(
     """
     mine = list[Rectangle]()
     numbers: dict[Any, int] = {}
-    of_parameters = list[int]()
-    described: dict[str, str] = {}
+    cut_of = list[tuple[Matrix, int, int]]()
     for parameter, several in matrices.items():
-        view = views[parameter]
-        box = _read(re.sub(r"\[0(,0)*\]$", "", several[0].name), parameter, view)
+        view = several.view
+        box = box_of(several.name, parameter)
+        _check_flat(several, box)
         mine += view.rectangles(*box)
         # Parameters with equal numbers are sharded alike.
-        key = view, box, _sharding(parameter)
-        number = numbers.setdefault(key, len(numbers))
-        of_parameters.append(number)
-        for each in several:
-            rows = f"{each.split}, steps {each.steps}, cut {number}"
-            described[f"matrix {len(described)}"] = f"{each.name} {each.shape}, {rows}"
+        number = numbers.setdefault((view, box, _sharding(parameter)), len(numbers))
+        cut_of += [(matrix, number, place) for place, matrix in enumerate(several)]
+    described = {}
+    for index, (matrix, number, _) in enumerate(cut_of):
+        rows = f"{matrix.split}, steps {matrix.steps}, cut {number}"
+        described[f"matrix {index}"] = f"{matrix.name} {matrix.shape}, {rows}"
     check_agreement(described, group, remedy)
-    views_of = [view for view, _, _ in numbers]
     boxes = _gather([box for _, box, _ in numbers], group)
-    shards = list(map(shards_of, views_of, boxes))
-    cut = list[Matrix]()
-    for several, number in zip(matrices.values(), of_parameters, strict=True):
-        for matrix, of_matrix in zip(several, shards[number], strict=True):
-            cut.append(replace(matrix, shards=of_matrix))
+    shards = [
+        shards_of(view, of_ranks) for (view, _, _), of_ranks in zip(numbers, boxes, strict=True)
+    ]
+    cut = [replace(matrix, shards=shards[number][place]) for matrix, number, place in cut_of]
     try:
         return Layout(group.size(), tuple(cut)), mine
     except LayoutError as error:
@@ -90,17 +85,16 @@ def layout_of(
         ) from None
 
 
-def _read(name: str, parameter: torch.Tensor, view: View) -> Box:
-    """This rank's part of a parameter that is read so."""
-    offsets, sizes = box_of(name, parameter)
+def _check_flat(several: Matrices, box: Box) -> None:
+    """Raise a UserError for a flat parameter that is cut in another dimension than the first."""
+    view = several.view
+    _, sizes = box
     if view.flat and sizes[1:] != view.shape[1:]:
         raise UserError(
-            f"{name} {view.shape} is sharded along a dimension that flatten= makes columns, of"
-            f" which this rank has {sizes}; shard its first dimension, or leave it out of flatten="
+            f"{several.name} {view.shape} is sharded along a dimension that flatten= makes columns,"
+            f" of which this rank has {sizes}; shard its first dimension, or leave it out of"
+            " flatten="
         )
-    # A tensor-parallel part begins at a multiple of its size; the remainder is within the part.
-    within = [offset % size for offset, size in zip(offsets, view.shape, strict=True)]
-    return tuple(within), sizes
 
 
 def _sharding(parameter: Any) -> Any:

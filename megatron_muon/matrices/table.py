@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_muon.core.layout import RowSplit
@@ -41,10 +41,9 @@ def table(
     each parameter has one.
     """
     tensors = Counter(row.optimizer for row in rows)
-    elements = Counter[str]()
+    elements = elements_of(rows)
     kinds: dict[Row, list[str]] = defaultdict(list)
     for row in rows:
-        elements[row.optimizer] += math.prod(row.shape)
         name = row.name if full else _NUMBER_OF_LAYER.sub("*", row.name)
         kinds[row._replace(name=name)].append(row.name)
     lines = [_HEADER]
@@ -63,9 +62,17 @@ def table(
     return "\n".join(lines)
 
 
-def blocks(split: RowSplit) -> str:
+def elements_of(rows: Iterable[Row]) -> Counter[str]:
+    """The number of elements that each optimizer takes."""
+    elements = Counter[str]()
+    for row in rows:
+        elements[row.optimizer] += math.prod(row.shape)
+    return elements
+
+
+def blocks(split: RowSplit | None) -> str:
     """The rows of each block, as a note; empty for one block. Equal blocks in a row are counted."""
-    if len(split.parts) == 1:
+    if split is None or len(split.parts) == 1:
         return ""
     shown = []
     for part, equal in itertools.groupby(split.parts):

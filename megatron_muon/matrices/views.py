@@ -1,4 +1,4 @@
-"""How Muon reads a parameter as matrices.
+"""How Muon reads a parameter as matrices, and the matrices that it reads.
 
     2D                  a matrix
     more dimensions     a stack of matrices, such as `(E, m, n)` of experts or `(L, E, m, n)` of
@@ -13,13 +13,14 @@ rank holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_muon.core.layout import Rectangle
+from megatron_muon.core.layout import Matrix, Rectangle, RowSplit, whole
+from megatron_muon.matrices.table import blocks
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,10 @@ class View:
         """
         # a tensor-parallel part, read alone, begins at a multiple of its size in the parameter
         offsets = [first % size for first, size in zip(offsets, self.shape, strict=True)]
-        *leading, row, col = zip(offsets, sizes, strict=True)
         if self.flat:
-            leading, row, col = (
-                [],
-                (offsets[0], sizes[0]),
-                (
-                    0,
-                    math.prod(self.shape[1:]),
-                ),
-            )
+            offsets = offsets[0], 0
+            sizes = sizes[0], math.prod(self.shape[1:])
+        *leading, row, col = zip(offsets, sizes, strict=True)
         mine: Rectangle = (*col, *row) if self.transposed else (*row, *col)
         held = np.zeros(self.stacked, dtype=bool)
         held[tuple(slice(first, first + count) for first, count in leading)] = True
@@ -117,3 +112,28 @@ class View:
         """A tensor like the parameter, also a DTensor, as `(rows, cols)` or `(..., rows, cols)`."""
         folded = tensor.flatten(1) if self.flat else tensor
         return folded.mT if self.transposed else folded
+
+
+@dataclass(kw_only=True)
+class Matrices:
+    """The matrices of a parameter, still without shards.
+
+    Attributes:
+        split: the blocks of each; None if it is one block.
+        steps: their Newton-Schulz steps; 0 for as many as all have.
+    """
+
+    name: str
+    view: View
+    split: RowSplit | None = None
+    steps: int = 0
+
+    def __iter__(self) -> Iterator[Matrix]:
+        split = self.split or whole(self.view.matrix[0])
+        for name in self.view.names(self.name):
+            yield Matrix(name, self.view.matrix, split=split, steps=self.steps)
+
+    def note(self) -> str:
+        """A note for the table; empty for a matrix of one block."""
+        notes = self.view.described(), blocks(self.split)
+        return "; ".join(filter(None, notes))
