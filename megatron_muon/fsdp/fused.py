@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from megatron_muon.core.layout import RowSplit, whole
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 
 Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""

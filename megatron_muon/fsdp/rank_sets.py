@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.layout import Matrix, whole
-from megatron_muon.core.ranks import Alone, group_among
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.patterns import values_of
+from megatron_muon.ranks import Alone, group_among
 
 
 @dataclass

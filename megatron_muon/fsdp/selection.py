@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron_muon.core.layout import RowSplit
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp import fused
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
