@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.ranks import Alone
+from megatron_muon.ranks import Alone
 
 if TYPE_CHECKING:
     from megatron_muon.core.teams import TeamGroup

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 
 _POSSIBLE = {
     "flatten": "the {} parameters of more than two dimensions",

@@ -27,9 +27,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatron_muon.core.shards import local_part
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.ranges import check_number
+from megatron_muon.shards import local_part
 
 OTHER = 0
 QUERY = 1

@@ -6,7 +6,7 @@ import math
 from numbers import Real
 from typing import Any, NamedTuple
 
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
 
 
 class Range(NamedTuple):

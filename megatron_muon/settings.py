@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.user_errors import UserError, word_settings
+from megatron_muon.errors import UserError, word_settings
 
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode: updates independent of tensor parallelism; 0.19 has blockwise."""

@@ -17,7 +17,7 @@ import numpy as np
 from megatron_muon.core.buffers import AUTO_BYTES, Sizes
 from megatron_muon.core.layout import Ints, Layout, Shards
 from megatron_muon.core.slices import TEAM_SIZES, Cuts, Team
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of that without them."""
@@ -74,31 +74,6 @@ class TeamRules:
     def possible(self) -> TeamRules:
         """These rules, with an unsupported size replaced by 1."""
         return replace(self, size=1) if self.unmet() else self
-
-
-def refuse_unmet(
-    groups: Mapping[str, SettingError | None],
-) -> list[SettingError]:
-    """Warnings for groups, by name, that fall back to size 1.
-
-    Raises:
-        SettingError: no group supports the setting.
-    """
-    errors = {name: error for name, error in groups.items() if error is not None}
-    if not errors:
-        return []
-    error = list(errors.values())[-1]
-    if len(errors) == len(groups):
-        raise error
-    used = f"1 is used for {' and '.join(errors)} matrices"
-    return [
-        SettingError(
-            error.setting,
-            error.value,
-            error.reason,
-            used,
-        )
-    ]
 
 
 class _Kind(NamedTuple):

@@ -18,14 +18,14 @@ from megatron_muon.core.gathered import ToEveryRank
 from megatron_muon.core.layout import Layout, replicated_layout
 from megatron_muon.core.methods.method import Method
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
-from megatron_muon.core.ranks import Alone, connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.replicas import ToReplicas
 from megatron_muon.core.route import Route
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.teams import Agreement, Teams, make_teams
-from megatron_muon.core.user_errors import SettingError
 from megatron_muon.core.wave import Chunk, Space, Wave, route_bytes
 from megatron_muon.core.whole import whole_updates
+from megatron_muon.errors import SettingError
+from megatron_muon.ranks import Alone, connect, nodes_of, numbers_of_all_ranks
 
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
 """Schemes: every matrix has an owner, or a team; replicas share the work; every rank has whole

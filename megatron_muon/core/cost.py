@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_muon.core.slices import BlockKind
-from megatron_muon.core.user_errors import SettingError
-from megatron_muon.ranges import check_number
 
 Coefficients = Sequence[tuple[float, float, float]]
 """`(a, b, c)` of each step's polynomial a x + b x^3 + c x^5."""
@@ -25,24 +21,6 @@ STANDARD = "standard"
 GRAM = "gram"
 AUTO = "auto"
 
-PROVEN_STEPS = {
-    "simple": range(1, 13),
-    "quintic": (1, 2, 3, 4, 5, 8, 9, 10),
-    "polar_express": range(5, 13),
-    "cans": range(5, 13),
-    "deepseekv4": range(1, 13),
-}
-"""Numbers of steps, up to 12, with which a coefficient set of emerging-optimizers is proven.
-
-Proven means, over ratios of sides of 1 to 8, condition numbers of 1 to 1e8, dominant directions,
-rank 1 and random spectra: no singular value of the result exceeds 1.3, none has changed its sign,
-and from five steps on those that were at least 0.3 of the norm are at least 0.6
-(tests/unit/test_singular_values.py). polar_express and cans are made for five steps and more: with
-fewer, singular values go up to 2. emerging-optimizers begins quintic anew after five steps, and its
-first polynomials shrink what is near 1 already: after six steps, updates are an eighth of their
-size."""
-MOST = 1.3
-"""No singular value of a result may exceed this."""
 GRAM_IN_HALF: dict[object, int] = {
     "simple": 12,
     "quintic": 5,
@@ -55,12 +33,6 @@ ALONE_IN_HALF: dict[object, int] = {"polar_express": 3}
 polar_express multiply small singular values by 8, 4 and 4, and what squaring has lost with them: in
 runs of two, a singular value can be 50 after five steps and inf after seven, where another
 direction dominates."""
-FULL_PRECISION_SETS = ("cans",)
-"""Sets proven in true fp32 alone. After five steps of cans a singular value can be 600 in bf16 and
-300 in TF32."""
-REVERSING_SETS = ("aol",)
-"""Sets that turn an update round. aol is made for another normalisation than by the norm: its first
-polynomial is negative from 0.88 of the norm on."""
 
 
 @dataclass(frozen=True)
@@ -262,56 +234,3 @@ class Iteration:
         if each != element_bytes:
             sizes["x"] = wide
         return sizes
-
-    def check(self, setting: str = "muon_num_ns_steps") -> None:
-        """Raise a SettingError if the result may be far from orthogonal.
-
-        `setting` gave the steps.
-        """
-        check_number("muon_num_ns_steps", self.steps, setting=setting)
-        if isinstance(self.coefficient_type, str):
-            self._check_set(self.coefficient_type, setting)
-        else:
-            self._check_coefficients(self.coefficient_type)
-        if self.method == GRAM and not self.gram_is_proven:
-            reason = f"is not stable in bf16 with {self.steps} steps of {self.coefficient_type}"
-            remedy = "use {muon_ns} auto, or {muon_fp32_matmul_prec} high"
-            raise SettingError("muon_ns", self.method, reason, remedy)
-
-    def check_steps_for(self, steps_for: Mapping[str, int]) -> None:
-        """Check the steps of matrices by pattern."""
-        for pattern, steps in steps_for.items():
-            replace(self, steps=steps).check(f"muon_ns_steps_for {pattern}:")
-
-    def _check_set(self, name: str, setting: str) -> None:
-        proven = PROVEN_STEPS.get(name, ())
-        if name in REVERSING_SETS:
-            reason = "turns updates round where one direction dominates a matrix"
-            remedy = "use another, such as quintic"
-        elif not proven:
-            reason = "does not exist"
-            remedy = f"choose one of {', '.join(PROVEN_STEPS)}"
-        elif name in FULL_PRECISION_SETS and self.precision != "highest":
-            reason = f"is not stable with {{muon_fp32_matmul_prec}} {self.precision}"
-            remedy = "use highest, or quintic"
-        elif self.steps not in proven:
-            choices = ", ".join(map(str, proven))
-            reason = f"is not proven with {{muon_coefficient_type}} {name}"
-            remedy = f"choose one of {choices}; 5 is usual"
-            raise SettingError(setting, self.steps, reason, remedy)
-        else:
-            return
-        raise SettingError("muon_coefficient_type", name, reason, remedy)
-
-    def _check_coefficients(self, given: Coefficients) -> None:
-        """Refuse coefficients that leave singular values outside 0 and `MOST`, before rounding."""
-        values = np.geomspace(1e-8, 1.0, 4096)
-        for step in range(self.steps):
-            a, b, c = given[min(step, len(given) - 1)]
-            values = a * values + b * values**3 + c * values**5
-        lowest = values.min()
-        highest = values.max()
-        if not (lowest >= 0.0 and highest <= MOST):
-            reason = f"bring singular values between {lowest:.3g} and {highest:.3g}"
-            remedy = f"keep them within 0 and {MOST}, as (3.4445, -4.775, 2.0315) with 5 steps"
-            raise SettingError("muon_coefficient_type", given, reason, remedy)

@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from megatron_muon.core.exchange import ToOwners, Works
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import Leg, Route, aligned_elements, laid_out, to_stacks
 from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Message
+from megatron_muon.ranks import all_gather_single
 
 
 class ToEveryRank(ToOwners):

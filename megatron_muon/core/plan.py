@@ -8,14 +8,12 @@ waves, and those that are whole on their owner into batches, which fill the time
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +24,7 @@ from megatron_muon.core.packing import Needs, auto_bytes, cut_waves, make_batche
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import BlockSlice, Team
 from megatron_muon.core.traffic import Traffic, Transfers
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -81,28 +79,6 @@ class Plan:
                 self.layout.matrices[index],
             )
 
-    def figures(self) -> dict[str, Any]:
-        """Figures under the names that `megatron-muon plan` has in its JSON file."""
-        sizes = Counter(len(team.ranks) for team in self.teams)
-        del sizes[1]
-        return {
-            "matrices": len(self.layout.matrices),
-            "travelling": sum(map(len, self.waves)),
-            "owners": sum(load > 0 for load in self.loads),
-            "matrices_of_teams": {str(size): sizes[size] for size in sorted(sizes)},
-            "max_over_mean": self.imbalance,
-            "exchange_bytes": max(self.exchanged_bytes()),
-            "peers": self.peers(),
-            "waves": len(self.waves),
-            "buffer_bytes": self.buffer_bytes,
-        }
-
-    @property
-    def imbalance(self) -> float:
-        """Largest load over the mean load; 1.0 is even."""
-        mean = sum(self.loads) / len(self.loads)
-        return max(self.loads) / mean if mean else 1.0
-
     def digest(self) -> str:
         """A short hash of who does what, equal for equal plans on any machine."""
         matrices = self.layout.matrices
@@ -130,24 +106,6 @@ class Plan:
             )
             for wave in self.waves
         ]
-
-    def peers(self) -> int:
-        """The most others with which a rank exchanges bytes in one all-to-all."""
-        ranks = self.layout.world_size
-        every = itertools.chain(*self.all_to_alls)
-        return max(
-            int(
-                transfers.peers(ranks).max(),
-            )
-            for transfers in every
-        )
-
-    def exchanged_bytes(self) -> tuple[int, ...]:
-        """Bytes that each rank receives in a step, of rows and of updates."""
-        received = np.zeros(self.layout.world_size, dtype=np.int64)
-        for transfers in itertools.chain(*self.all_to_alls):
-            received += transfers.received(len(received))
-        return tuple((received * self.sizes.dtype.itemsize).tolist())
 
     @cached_property
     def step_bytes(self) -> Ints:

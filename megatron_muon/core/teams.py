@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.ranks import group_among
 from megatron_muon.core.route import Route
 from megatron_muon.core.slices import Team
+from megatron_muon.ranks import group_among
 
 
 @dataclass(frozen=True)

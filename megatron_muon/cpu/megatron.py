@@ -20,9 +20,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from megatron_muon.all_ranks import reduce_scatter_single
-from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.patching import Patches
+from megatron_muon.ranks import all_gather_single, reduce_scatter_single
 
 
 class _Done:

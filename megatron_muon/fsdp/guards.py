@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.ranks import numbers_of_all_ranks
-from megatron_muon.core.shards import local_part
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.matrices.agreement import check_agreement
 from megatron_muon.ranges import number_of
+from megatron_muon.ranks import numbers_of_all_ranks
+from megatron_muon.shards import local_part
 
 _OF_RANKS = ("params ", "process_group", "offload_dir", "muon_offload_dir")
 """Starts of settings that may differ: objects of each process, and a directory of each node."""

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
 from megatron_muon.core.cost import Coefficients, Iteration
-from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp import guards, options
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
@@ -30,6 +29,7 @@ from megatron_muon.matrices.fused import Split
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.ranges import number_of
+from megatron_muon.ranks import Alone
 from megatron_muon.settings import MuonSettings
 
 _REMEDY = (

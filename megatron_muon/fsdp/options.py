@@ -10,8 +10,9 @@ import torch
 
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
-from megatron_muon.core.user_errors import UserError, word_settings
+from megatron_muon.errors import UserError, word_settings
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_range
+from megatron_muon.proven import check_iteration, check_steps_for
 from megatron_muon.ranges import check_numbers
 from megatron_muon.settings import MuonSettings, choices_of
 
@@ -88,7 +89,8 @@ def method_of(given: Mapping[str, Any], device: torch.device) -> NewtonSchulz:
         given["fp32_matmul_prec"],
         given["ns"],
     )
-    iteration.check_steps_for(given["ns_steps_for"] or {})
+    check_iteration(iteration)
+    check_steps_for(iteration, given["ns_steps_for"] or {})
     scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
     return NewtonSchulz(
         iteration,

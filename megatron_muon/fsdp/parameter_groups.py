@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.matrices.fused import note_of
 from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.ranges import check_number

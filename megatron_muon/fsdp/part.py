@@ -9,15 +9,15 @@ import torch
 
 from megatron_muon.core.build import Waves
 from megatron_muon.core.engine import Engine
-from megatron_muon.core.group_numbers import read_group
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.passes import Passes
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.rows import MOMENTUM, MomentumStore, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.shards import local_part, sharded_like
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
+from megatron_muon.fsdp.read_numbers import read_group
 from megatron_muon.matrices.views import View
+from megatron_muon.shards import local_part, sharded_like
 
 type State = dict[torch.Tensor, dict[str, torch.Tensor]]
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.ranks import Alone, group_among
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.parameter_groups import Choice
 from megatron_muon.fsdp.selection import Selection
+from megatron_muon.ranks import Alone, group_among
 
 
 @dataclass

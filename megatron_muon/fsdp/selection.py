@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.parameter_groups import (
     ADAMW,
     MUON,

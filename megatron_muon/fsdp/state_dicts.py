@@ -9,16 +9,15 @@ from typing import Any, override
 import torch
 
 from megatron_muon.core.build import LOCAL, SHARED
-from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rows import MOMENTUM, STEPS
-from megatron_muon.core.user_errors import UserError
-from megatron_muon.errors import OffloadError
+from megatron_muon.errors import OffloadError, UserError
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER
 from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import CapturedStep, make_state, put_on_device
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore, first_failure
+from megatron_muon.ranks import Alone
 
 
 class MuonState(torch.optim.Optimizer):

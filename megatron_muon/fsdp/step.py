@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from megatron_muon.core.group_numbers import as_float, stays_on_device
-from megatron_muon.core.shards import local_part
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.parameter_groups import decays
+from megatron_muon.fsdp.read_numbers import as_float, stays_on_device
 from megatron_muon.ranges import number_of
+from megatron_muon.shards import local_part
 
 
 def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_muon.core.ranks import numbers_of_all_ranks, of_all_ranks
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
+from megatron_muon.ranks import numbers_of_all_ranks, of_all_ranks
 
 
 def check_agreement(values: Mapping[str, str], group: Any, remedy: str) -> None:

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _utils as dtensor_utils
 
 from megatron_muon.core.layout import Layout, LayoutError, Matrix, Rectangle, Shard, Shards
-from megatron_muon.core.ranks import Alone, numbers_of_all_ranks
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.matrices.agreement import check_agreement
 from megatron_muon.matrices.views import Matrices, View
+from megatron_muon.ranks import Alone, numbers_of_all_ranks
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The first element that a rank holds of a parameter, in each dimension, and how many."""

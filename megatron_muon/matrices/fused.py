@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from megatron_muon.core.layout import RowSplit, whole
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 
 Modules = Mapping[str, nn.Module]
 """The modules of a model by name, as `model.named_modules()` gives them."""
@@ -160,7 +160,7 @@ def row_split(split: Split, name: str, rows: int) -> RowSplit:
     is_interleaved = parts[:1] == [INTERLEAVED]
     if is_interleaved:
         parts = parts[1:] or [1, 1]
-    are_rows = all(isinstance(part, Integral) and part > 0 for part in parts)
+    are_rows = all(isinstance(part, Integral) and int(part) > 0 for part in parts)
     if not parts or not are_rows or rows % sum(parts):
         raise UserError(
             f"split: {name} has {rows} rows, which {split!r} does not fill; give whole numbers of"

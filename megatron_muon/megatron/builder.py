@@ -24,7 +24,6 @@ from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.cautious import aligned
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.part import ViewedParameter, view_parameters
 from megatron_muon.matrices.cuts import layout_of
@@ -33,6 +32,7 @@ from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.settings import iteration_of
+from megatron_muon.shards import local_part, sharded_like
 
 
 def build_muon(

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.all_ranks import of_all_ranks_if_any, say
 from megatron_muon.core.probe import span
 from megatron_muon.core.rows import MOMENTUM
-from megatron_muon.core.user_errors import UserError
-from megatron_muon.errors import OffloadError
+from megatron_muon.errors import OffloadError, UserError
 from megatron_muon.fsdp.part import Part, refuse_copy
 from megatron_muon.megatron.attention_logits import AttentionLogits
 from megatron_muon.megatron.builder import ReplicatedMuon
@@ -26,6 +24,7 @@ from megatron_muon.megatron.scalar_state import ScalarState, SlotsOf
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.metrics import Sampler
 from megatron_muon.offload.store import RecordStore, first_failure
+from megatron_muon.ranks import of_all_ranks_if_any, say
 from megatron_muon.settings import word_as_flags
 
 

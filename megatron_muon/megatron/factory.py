@@ -29,8 +29,6 @@ from megatron.core.optimizer.optimizer_config import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.all_ranks import say
-from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.build import OWNER
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside, offload_run
@@ -46,9 +44,11 @@ from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import matrices as mp
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig, check_supported, with_settings
 from megatron_muon.megatron.patches.fsdp import patch_megatron_fsdp
+from megatron_muon.megatron.plan_figures import figures, refuse_unmet
 from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.megatron.state_report import report_state
+from megatron_muon.ranks import say
 from megatron_muon.settings import flag_of, steps_for, word_as_flags
 
 
@@ -191,7 +191,7 @@ def _report(
         "muon_parameters": elements[mp.MUON],
         "scalar_parameters": elements.total() - elements[mp.MUON],
         "plan": digest,
-        "plans": {kind: plan.figures() for kind, plan in plans.items()},
+        "plans": {kind: figures(plan) for kind, plan in plans.items()},
     }
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import shipped
-from megatron_muon.all_ranks import is_first_rank
 from megatron_muon.checkpoint.locks import locked
 from megatron_muon.errors import (
     ExitStatus,
@@ -30,6 +29,7 @@ from megatron_muon.megatron import STATUS_FOLDER, tell
 from megatron_muon.megatron.flags.command_line import add_run_arguments, build_parser
 from megatron_muon.megatron.prepare import DEFAULTS, Launch, explained, prepare, refused
 from megatron_muon.megatron.provenance import check_versions
+from megatron_muon.ranks import is_first_rank
 
 _SECONDS_FOR_FIRST_RANK = 30.0
 

@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.shards import local_part, sharded_like
 from megatron_muon.megatron.main_weights import MainWeights, ShardSlice
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import SLOTS
+from megatron_muon.shards import local_part, sharded_like
 
 _ALIGNED = 1024
 """Slices begin at multiples of this, so that a CPU's vectors end where they end without slices."""

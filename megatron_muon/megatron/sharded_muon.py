@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron_muon.core.rows import MOMENTUM, STEPS, MomentumStore
-from megatron_muon.core.shards import local_part
 from megatron_muon.fsdp.part import NUMBERS, Part, refuse_copy
+from megatron_muon.shards import local_part
 
 
 class ShardedMuon(torch.optim.Optimizer):

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from megatron_muon import cpu
-from megatron_muon.all_ranks import say
-from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.rows import MOMENTUM
-from megatron_muon.core.shards import local_part
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
+from megatron_muon.ranks import numbers_of_all_ranks, say
+from megatron_muon.shards import local_part
 
 
 def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:

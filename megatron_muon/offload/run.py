@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.ranks import of_all_ranks
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
+from megatron_muon.ranks import of_all_ranks
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 

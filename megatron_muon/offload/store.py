@@ -25,7 +25,6 @@ from typing import Any, override
 
 import torch
 
-from megatron_muon.all_ranks import of_all_ranks_if_any
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.rows import Borrowed, InOrder, MomentumStore
 from megatron_muon.core.wave import Chunk
@@ -39,6 +38,7 @@ from megatron_muon.offload.disk import (
     transfer_memory,
     unlock,
 )
+from megatron_muon.ranks import of_all_ranks_if_any
 
 PLACES = DEVICE, HOST, DISK = "device", "host", "disk"
 # for reading, and as many for writing, so that no read is behind a write waiting for arithmetic

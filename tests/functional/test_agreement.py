@@ -57,7 +57,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """In a worker: what Muon says where the last rank gives something else than the others."""
-    from megatron_muon.core.user_errors import UserError
+    from megatron_muon.errors import UserError
 
     net = frameworks.Net()
     fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
@@ -213,7 +213,7 @@ def built_without_objects(rank: int, world_size: int, *, name: str) -> bool:
     """In a worker: build a layout's optimizer without collectives of Python objects, which are
     refused.
     """
-    from megatron_muon.core.ranks import of_all_ranks
+    from megatron_muon.ranks import of_all_ranks
 
     refuse_objects()
     with pytest.raises(AssertionError, match=r"megatron_muon\.core\.ranks sends Python objects"):

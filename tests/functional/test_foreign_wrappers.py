@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from tests.support.frameworks import Net
 from tests.support.pool import Pool
 

@@ -84,7 +84,7 @@ def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, size: str) -> None:
 
 def refusal(rank: int, world_size: int, **how: Any) -> str:
     """In a worker: the error that construction ends in."""
-    from megatron_muon.core.user_errors import UserError
+    from megatron_muon.errors import UserError
 
     with pytest.raises(UserError) as error:
         stepped(rank, world_size, **how)
@@ -109,7 +109,7 @@ def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
 
     import torch.distributed as dist
 
-    from megatron_muon.core.ranks import nodes_of
+    from megatron_muon.ranks import nodes_of
 
     world: Any = dist.group.WORLD
     found = []
@@ -145,8 +145,7 @@ def sums_among(rank: int, world_size: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.all_ranks import new_group_of
-    from megatron_muon.core.ranks import group_among
+    from megatron_muon.ranks import group_among, new_group_of
 
     world: Any = dist.group.WORLD
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]

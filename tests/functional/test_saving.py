@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils import _pytree as pytree
 
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from tests.support import frameworks
 from tests.support.frameworks import WIDTH, Net
 from tests.support.pool import Pool

@@ -13,7 +13,7 @@ import torch
 from megatron_muon.core.buffers import CHUNK, Sizes
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 
 
 def smallest_bytes(make: Callable[[int], Any]) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import _muon as torch_muon
 
 import megatron_muon
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from tests.support.small_model import Model, give_gradients
 
 SHAPES = [

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_muon
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.selection import select
 from tests.support.small_model import Model
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.user_errors import UserError
-from megatron_muon.errors import OffloadError
+from megatron_muon.errors import OffloadError, UserError
 from tests.support.small_model import give_gradients
 
 VARIANTS: dict[str, dict[str, Any]] = {

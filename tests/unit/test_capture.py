@@ -18,7 +18,7 @@ from benchmarks.rehearse import machine
 from benchmarks.rehearse.recorder import Recorder
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.part import view_parameters

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_context
 
 from megatron_muon import cpu
-from megatron_muon.all_ranks import REDUCE_SCATTER
-from megatron_muon.core.ranks import ALL_GATHER
 from megatron_muon.cpu import devices
 from megatron_muon.cpu import megatron as cpu_megatron
+from megatron_muon.ranks import ALL_GATHER, REDUCE_SCATTER
 
 REALLY_HAS_CUDA = torch.cuda.is_available()
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import megatron_muon
-from megatron_muon.core.group_numbers import read_group
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
+from megatron_muon.fsdp.read_numbers import read_group
 
 Make = Callable[[float], Any]
 KINDS: dict[str, Make] = {

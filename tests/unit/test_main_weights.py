@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_muon.core.shards import sharded_like
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.store import RecordStore
+from megatron_muon.shards import sharded_like
 
 ROWS, COLS = 2, 3
 

@@ -23,6 +23,7 @@ from megatron_muon.core.methods import newton_schulz as ns
 from megatron_muon.core.methods import symmetric
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
+from megatron_muon.proven import check_iteration
 from tests.support.rows import iterated, run, started
 
 QUINTIC = ns.coefficients("quintic", 5)
@@ -122,7 +123,7 @@ def test_an_unknown_set_is_named() -> None:
     with pytest.raises(
         ValueError, match="muon_coefficient_type cubic does not exist; choose one of simple"
     ):
-        Iteration("cubic").check()
+        check_iteration(Iteration("cubic"))
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.ranks import Alone
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Message
 from megatron_muon.megatron.sharded_muon import ShardedMuon
+from megatron_muon.ranks import Alone
 from tests.support.cut_matrices import row_sharded
 from tests.support.one_rank import CPU, muon_of, waves_of
 

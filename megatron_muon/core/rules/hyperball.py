@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_muon.core.group_numbers import acts, is_on_device
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Groups, Options, Part, Rule, Step, Tensors
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
 
 EPS = 1e-8
 """The least norm of an update that is divided by; the default of emerging-optimizers."""

@@ -16,13 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.all_ranks import of_any_rank, of_first_rank, say
 from megatron_muon.checkpoint import content, folders
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.dcp import Planner, Reader
-from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
+from megatron_muon.ranks import of_all_ranks, of_any_rank, of_first_rank, say
 
 _RATES = ("max_lr", "min_lr")
 _FLOPS = "num_floating_point_operations_so_far"

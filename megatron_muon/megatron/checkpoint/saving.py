@@ -25,16 +25,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.all_ranks import of_first_rank
 from megatron_muon.checkpoint import folders
 from megatron_muon.checkpoint.content import plain
 from megatron_muon.checkpoint.dcp import SummedFiles
-from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.provenance import versions
 from megatron_muon.megatron.scalar_state import initialize_scalar_state
 from megatron_muon.patching import Patches
+from megatron_muon.ranks import of_all_ranks, of_first_rank
 
 
 def save_beside_and_rename(patches: Patches) -> None:

@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.proven import check_iteration, check_steps_for
 from megatron_muon.ranges import check_number
 from megatron_muon.settings import (
     MuonSettings,
@@ -153,8 +154,8 @@ def _rules(run: CheckedRun, is_training: bool) -> Rules:
     if not (run.use_megatron_fsdp and run.with_muon):
         yield from _without_muon(run)
         return
-    iteration_of(run).check()
-    iteration_of(run).check_steps_for(steps_for(run))
+    check_iteration(iteration_of(run))
+    check_steps_for(iteration_of(run), steps_for(run))
     if run.qk_clip:
         for name in ("qk_clip_alpha", "qk_clip_threshold"):
             check_number(name, getattr(run, name))

@@ -19,16 +19,15 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.transformer import TransformerConfig
 
-from megatron_muon.all_ranks import new_group_of
 from megatron_muon.core.layout import RowSplit, whole
-from megatron_muon.core.ranks import numbers_of_all_ranks
-from megatron_muon.core.user_errors import UserError
+from megatron_muon.errors import UserError
 from megatron_muon.matrices.fused import LOOKS_FUSED
 from megatron_muon.matrices.roles import EMBEDDING, OUTPUT, role_of, why_not_muon
 from megatron_muon.matrices.table import Row
 from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patterns import matching, values_of
+from megatron_muon.ranks import new_group_of, numbers_of_all_ranks
 
 MUON = "muon"
 """Muon in the table of parameters; the scalar optimizer has Megatron's name for it."""

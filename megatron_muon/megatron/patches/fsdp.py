@@ -12,8 +12,8 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     ParamAndGradBuffer,
 )
 
-from megatron_muon.all_ranks import reduce_scatter_single
 from megatron_muon.patching import Patches
+from megatron_muon.ranks import reduce_scatter_single
 
 
 def patch_megatron_fsdp(patches: Patches | None = None) -> None:

@@ -25,7 +25,6 @@ import megatron.training.training as training
 import torch
 
 from megatron_muon import cpu
-from megatron_muon.all_ranks import say
 from megatron_muon.core.probe import span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading, saving
@@ -37,6 +36,7 @@ from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.run_device import settle_device
 from megatron_muon.patching import Patches
 from megatron_muon.ranges import check_numbers
+from megatron_muon.ranks import say
 from megatron_muon.settings import LoadSettings, word_as_flags
 
 TOO_LATE = (

@@ -19,13 +19,13 @@ import megatron.training.training as training
 import torch
 from megatron.training import get_args, get_timers, print_rank_last
 
-from megatron_muon.all_ranks import is_first_rank, say
 from megatron_muon.checkpoint import folders
 from megatron_muon.megatron import FACTS, FIRST_STEP, LOSS, tell, tells
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state_report import report_state
 from megatron_muon.patching import Patches
+from megatron_muon.ranks import is_first_rank, say
 
 _STAGES = {  # by the function of Megatron's module
     "setup_model_and_optimizer": "building the model",

@@ -27,11 +27,8 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.utils.benchmark import Timer
 
 from megatron_muon.core.cost import (
-    FULL_PRECISION_SETS,
     GRAM,
     KERNEL,
-    MOST,
-    PROVEN_STEPS,
     STANDARD,
     Iteration,
 )
@@ -40,9 +37,10 @@ from megatron_muon.core.methods import symmetric
 from megatron_muon.core.methods.method import Work
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import largest_magnitude, unit_factor
-from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.core.slices import BlockKind
 from megatron_muon.megatron.run_device import bf16_tflops
+from megatron_muon.proven import FULL_PRECISION_SETS, MOST, PROVEN_STEPS
+from megatron_muon.ranks import of_all_ranks
 from megatron_muon.shipped import QUICKSTART
 from megatron_muon.tools.train.processes import environment, pretrain_program
 from megatron_muon.tools.train.records import read_events

@@ -33,9 +33,8 @@ type Result = dict[str, Any]
 
 def run(args: argparse.Namespace) -> int:
     """Runs the checks on all ranks; the first rank prints verdicts and writes the report."""
-    from megatron_muon.all_ranks import is_first_rank, say
-    from megatron_muon.core.ranks import of_all_ranks
     from megatron_muon.megatron.provenance import provenance
+    from megatron_muon.ranks import is_first_rank, of_all_ranks, say
     from megatron_muon.tools.doctor.private_names import private_names, public
 
     with quiet_imports():

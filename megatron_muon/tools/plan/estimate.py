@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_muon.core.assignment import TeamRules, refuse_unmet
+from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.build import sizes_of
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration
@@ -27,7 +27,8 @@ from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.traffic import Transfers
-from megatron_muon.core.user_errors import SettingError
+from megatron_muon.errors import SettingError
+from megatron_muon.megatron.plan_figures import imbalance, received_bytes, refuse_unmet
 from megatron_muon.megatron.run_device import BF16_TFLOPS
 from megatron_muon.settings import flag_of, word_as_flags
 
@@ -233,7 +234,7 @@ def plan_group(
         shards = matrix.shards
         held[shards.ranks] += shards.elements[shards.numbers]
     # elements of the busiest owner: one owns each, however many hold it
-    owned = plan.imbalance * sum(matrix.numel for matrix in layout.matrices) / layout.world_size
+    owned = imbalance(plan) * sum(matrix.numel for matrix in layout.matrices) / layout.world_size
     clock = _Clock(plan, rate, exchanges)
     run(len(plan.waves), clock)
     times = Times(
@@ -250,7 +251,7 @@ def plan_group(
         times=times,
         unmet=rules.unmet(),
         digest=plan.digest(),
-        received=plan.exchanged_bytes(),
+        received=received_bytes(plan),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.rules import RULES
 from megatron_muon.errors import UserError, quiet_imports, reason_of
+from megatron_muon.megatron import plan_figures
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.settings import iteration_of
 from megatron_muon.tools.parser import CommandParser, positive, write_json
@@ -248,7 +249,7 @@ def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
     return {
         "name": item.name,
         "ranks": layout.world_size,
-        **item.plan.figures(),
+        **plan_figures.figures(item.plan),
         "parameters": sum(matrix.numel for matrix in layout.matrices),
         "momentum_bytes": round(settings.momentum_bytes * int(item.held.max())),
         "extra_bytes": int(item.extra.max()),

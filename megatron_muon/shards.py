@@ -14,7 +14,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def sharded_like(other: Tensor, elements: Tensor) -> Tensor:
-    """`elements`, of the shape of this rank's rows, as a tensor that is sharded as `other` is; in the same memory."""
+    """A tensor in the memory of `elements`, this rank's rows, that is sharded as `other` is."""
     elements = with_own_storage(elements)
     if not isinstance(other, DTensor):
         return elements.view(other.shape)
@@ -26,7 +26,7 @@ def sharded_like(other: Tensor, elements: Tensor) -> Tensor:
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """A contiguous view as a tensor in the same memory, whose storage begins and ends with its elements.
+    """A contiguous view as a tensor in the same memory, in a storage of its elements alone.
 
     `torch.save`, pickle and `copy.deepcopy` take whole storages, and fail for a DTensor over a view
     that begins later than its storage: they know a DTensor, which has no data of its own, by its
