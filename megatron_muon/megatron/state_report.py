@@ -12,6 +12,7 @@ from megatron_muon.all_ranks import say
 from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.shards import local_part
+from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 
 
@@ -34,6 +35,8 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
         inner = getattr(member, "optimizer", None)
         if inner is None:  # this rank has no parameters of it
             continue
+        if of_muon and isinstance(inner, ShardedMuon):
+            kinds[rest][DEVICE] += inner.part.method_state.nbytes
         for slots in inner.state.values():
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):
