@@ -8,7 +8,7 @@ the parameter's mesh. So any number of ranks can load it, with other owners.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,17 @@ from megatron_muon.core.wave import Wave
 class MethodState:
     """State of the blocks that this rank owns, and the way to and from its shares in checkpoints.
 
+    Args:
+        parameters: of all matrices.
+
     Attributes:
         nbytes: of this rank's blocks.
+
+    Raises:
+        SettingError: matrices are parts of parameters.
     """
 
-    def __init__(self, waves: Waves) -> None:
+    def __init__(self, waves: Waves, parameters: Iterable[Tensor]) -> None:
         self._scheme = waves.scheme
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -38,10 +44,20 @@ class MethodState:
         self.nbytes = 0
         matrices = waves.transport.layout.matrices
         self._numels = [waves.method.state_numels(matrix) for matrix in matrices]
-        if waves.method.has_state:
-            for wave in waves.all:
-                for each in (wave, *wave.batches):
-                    self._find(each)
+        if not waves.method.has_state:
+            return
+        for wave in waves.all:
+            for each in (wave, *wave.batches):
+                self._find(each)
+        ranks = self._group.size()
+        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        if self._scheme != LOCAL and any(p.device_mesh.size() != ranks for p in sharded):
+            raise SettingError(
+                "muon_tp_mode",
+                "blockwise",
+                f"cannot be: {type(waves.method).__name__} keeps state of whole matrices",
+                "leave it out",
+            )
 
     def _find(self, wave: Wave) -> None:
         """Note the state of a wave's blocks, by slot name, matrix and block."""
@@ -108,15 +124,7 @@ class MethodState:
         if not isinstance(p, DTensor):
             return torch.zeros(numel, dtype=torch.float32, device=p.device), 0
         mesh = p.device_mesh
-        is_whole = self._scheme == LOCAL
-        if not is_whole and mesh.size() != self._group.size():
-            raise SettingError(
-                "muon_tp_mode",
-                "blockwise",
-                "cannot be: a method with state has one of a matrix, not of each rank's part",
-                "leave it out",
-            )
-        placements = [Replicate() if is_whole else Shard(0)] * mesh.ndim
+        placements = [Replicate() if self._scheme == LOCAL else Shard(0)] * mesh.ndim
         made = dtensors.zeros(
             numel,
             dtype=torch.float32,

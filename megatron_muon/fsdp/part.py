@@ -157,7 +157,7 @@ class Part:
         self.captured: Any = None
         self.state: State = {each.parameter: {} for each in viewed}
         self.settings: dict[str, float] = {}
-        self.method_state = MethodState(waves)
+        self.method_state = MethodState(waves, self.viewed)
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
         self.rows = Rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megatron_muon import Muon
 from megatron_muon.core.methods.method import Method
+from megatron_muon.core.methods.orthogonalize import NewtonSchulz
 from megatron_muon.core.user_errors import UserError
 from megatron_muon.fsdp import options
+from megatron_muon.megatron import builder
+from tests.functional.test_checkpoints import (
+    DIVISIBLE,
+    FULL,
+    SWIGLU,
+    differences,
+    saved,
+    strategy,
+    warnings,
+)
+from tests.support import cli
+from tests.support import training as runs
 from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 STEPS = 3
 BETA = 0.9
@@ -208,16 +223,16 @@ SMALL: dict[str, Any] = {"exchange_buffer_mb": 0.015}
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def two_ranks(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A checkpoint of two ranks, and the weights there and after more steps."""
     folder = str(tmp_path_factory.mktemp("saved"))
     before, after = ranks(2, trained, mesh=(2,), folder=folder, settings=SMALL)[0]
     return folder, before, after
 
 
-def test_updates_are_those_of_whole_matrices(saved: Any) -> None:
+def test_updates_are_those_of_whole_matrices(two_ranks: Any) -> None:
     """Products of parts of stacks round otherwise, which the inverse root magnifies: 1e-4."""
-    _, before, after = saved
+    _, before, after = two_ranks
     for steps, found in ((STEPS, before), (2 * STEPS, after)):
         for name, expected in by_hand(steps).items():
             torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-4)
@@ -235,9 +250,9 @@ def test_updates_are_those_of_whole_matrices(saved: Any) -> None:
     ],
 )
 def test_a_checkpoint_goes_on_to_the_same_bits_on_other_ranks(
-    ranks: Pool, saved: Any, mesh: tuple[int, ...], settings: dict[str, Any]
+    ranks: Pool, two_ranks: Any, mesh: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
-    folder, _, expected = saved
+    folder, _, expected = two_ranks
     size = 1
     for count in mesh or (2,):
         size *= count
@@ -304,3 +319,81 @@ def skipped(rank: int, world_size: int) -> tuple[bool, bool]:
 
 def test_a_gradient_that_is_not_finite_leaves_the_state(ranks: Pool) -> None:
     assert set(ranks(2, skipped)) == {(True, True)}
+
+
+class Remembering(NewtonSchulz):
+    """Newton-Schulz of G + M G, with M the mean of G G^T over steps. Without M it serves teams."""
+
+    def state_shapes(self, kind: Any) -> dict[str, tuple[int, ...]]:
+        return {LEFT: (kind.smaller, kind.smaller)}
+
+    def run(self, stack: Tensor, kind: Any, factors: Tensor, work: Any, **others: Any) -> None:
+        left = others["state"][LEFT]
+        for number, block in enumerate(stack * factors):
+            if not factors[number].isnan():
+                left[number].lerp_(block @ block.mT, 1 - BETA)
+                stack[number] += left[number] @ stack[number]
+        super().run(stack, kind, factors, work, **others)
+
+
+def train_with_state(rank: int, world_size: int, **how: Any) -> tuple[int, str]:
+    """In a worker: a run of Megatron's whose Muon has the method."""
+    builder.NewtonSchulz = Remembering  # type: ignore[misc]
+    return runs.train(rank, world_size, **how)
+
+
+@pytest.fixture
+def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
+    steps = cli.words("--train-iters 4 --save-interval 2")
+    sizes = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *steps, *sizes), batch=12)
+
+
+def run_with_state(training: Trainings, *flags: str, ranks: int) -> cli.Run:
+    answers = training.ranks(
+        ranks,
+        train_with_state,
+        argv=training.line(*SWIGLU, *flags, ranks=ranks),
+        folder=str(training.folder),
+    )
+    return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0)
+
+
+OFFLOAD = cli.words("--muon-offload cpu --muon-offload-state all")
+
+
+@pytest.mark.parametrize(
+    ("size", "flags"),
+    [
+        (3, (*cli.MUON, *strategy("optim"))),
+        (4, (*FULL, "--tensor-model-parallel-size", "2", *OFFLOAD)),
+        (4, (*FULL, "--num-distributed-optimizer-instances", "2")),
+    ],
+)
+def test_checkpoints_of_megatron_have_the_state(
+    training: Trainings, size: int, flags: tuple[str, ...]
+) -> None:
+    def run(*given: str, ranks: int) -> None:
+        result = run_with_state(training, *given, ranks=ranks)
+        assert warnings(result.checked()) == []
+
+    run(*FULL, "--save", "whole", ranks=2)
+    run(*FULL, *cli.words("--load whole --ckpt-step 2 --save resumed"), ranks=2)
+    expected = saved(training, "whole", 4)
+    state = [name for name in expected if name.endswith(LEFT)]
+    assert len(state) == 3 * 4
+    assert all(expected[name].any() for name in state)
+    assert set(state) <= set(differences(saved(training, "whole", 2), expected))
+    assert differences(saved(training, "resumed", 4), expected) == []
+    # The last iteration is done: the run saves again and ends.
+    run(*flags, *cli.words("--load whole --save others --save-interval 3"), ranks=size)
+    found = saved(training, "others", 4)
+    of_peers = [name for name in found if name.startswith("rng_state.")]
+    assert [name for name in differences(found, expected) if name not in of_peers] == []
+
+
+def test_state_of_whole_matrices_is_refused_for_parts(training: Trainings) -> None:
+    flags = (*FULL, *cli.words("--tensor-model-parallel-size 2 --muon-tp-mode blockwise"))
+    run = run_with_state(training, *flags, ranks=2)
+    assert run.returncode != 0
+    assert "--muon-tp-mode blockwise cannot be: Remembering keeps state" in run.output
