@@ -100,9 +100,17 @@ def make_waves(
         plan: of OWNER and SHARED, if it has been made before.
 
     Raises:
-        SettingError: a team cannot have the second moment's norms; the buffer is too small.
+        SettingError: a team cannot have the second moment's norms, or replicas a method's state;
+            the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
+    if scheme == SHARED and method.has_state:
+        raise SettingError(
+            "muon_share_replicated",
+            True,
+            f"cannot be: {type(method).__name__} keeps state, which every replica has to save",
+            "use False",
+        )
     wire = options.wire if scheme in (OWNER, SHARED) else "fp32"
     sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
     sizes = replace(sizes, broadcast=scheme == SHARED)
@@ -228,7 +236,7 @@ def _team_rules(
     """The teams that may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
     alone = [type(rule).__name__ for rule in rules if rule.normalize is not None]
-    if not method.serves_teams:
+    if method.has_state or not method.serves_teams:
         alone.append(type(method).__name__)
     if alone and size > 1:
         raise SettingError(

@@ -119,6 +119,7 @@ class Engine:
                 stack.kind,
                 of_stack,
                 wave.work,
+                state=stack.state,
                 team=stack.team,
                 probe=self.probe,
             )

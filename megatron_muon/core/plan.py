@@ -26,6 +26,9 @@ from megatron_muon.core.slices import BlockSlice, Team
 from megatron_muon.core.traffic import Traffic, Transfers
 from megatron_muon.errors import SettingError
 
+STATE_BYTES = 4
+"""Bytes of an element of a method's state, fp32."""
+
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
 
@@ -116,6 +119,15 @@ class Plan:
             batches = list(map(self._batch_bytes, self.batches[rank]))
             found.append(Buffers.of(of_rank, batches, apart=self.sizes.apart).nbytes)
         return np.array(found)
+
+    @cached_property
+    def state_bytes(self) -> Ints:
+        """Bytes of the method's state on each rank."""
+        found = np.zeros(self.layout.world_size, dtype=np.int64)
+        for owner, matrix in zip(self.owners, self.layout.matrices, strict=True):
+            numels = self.sizes.method.state_numels(matrix)
+            found[owner] += STATE_BYTES * numels.total()
+        return found
 
     def _wave_bytes(self, number: int) -> list[WaveBytes]:
         """Bytes of a wave on each rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,11 +117,15 @@ class Message(NamedTuple):
 
 
 class WaveStack(NamedTuple):
-    """Blocks `(count, smaller, length)` of one kind that this rank orthogonalizes together."""
+    """Blocks `(count, smaller, length)` of one kind that this rank orthogonalizes together.
+
+    `state` is the method's, None if it keeps none.
+    """
 
     blocks: Tensor
     kind: BlockKind
     team: TeamGroup | None
+    state: Mapping[str, Tensor] | None
 
 
 class Wave:
@@ -207,7 +211,8 @@ class Wave:
             count = min(method.together(stack.kind), len(blocks))
             for part in blocks.split(count):
                 self.work.keep(part)
-                stacks.append(WaveStack(part, stack.kind, team))
+                state = method.zero_state(stack.kind, len(part))
+                stacks.append(WaveStack(part, stack.kind, team, state))
         return stacks
 
     def _make_chunks(self, space: Space, target: Tensor) -> list[Chunk]:

@@ -15,6 +15,7 @@ from megatron_muon.core.probe import Probe
 from megatron_muon.core.rows import MOMENTUM, MomentumStore, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.method_state import MethodState
 from megatron_muon.fsdp.read_numbers import read_group
 from megatron_muon.matrices.views import View
 from megatron_muon.shards import local_part, sharded_like
@@ -156,6 +157,7 @@ class Part:
         self.captured: Any = None
         self.state: State = {each.parameter: {} for each in viewed}
         self.settings: dict[str, float] = {}
+        self.method_state = MethodState(waves, self.viewed)
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._members: dict[int, tuple[Sequence[torch.Tensor], int, list[int]]] = {}
@@ -348,8 +350,30 @@ class Part:
                     rows.copy_(self.store.read(number))
         return state
 
+    def slots_of_method(self, p: torch.Tensor) -> dict[str, int]:
+        """Elements of a parameter's state of the method, by slot name."""
+        return self.method_state.numels(self.viewed[p].numbers)
+
+    def state_of_method(
+        self,
+        *,
+        empty: bool = False,
+    ) -> State:
+        """State of the method as a checkpoint holds it. Collective, as `MethodState.save` is."""
+        found = {}
+        for p, each in self.viewed.items():
+            found[p] = self.method_state.save(
+                p,
+                each.numbers,
+                empty=empty,
+            )
+        return found
+
     def load(self, saved: State, steps: int) -> None:
-        """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store."""
+        """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store.
+
+        Collective if the method has state.
+        """
         for p, slots in saved.items():
             for slot, tensor in slots.items():
                 if slot in self.state[p]:
@@ -358,5 +382,6 @@ class Part:
                 for number, rows in self.viewed[p].rows_of(slots[MOMENTUM]):
                     if rows.numel():
                         self.store.write(number, rows)
+            self.method_state.load(p, self.viewed[p].numbers, slots)
         if self.store is not None:
             self.store.steps = steps

@@ -86,7 +86,8 @@ class MuonState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's: its tensors are those of the optimizer, and each owns its storage.
 
-        Momentum in a store is copied into it, as `momentum_state` reads it.
+        Momentum in a store is copied into it, as `momentum_state` reads it, and so is state of the
+        method. Collective if there is either.
         """
         self._follow_replaced()
         for part in self.parts:
@@ -95,6 +96,9 @@ class MuonState(torch.optim.Optimizer):
         try:
             for p, momentum in self.momentum_state().items():
                 self.state[p] = {MOMENTUM: momentum, **before[p]}
+            for part in self.parts:
+                for p, slots in part.state_of_method().items():
+                    self.state[p].update(slots)
             return super().state_dict()  # with the hooks that frameworks add
         finally:
             self.state.update(before)
@@ -147,6 +151,8 @@ class MuonState(torch.optim.Optimizer):
                 saved[p] = others.pop(keys.get(p), {})
                 if p.requires_grad or saved[p]:
                     shapes = {slot: tensor.shape for slot, tensor in own.items()}
+                    for slot, numel in part.slots_of_method(p).items():
+                        shapes[slot] = torch.Size([numel])
                     self._check_slots(p, {MOMENTUM: p.shape, **shapes}, saved[p])
         return saved, copy.deepcopy(others)
 

@@ -14,7 +14,6 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.core.probe import span
-from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.errors import OffloadError, UserError
 from megatron_muon.fsdp.part import Part, refuse_copy
 from megatron_muon.megatron.attention_logits import AttentionLogits
@@ -51,15 +50,14 @@ class MuonChainedOptimizer(ChainedOptimizer):
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
         self._muons: dict[MegatronOptimizer, Part | ReplicatedMuon] = {}
-        self._stored: dict[MegatronOptimizer, ShardedMuon] = {}  # momentum outside their state
+        self._sharded: dict[MegatronOptimizer, ShardedMuon] = {}
         for member in self._members:
             inner = member.optimizer
             if isinstance(inner, ReplicatedMuon):
                 self._muons[member] = inner
             if isinstance(inner, ShardedMuon):
                 self._muons[member] = inner.part
-                if inner.store is not None:
-                    self._stored[member] = inner
+                self._sharded[member] = inner
         self.metrics = Sampler(list(self._muons.values()), interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._weights = weights
@@ -148,7 +146,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @property
     def stores(self) -> list[RecordStore]:
         """The stores of momentum, main weights and scalar state."""
-        momentum = [muon.store for muon in self._stored.values()]
+        momentum = [muon.store for muon in self._sharded.values()]
         weights = [] if self._weights is None else self._weights.stores
         return [store for store in (*momentum, *weights) if isinstance(store, RecordStore)]
 
@@ -199,9 +197,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return merged
 
     def _offloaded_state(self, member: MegatronOptimizer, *, empty: bool) -> SlotsOf:
-        if member in self._stored:
-            momentum = self._stored[member].momentum_state(empty=empty)
-            return {parameter: {MOMENTUM: value} for parameter, value in momentum.items()}
+        if member in self._sharded:
+            return self._sharded[member].kept_state(empty=empty)
         if member in self._scalar_state:
             return self._scalar_state[member].state(empty=empty)
         return {}
@@ -219,19 +216,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
         settings = {name: value for name, value in settings.items() if name in parameters}
         self._warn_of_other_momentum(member, settings)
         state = {name: dict(slots) for name, slots in state.items() if name in parameters}
-        muon, scalars = self._stored.get(member), self._scalar_state.get(member)
-        offloaded: Sequence[str] = ()
-        if muon is not None:
-            offloaded = (MOMENTUM,)
-        elif scalars is not None:
-            offloaded = scalars.slots
-        kept = {
-            parameters[name]: {slot: slots.pop(slot) for slot in offloaded}
-            for name, slots in state.items()
-        }
+        muon, scalars = self._sharded.get(member), self._scalar_state.get(member)
+        kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for name, slots in state.items():
+            p = parameters[name]
+            offloaded: Sequence[str] = ()
+            if muon is not None:
+                offloaded = muon.kept_slots(p)
+            elif scalars is not None:
+                offloaded = scalars.slots
+            kept[p] = {slot: slots.pop(slot) for slot in offloaded}
         member.load_state_dict({"state": state, "param_to_group_meta": settings})
         if muon is not None:
-            muon.load_momentum({parameter: slots[MOMENTUM] for parameter, slots in kept.items()})
+            muon.load_kept(kept)
         if scalars is not None:
             scalars.load(kept)
 

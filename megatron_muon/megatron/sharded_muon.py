@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megatron_muon.core.rows import MOMENTUM, STEPS, MomentumStore
-from megatron_muon.fsdp.part import NUMBERS, Part, refuse_copy
+from megatron_muon.fsdp.part import NUMBERS, Part, State, refuse_copy
 from megatron_muon.shards import local_part
 
 
@@ -64,10 +63,26 @@ class ShardedMuon(torch.optim.Optimizer):
         """As `Part.momentum_state`."""
         return self.part.momentum_state(empty=empty)
 
-    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take the momentum of a checkpoint into the store."""
+    def kept_slots(self, p: torch.Tensor) -> list[str]:
+        """Slots of a parameter that are not in `state`: momentum in a store, and the method's."""
+        momentum = [] if self.store is None else [MOMENTUM]
+        return [*momentum, *self.part.slots_of_method(p)]
+
+    def kept_state(self, *, empty: bool = False) -> State:
+        """State in these slots as a checkpoint holds it; `empty` leaves out the values.
+
+        Collective if the method has state.
+        """
+        state = self.part.state_of_method(empty=empty)
+        if self.store is not None:
+            for p, momentum in self.momentum_state(empty=empty).items():
+                state[p][MOMENTUM] = momentum
+        return state
+
+    def load_kept(self, state: State) -> None:
+        """Take the state that `kept_state` returns of a checkpoint. Collective likewise."""
         steps = max((group.get(STEPS, 0) for group in self.param_groups), default=0)
-        self.part.load({p: {MOMENTUM: momentum} for p, momentum in state.items()}, steps)
+        self.part.load(state, steps)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()

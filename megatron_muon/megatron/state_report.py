@@ -9,6 +9,7 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.rows import MOMENTUM
+from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.offload.store import DEVICE, HOST, PLACES, RecordStore
 from megatron_muon.ranks import numbers_of_all_ranks, say
 from megatron_muon.shards import local_part
@@ -33,6 +34,8 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
         inner = getattr(member, "optimizer", None)
         if inner is None:  # this rank has no parameters of it
             continue
+        if of_muon and isinstance(inner, ShardedMuon):
+            kinds[rest][DEVICE] += inner.part.method_state.nbytes
         for slots in inner.state.values():
             for slot, value in slots.items():
                 if isinstance(value, torch.Tensor):

@@ -85,25 +85,41 @@ def test_a_rule_may_change_gradients_before_momentum_takes_them(page: Page) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_update_of_the_method_is_the_exact_polar_factor(
+def test_the_first_update_of_the_method_is_the_exact_polar_factor(
     page: Page, shape: tuple[int, int]
 ) -> None:
+    """The inverse root of one product, whose condition number is the square of the block's."""
     u, _, v = torch.linalg.svd(randn(shape).double(), full_matrices=False)
     exact = (u @ v).float()
-    found = update_of(stepped(page, shape, method=page["Polar"]()))
+    found = update_of(stepped(page, shape, method=page["Shampoo"]()))
     torch.testing.assert_close(found, exact, rtol=0.0, atol=1e-5)
     iterated = update_of(stepped(page, shape))
     assert not torch.allclose(iterated, exact, rtol=0.0, atol=1e-2)
 
 
-def test_an_optimizer_may_have_the_method(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "method_of", lambda _, __: page["Polar"]())
+def test_an_optimizer_keeps_the_state_of_the_method(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "method_of", lambda _, __: page["Shampoo"]())
     weight = torch.nn.Parameter(torch.full((8, 3), 2.0))
     optimizer = Muon([("w", weight)], lr=LR, weight_decay=DECAY)
     weight.grad = randn((8, 3))
     optimizer.step()
-    expected = stepped(page, (8, 3), method=page["Polar"]())
+    expected = stepped(page, (8, 3), method=page["Shampoo"]())
     torch.testing.assert_close(weight.detach(), expected, rtol=0.0, atol=1e-6)
+    (slots,) = optimizer.state_dict()["state"].values()
+    block = slots["momentum_buffer"] * 0.95 + randn((8, 3)) * 0.05  # what Nesterov's rule gives
+    products = slots["products"].view(3, 3)
+    torch.testing.assert_close(products, block.mT @ block, rtol=1e-5, atol=1e-6)
+    other = torch.nn.Parameter(weight.detach().clone())
+    loaded = Muon([("w", other)], lr=LR, weight_decay=DECAY)
+    loaded.load_state_dict(optimizer.state_dict())
+    other.grad = randn((8, 3))
+    optimizer.step()
+    loaded.step()
+    assert torch.equal(weight, other)
+    again = update_of(stepped(page, (8, 3), method=page["Shampoo"]()))
+    assert not torch.allclose((expected - weight) / LR - DECAY * expected, again, atol=0.1)
 
 
 def test_the_kernel_takes_each_wave_once_and_moves_weights_as_the_pass_does(page: Page) -> None:
@@ -126,7 +142,7 @@ def test_the_kernel_takes_each_wave_once_and_moves_weights_as_the_pass_does(page
     torch.testing.assert_close(moved, stepped(page, (8, 3)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("parts", [{}, {"method": "Polar"}, {"passes": "Descent"}])
+@pytest.mark.parametrize("parts", [{}, {"method": "Shampoo"}, {"passes": "Descent"}])
 def test_a_gradient_that_is_not_finite_leaves_the_weight(page: Page, parts: dict[str, str]) -> None:
     chosen = {name: page[value] for name, value in parts.items()}
     if "method" in chosen:

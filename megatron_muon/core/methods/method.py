@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.slices import BlockKind, BlockSlice
+from megatron_muon.core.slices import BlockKind, BlockSlice, Team
 from megatron_muon.core.teams import TeamGroup
 
 
@@ -127,8 +128,39 @@ class Method(ABC):
         return sys.maxsize
 
     def state_shapes(self, kind: BlockKind) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of a block's fp32 state by slot name; none by default."""
+        """Shapes of a block's fp32 state by slot name; none by default.
+
+        A method with state serves no teams. State is zero at first, and part of checkpoints.
+        """
         return {}
+
+    @property
+    def has_state(self) -> bool:
+        """True if it overrides `state_shapes`."""
+        return type(self).state_shapes is not Method.state_shapes
+
+    def zero_state(self, kind: BlockKind, count: int) -> dict[str, Tensor] | None:
+        """State of `count` blocks by slot name, `(count, ...)`; None without slots."""
+        state = {}
+        for slot, shape in self.state_shapes(kind).items():
+            state[slot] = torch.zeros(
+                count,
+                *shape,
+                dtype=torch.float32,
+                device=self.device,
+            )
+        return state or None
+
+    def state_numels(self, matrix: Matrix) -> Counter[str]:
+        """Elements of the state of a matrix by slot name."""
+        found = Counter[str]()
+        if not self.has_state:
+            return found
+        for block in Team((0,), (0.0,)).slices(0, matrix):
+            kind = block.kind(self.scale(block.of))
+            for slot, shape in self.state_shapes(kind).items():
+                found[slot] += math.prod(shape)
+        return found
 
     @abstractmethod
     def run(
@@ -150,7 +182,8 @@ class Method(ABC):
             factors: `(count, 1, 1)` fp32, the power of two that brings each block to a largest
                 magnitude in [0.5, 1); NaN for a block of a matrix that is not finite.
             work: buffers of `work_bytes`.
-            state: `(count, ...)` fp32 by slot name, as `state_shapes`.
+            state: `(count, ...)` fp32 by slot name, as `state_shapes`, to be changed in place; that
+                of a block with a NaN factor must stay.
         """
 
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:

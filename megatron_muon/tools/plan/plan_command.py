@@ -246,12 +246,13 @@ def figures_of(
 
 def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
     layout = item.plan.layout
+    state_bytes = settings.momentum_bytes * item.held + item.plan.state_bytes
     return {
         "name": item.name,
         "ranks": layout.world_size,
         **plan_figures.figures(item.plan),
         "parameters": sum(matrix.numel for matrix in layout.matrices),
-        "momentum_bytes": round(settings.momentum_bytes * int(item.held.max())),
+        "momentum_bytes": round(state_bytes.max()),
         "extra_bytes": int(item.extra.max()),
         **asdict(item.times),
     }
