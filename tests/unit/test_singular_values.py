@@ -26,7 +26,6 @@ from megatron_muon.core.cost import (
     Iteration,
 )
 from megatron_muon.core.methods import newton_schulz as ns
-from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.proven import (
     FULL_PRECISION_SETS,
     PROVEN_STEPS,
@@ -218,4 +217,4 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
 )
 def test_an_iteration_that_is_not_proven_is_refused(name, steps, precision, message) -> None:
     with pytest.raises(ValueError, match=message):
-        NewtonSchulz(Iteration(name, steps, precision))
+        check_iteration(Iteration(name, steps, precision))
