@@ -237,21 +237,20 @@ class Part:
         """Copy tensors with elements that have been put in the place of this optimizer's own.
 
         Raises:
-            UserError: some are missing.
+            UserError: there are others, or some are missing.
         """
         for each in self._with_rows:
+            own = self.state[each.parameter]
             given = state.get(each.parameter, {})
-            for slot, tensor in self.state[each.parameter].items():
-                found = given.get(slot)
-                if found is tensor:
-                    continue
-                if found is None:
-                    raise UserError(
-                        f"the state of {each.name} was removed; change its tensors in place, or"
-                        " call load_state_dict"
-                    )
-                local_part(tensor).copy_(local_part(found))
-                given[slot] = tensor
+            if given.keys() != own.keys():
+                raise UserError(
+                    f"the state of {each.name} was removed; change its tensors in place, or"
+                    " call load_state_dict"
+                )
+            for slot, tensor in own.items():
+                if given[slot] is not tensor:
+                    local_part(tensor).copy_(local_part(given[slot]))
+                    given[slot] = tensor
 
     def read_groups(
         self,
