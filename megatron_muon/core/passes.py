@@ -24,7 +24,7 @@ from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import Rows
 from megatron_muon.core.rules.rule import Part, Rule, Step
-from megatron_muon.core.wave import Chunk, Wave
+from megatron_muon.core.wave import Wave
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
 
@@ -82,7 +82,20 @@ class Passes:
         """
         for chunk in wave.chunks:
             with self._probe.phase("momentum"), self.rows.beside.prepare(chunk):
-                self._prepare(chunk)
+                marks = failed = None
+                if self.rows.failed is not None:
+                    marks = self.rows.failed[chunk.index]
+                    failed = marks.isnan()
+                for places, part in self.rows.with_momentum(chunk):
+                    if self._decay == COUPLED:
+                        self._couple(part)
+                    for rule in self.rules:
+                        rule.before(part)
+                    if failed is not None:
+                        _keep(part, failed[places.start : places.stop])
+                    self._average(part)
+                if marks is not None:
+                    chunk.prepared.index_add_(0, chunk.firsts, marks)
             copy_all(chunk.pack)
             self.rows.beside.packed(chunk)
 
@@ -124,28 +137,14 @@ class Passes:
             copy_all(chunk.unpack)
             with self._probe.phase("apply"):
                 for part in self.rows.with_weights(chunk):
-                    self._apply(part)
-
-    def _prepare(self, chunk: Chunk) -> None:
-        marks = failed = None
-        if self.rows.failed is not None:
-            marks = self.rows.failed[chunk.index]
-            failed = marks.isnan()
-        for places, part in self.rows.with_momentum(chunk):
-            if self._decay == COUPLED:
-                self._couple(part)
-            for rule in self.rules:
-                rule.before(part)
-            if failed is not None:
-                _keep(part, failed[places.start : places.stop])
-            self._average(part)
-            self._probe.momentum(
-                part.indices,
-                part.state,
-                self.rows.replicas,
-            )
-        if marks is not None:
-            chunk.prepared.index_add_(0, chunk.firsts, marks)
+                    for rule in self.rules:
+                        if not rule.moves_weights:
+                            rule.after(part)
+                    self._probe.updates(part.indices, part.rows, self.rows.replicas)
+                    for rule in self._moving:
+                        rule.after(part)
+                    if not self._moving:
+                        self._subtract(part)
 
     def _couple(self, part: Part) -> None:
         """Add decay to the gradient."""
@@ -168,20 +167,10 @@ class Passes:
                 torch._foreach_lerp_(rows, momentum, share)
             else:
                 torch._foreach_copy_(rows, momentum)
+        self._probe.momentum(part.indices, part.state, self.rows.replicas)
 
-    def _apply(self, part: Part) -> None:
-        for rule in self.rules:
-            if not rule.moves_weights:
-                rule.after(part)
-        self._probe.updates(
-            part.indices,
-            part.rows,
-            self.rows.replicas,
-        )
-        for rule in self._moving:
-            rule.after(part)
-        if self._moving:
-            return
+    def _subtract(self, part: Part) -> None:
+        """weight <- weight - lr * (update + weight_decay * weight), where the update is not NaN."""
         by_group = list(part.by_group())
         for group, rows, weights in by_group:
             if self._decay == DECOUPLED and acts(group["weight_decay"]):

@@ -252,7 +252,7 @@ class Rows:
         if views:
             torch._foreach_copy_(views, gradients)
         for places, momentum in self._momentum.borrow(chunk.indices):
-            part = chunk.cut(places)
+            part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
             rows = part.prepared, part.prepared_rows
             yield (
                 places,
@@ -273,7 +273,7 @@ class Rows:
             out=chunk.first_elements,
         )
         for places, weights in self._weights.borrow(chunk.indices):
-            part = chunk.cut(places)
+            part = chunk if len(places) == len(chunk.rows) else chunk.cut(places)
             flat, rows = part.updates, part.updated_rows
             if flat.device != weights[0].device:
                 flat = flat.to(weights[0].device)

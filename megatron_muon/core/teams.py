@@ -10,7 +10,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,39 +72,12 @@ def make_teams(group: ProcessGroup, teams: Iterable[Team]) -> Teams:
     return made
 
 
-class _Shared(NamedTuple):
-    """Matrices that the same ranks own.
+class Agreement:
+    """Makes the magnitudes of a wave's slots those of their matrices, with the other owners of these.
 
     Attributes:
-        team: of several ranks.
-        total: number of matrices.
-        places: of this rank's slots.
-        matrices: the matrix of each slot among these.
+        shared: some matrix has several slots, or several owners.
     """
-
-    team: TeamGroup | None
-    total: int
-    places: Tensor
-    matrices: Tensor
-
-
-def _shared(
-    team: TeamGroup | None, indices: Sequence[int], slots: Sequence[int], device: torch.device
-) -> _Shared:
-    """Matrices that a team owns, of which slots are parts."""
-    numbers = {index: number for number, index in enumerate(indices)}
-    places = [place for place, index in enumerate(slots) if index in numbers]
-    matrices = [numbers[slots[place]] for place in places]
-    on_device = torch.tensor(
-        [places, matrices],
-        dtype=torch.int64,
-        device=device,
-    )
-    return _Shared(team, len(indices), *on_device)
-
-
-class Agreement:
-    """Makes the magnitudes of a wave's slots those of their matrices, with the other owners of these."""
 
     def __init__(
         self,
@@ -116,32 +88,30 @@ class Agreement:
         device: torch.device,
     ) -> None:
         self.teams = teams
-        self._spans: list[tuple[slice, TeamGroup]] = []
+        self._cut: list[tuple[slice, TeamGroup]] = []  # slots that are parts of blocks
         first = 0
         for stack in route.stacks:
             end = first + len(stack.slots)
             if stack.kind.ranks:
-                self._spans.append((slice(first, end), teams[stack.kind.ranks]))
+                self._cut.append((slice(first, end), teams[stack.kind.ranks]))
             first = end
         by_owners: dict[tuple[int, ...], list[int]] = {}
         for index in route.indices:  # in the order of all ranks
             ranks = owners[index].ranks
             if rank in ranks:
                 by_owners.setdefault(ranks, []).append(index)
-        slots = [slot.index for slot in route.slots]
-        several = len(slots) > len(set(slots))
-        self.shared: list[_Shared] = []
+        self._owned: list[tuple[slice, TeamGroup]] = []  # matrices of several owners
+        numbers: dict[int, int] = {}
         for ranks, indices in sorted(by_owners.items()):
-            if several or len(ranks) > 1:
-                team = teams[ranks] if len(ranks) > 1 else None
-                self.shared.append(
-                    _shared(
-                        team,
-                        indices,
-                        slots,
-                        device,
-                    )
-                )
+            first = len(numbers)
+            for index in indices:
+                numbers[index] = len(numbers)
+            if len(ranks) > 1:
+                self._owned.append((slice(first, len(numbers)), teams[ranks]))
+        matrices = [numbers[slot.index] for slot in route.slots]
+        self.shared = bool(self._owned) or len(matrices) > len(set(matrices))
+        self._matrices = torch.tensor(matrices, dtype=torch.int64, device=device)
+        self._count = len(numbers)
 
     def agree(self, largest: Tensor) -> None:
         """Make magnitudes those of whole blocks, NaN where a matrix is not finite. Collective in teams.
@@ -149,22 +119,19 @@ class Agreement:
         Args:
             largest: `(slots, 1, 1)` fp32, not finite where a slot is not; changed in place.
         """
-        marks = largest - largest  # 0, or NaN where it is not finite
-        flat = marks.view(-1)
-        for shared in self.shared:
-            failed = torch.zeros(
-                shared.total,
-                dtype=torch.float32,
-                device=marks.device,
-            )
-            failed.index_add_(0, shared.matrices, flat[shared.places])
-            if shared.team is not None:
-                dist.all_reduce(failed, group=shared.team.group)
-            flat[shared.places] = failed[shared.matrices]
-        for span, team in self._spans:
+        failed = torch.zeros(
+            self._count,
+            dtype=torch.float32,
+            device=largest.device,
+        )
+        # the difference is 0, or NaN where it is not finite
+        failed.index_add_(0, self._matrices, (largest - largest).view(-1))
+        for matrices, team in self._owned:
+            dist.all_reduce(failed[matrices], group=team.group)
+        for slots, team in self._cut:
             dist.all_reduce(
-                largest[span],
+                largest[slots],
                 op=dist.ReduceOp.MAX,
                 group=team.group,
             )
-        largest.add_(marks)
+        largest.view(-1).add_(failed[self._matrices])

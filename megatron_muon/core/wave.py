@@ -92,8 +92,6 @@ class Chunk:
 
     def cut(self, places: range) -> Chunk:
         """Some of its rows, as a chunk that is made once."""
-        if len(places) == len(self.rows):
-            return self
         if places not in self._cuts:
             rows = self.rows[places.start : places.stop]
             start, end = rows[0].start, rows[-1].end

@@ -79,15 +79,12 @@ class Method(ABC):
     Attributes:
         serves_teams: True if several ranks may share a block.
         device: of momentum and stacks.
+        dtype: of its arithmetic, which "auto" takes for wire and stacks.
     """
 
     serves_teams: ClassVar[bool] = False
+    dtype: torch.dtype
     device: torch.device = torch.device("cpu")
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of its arithmetic, which "auto" takes for wire and stacks."""
 
     @abstractmethod
     def cost(

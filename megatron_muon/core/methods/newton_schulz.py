@@ -68,13 +68,9 @@ class NewtonSchulz(Method):
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
+        self.dtype = torch.bfloat16 if self.iteration.half else torch.float32
         products = symmetric.products_on(self.device, self.dtype)
         self.iteration = replace(self.iteration, products=products)
-
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.iteration.half else torch.float32
 
     @override
     def cost(
@@ -132,7 +128,11 @@ class NewtonSchulz(Method):
         method, runs = _runs_of(iteration, kind)
         # Setting the precision of fp32 products fails beside torch's newer switches, so not where
         # there are none.
-        with _sums_in_fp32() if iteration.half else fp32_matmul_precision(iteration.precision):
+        with (
+            _sums_in_fp32()
+            if self.dtype is torch.bfloat16
+            else fp32_matmul_precision(iteration.precision)
+        ):
             x = stack
             if stack.dtype != self.dtype:
                 x = work.take("x", stack.shape, self.dtype)
@@ -256,7 +256,7 @@ def iterate(
             x, spare = torch.bmm(q, x, out=spare), x
         else:
             a, b, c = run[0]
-            z = products.quadratic(r, b, c)
+            z = products.product("z", r, r, r, beta=b, alpha=c)
             x, spare = torch.baddbmm(x, z, x, beta=a, out=spare), x
     return x
 
@@ -270,7 +270,7 @@ def _factor_of_run(
     """Q of a run that starts with this R, times `factor`, `(count, m, m)`."""
     (a, b, c), *others = steps
     # Z without its a I
-    z = products.quadratic(r, b, c)
+    z = products.product("z", r, r, r, beta=b, alpha=c)
     q = z
     if others:
         q = products.work.take("q", z.shape, z.dtype).copy_(z)
@@ -288,6 +288,6 @@ def _factor_of_run(
         r = products.product("r", between, z, between, beta=a)
         a = next_a
         # R from three products is symmetric up to rounding.
-        z = products.quadratic(r, b, c, is_exact=False)
+        z = products.product("z", r, r, r, beta=b, alpha=c, is_exact=False)
         q = products.product(spare, z, q, q, beta=a)
     return q

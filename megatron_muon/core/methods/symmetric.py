@@ -63,17 +63,6 @@ class SymmetricProducts:
         buffer = self.work.take("sum", gram.shape, torch.float32)
         return self._team.total(gram, buffer, self._probe)
 
-    def quadratic(
-        self,
-        s: Tensor,
-        b: float,
-        c: float,
-        *,
-        is_exact: bool = True,
-    ) -> Tensor:
-        """b S + c S^2 of symmetric matrices."""
-        return self.product("z", s, s, s, beta=b, alpha=c, is_exact=is_exact)
-
     def product(
         self,
         name: str,
