@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import Rows
-from megatron_muon.core.rules.rule import Part, Rule, Step
+from megatron_muon.core.rules.rule import Part, Rule
 from megatron_muon.core.scaling import largest_magnitude
 from megatron_muon.core.wave import Chunk, Wave
 
@@ -58,13 +58,7 @@ class Passes:
         self.rows.find_failed()
         self.rows.beside.begin()
         for rule in self.rules:
-            rule.begin(
-                Step(
-                    self.rows.groups,
-                    self.rows.gradients,
-                    self.rows.state,
-                )
-            )
+            rule.begin(self.rows)
 
     def end(self) -> None:
         """End a step. Collective."""
