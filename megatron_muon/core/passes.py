@@ -23,7 +23,7 @@ from megatron_muon.core.copies import Copies
 from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import Rows
-from megatron_muon.core.rules.rule import Part, Rule, Step
+from megatron_muon.core.rules.rule import Part, Rule
 from megatron_muon.core.wave import Wave
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
@@ -58,13 +58,7 @@ class Passes:
         self.rows.find_failed()
         self.rows.beside.begin()
         for rule in self.rules:
-            rule.begin(
-                Step(
-                    self.rows.groups,
-                    self.rows.gradients,
-                    self.rows.state,
-                )
-            )
+            rule.begin(self.rows)
 
     def end(self) -> None:
         """End a step. Collective."""

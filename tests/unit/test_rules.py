@@ -5,6 +5,7 @@ On shards cautious weight decay, MuonHyperball and second moments are functional
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_muon.core.layout import Layout
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.rules.rule import Part, Step
+from megatron_muon.core.rules.rule import Part
 from megatron_muon.core.rules.second_moments import MOMENT2
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.ranks import Alone
@@ -153,7 +154,7 @@ def test_an_update_along_the_matrix_does_not_throw_it_far() -> None:
     hyperball = on_spheres([weight], lr=0.99999).part.rules[-1]
     update = (weight.detach() + 1e-5).flatten()
     weight.grad = torch.empty_like(weight)
-    hyperball.begin(Step([{"lr": 0.99999}], [weight.grad], lambda slot: []))
+    hyperball.begin(SimpleNamespace(groups=[{"lr": 0.99999}], gradients=[weight.grad]))
     rows = [update.view(64, 64)]
     part = Part([0], [{}], update, rows, [weight.data])
     with torch.no_grad():

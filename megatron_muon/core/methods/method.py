@@ -56,7 +56,7 @@ class Work:
             view = self._buffers[name][:size].view(dtype).view(shape)
             self._views[key] = view
             if len(shape) == 3:
-                self._blocks[id(view)] = view.unbind()
+                self.keep(view)
         return self._views[key]
 
     def blocks(self, stack: Tensor) -> Sequence[Tensor]:

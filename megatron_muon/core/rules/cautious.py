@@ -24,17 +24,13 @@ class CautiousDecay(Rule):
 
     @override
     def after(self, part: Part) -> None:
-        memory = torch.empty_like(part.flat) if part.scratch is None else part.scratch
+        memory = part.scratch_like(part.flat)
+        flats = memory.split([rows.numel() for rows in part.rows])
         products = []
-        sizes = [rows.numel() for rows in part.rows]
-        for rows, weights, flat in zip(part.rows, part.state, memory.split(sizes), strict=True):
-            products.append(
-                torch.mul(
-                    weights,
-                    rows,
-                    out=flat.view(rows.shape),
-                )
-            )
+        for rows, weights, flat in zip(part.rows, part.state, flats, strict=True):
+            product = flat.view(rows.shape)
+            torch.mul(weights, rows, out=product)
+            products.append(product)
         memory.ge_(0.0)  # now 1.0 where weights decay, or 0.0
         for group, masks, decayed in replace(part, rows=products).by_group():
             factor = -group["weight_decay"] * group["lr"]

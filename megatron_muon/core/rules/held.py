@@ -50,7 +50,7 @@ class Held:
         is_first = self.replicated or shard.rank == self.group.rank()
         return is_first and shard.numel > 0
 
-    def add_up(self, numbers: Tensor) -> None:
-        """Sum `numbers` over all ranks, in place. Collective."""
-        if self.group.size() > 1 and numbers.numel():
+    def add_up(self, numbers: Tensor, *, alike: bool) -> None:
+        """Sum `numbers` over all ranks, in place, unless all have them `alike`. Collective."""
+        if self.group.size() > 1 and not alike:
             dist.all_reduce(numbers, group=self.group)

@@ -12,7 +12,6 @@ and one pass over the weights.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import override
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from megatron_muon.core.group_numbers import acts, is_on_device
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.rules.rule import Groups, Options, Part, Rule, Step, Tensors
+from megatron_muon.core.rules.rule import Groups, Options, Part, Rule, Step
 from megatron_muon.errors import SettingError
 
 EPS = 1e-8
@@ -46,24 +45,15 @@ class Hyperball(Rule):
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
         count = len(held.layout.matrices)
-        counted = [held.counts(index) for index in range(count)]
-        on_device = functools.partial(
-            torch.tensor,
-            dtype=torch.int64,
+        # ||w||^2, ||u||^2 and <w, u> of each weight and its update; zeros without a gradient
+        self._sums = torch.zeros(
+            3,
+            count,
+            dtype=torch.float32,
             device=held.device,
         )
-        self._counted = on_device(counted).float()
-        self._sums = torch.zeros_like(self._counted).repeat(3, 1)
-        self._indices = functools.cache(on_device)  # a step makes no tensor anew
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget the matrices that wait for the end of a step, by index, with their sums."""
-        self._gradients: Sequence[Tensor | None] = ()
-        self._order: list[int] = []
-        self._found: Tensors = []
-        self._weights: Tensors = []
-        self._updates: Tensors = []
+        self._entries = [row.unbind() for row in self._sums]
+        self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # weight and update
 
     @override
     def check(
@@ -92,8 +82,8 @@ class Hyperball(Rule):
 
     @override
     def begin(self, step: Step) -> None:
-        self._groups = step.groups
-        self._gradients = step.gradients
+        super().begin(step)
+        self._sums.zero_()
 
     @override
     def after(self, part: Part) -> None:
@@ -103,38 +93,50 @@ class Hyperball(Rule):
             posinf=torch.inf,
             neginf=-torch.inf,
         )
-        arrived: Tensors = []
-        weights: Tensors = []
-        updates: Tensors = []
-        for place, index in enumerate(part.indices):
-            gradient = self._gradients[index]
-            if gradient is not None:
-                arrived.append(part.rows[place])
-                weights.append(part.state[place])
-                updates.append(gradient)
-                self._order.append(index)
-        if arrived:
+        updates = []
+        arrived = []
+        counted = []
+        for index, rows, weight in zip(part.indices, part.rows, part.state, strict=True):
+            update = self.step.gradients[index]
+            if update is None:
+                continue
+            updates.append(update)
+            arrived.append(rows)
+            self._waiting[index] = weight, update
+            if self.held.counts(index):
+                counted.append(index)
+        if updates:
             torch._foreach_copy_(updates, arrived)
-            self._found.append(_sums_of(weights, updates))
-            self._weights += weights
-            self._updates += updates
+        if counted:
+            self._measure(counted)
 
     @override
     def end(self) -> None:
         """Move the weights over the sphere along the updates. Collective."""
-        order = self._indices(tuple(self._order))
-        sums = self._sums.zero_()
-        if self._found:
-            found = torch.cat(self._found, dim=1)
-            sums.index_copy_(1, order, found * self._counted[order])
-        self._add_up(sums)
-        shrink, pace = self._numbers(sums)
-        of_weights = shrink[order].unbind()
-        of_updates = (shrink * pace).neg_()[order].unbind()
-        for place, weight in enumerate(self._weights):
-            weight.mul_(of_weights[place])
-            weight.addcmul_(self._updates[place], of_updates[place])
-        self._forget()
+        self._sums[:2].square_()
+        self.held.add_up(self._sums, alike=self.held.replicated)
+        shrink, pace = self._numbers(self._sums)
+        of_weights = shrink.unbind()
+        of_updates = (shrink * pace).neg_().unbind()
+        for index, (weight, update) in self._waiting.items():
+            weight.mul_(of_weights[index])
+            weight.addcmul_(update, of_updates[index])
+        self._waiting.clear()
+
+    def _measure(self, indices: Sequence[int]) -> None:
+        """Write ||w||, ||u|| and <w, u> of these weights and updates."""
+        weights = []
+        updates = []
+        products = []
+        for index in indices:
+            weight, update = self._waiting[index]
+            weights.append(weight)
+            updates.append(update)
+            flat = update.reshape(-1).float()
+            products.append(torch.dot(weight.reshape(-1).float(), flat))
+        norms = torch._foreach_norm(weights + updates, dtype=torch.float32)
+        entries = [row[index] for row in self._entries for index in indices]
+        torch._foreach_copy_(entries, [*norms, *products])
 
     def _numbers(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """For each matrix `shrink` and `pace` of w <- shrink * (w - pace * update).
@@ -145,10 +147,10 @@ class Hyperball(Rule):
         radius = of_weight.sqrt()
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0
-        for _, run in itertools.groupby(self._groups, key=id):
-            members = list(run)
-            end = start + len(members)
-            pace[start:end] *= members[0]["lr"]
+        for _, run in itertools.groupby(self.step.groups, key=id):
+            alike = list(run)
+            end = start + len(alike)
+            pace[start:end] *= alike[0]["lr"]
             start = end
         # the square of ||w - pace * update||
         moved = of_weight - 2.0 * pace * product + pace.square() * of_update
@@ -166,10 +168,10 @@ class Hyperball(Rule):
         names: Sequence[str],
     ) -> None:
         """Raise a SettingError for matrices of zeros. Collective; waits for the device."""
-        norms = torch.zeros_like(self._counted)
+        norms = torch.zeros_like(self._sums[0])
         for index, rows in enumerate(weights):
             norms[index] = torch.linalg.vector_norm(rows.float())
-        self._add_up(norms)
+        self.held.add_up(norms, alike=self.held.replicated)
         for name, norm in zip(names, norms.tolist(), strict=True):
             if norm == 0.0:
                 raise SettingError(
@@ -179,19 +181,3 @@ class Hyperball(Rule):
                     "initialize it otherwise, or leave it to the scalar optimizer by"
                     " {muon_exclude}",
                 )
-
-    def _add_up(self, numbers: Tensor) -> None:
-        if not self.held.replicated:
-            self.held.add_up(numbers)
-
-
-def _sums_of(weights: Tensors, updates: Tensors) -> Tensor:
-    """||w||^2, ||u||^2 and <w, u> of each weight w and its update u, `(3, count)` fp32."""
-    norms = torch._foreach_norm([*weights, *updates], dtype=torch.float32)
-    squares = torch.stack(norms).square()
-    products = []
-    for weight, update in zip(weights, updates, strict=True):
-        first = weight.reshape(-1).float()
-        second = update.reshape(-1).float()
-        products.append(torch.dot(first, second))
-    return torch.cat([squares, torch.stack(products)]).view(3, -1)

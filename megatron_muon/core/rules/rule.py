@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,12 @@ type Options = Mapping[str, Any]
 type Normalize = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
-class Step(NamedTuple):
-    """A step that begins.
+class Step(Protocol):
+    """The matrices of a step, as rules see them; `rows.Rows` is one.
 
     Attributes:
         groups: the parameter group of each matrix.
-        gradients: rows of each, None if there is none.
+        gradients: rows of each, None if there is none; empty once the step is over.
         state: by a slot's name, this rank's part of it of each matrix, fp32.
     """
 
@@ -95,20 +95,23 @@ class Rule:
             orthogonalizes it; arguments are the index of the matrix, the update, a bool that is
             true if it is finite, and fp32 memory of its shape to overwrite. None if the rule needs
             no whole updates, which teams do not have.
-        settings: numbers that each parameter group has, and a checkpoint keeps, with their
-            defaults.
+        numbers: names of options that each parameter group has, and a checkpoint keeps;
+            `settings` are their defaults.
+        step: the step that has begun.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
+    numbers: ClassVar[tuple[str, ...]] = ()
     unscaled: ClassVar[bool] = False
     scratch: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
     normalize: Normalize | None = None
+    step: Step
 
     def __init__(self, held: Held, options: Options) -> None:
         """Prepare for the matrices of `held`; `options` are the user's settings by name."""
         self.held = held
-        self.settings: dict[str, float] = {}
+        self.settings = {name: options[name] for name in self.numbers}
 
     def zeros(
         self,
@@ -138,6 +141,7 @@ class Rule:
 
     def begin(self, step: Step) -> None:
         """Begin a step. Collective if numbers of other ranks are needed."""
+        self.step = step
 
     def before(self, part: Part) -> None:
         """Change gradients in `part.rows` in place, before momentum takes them."""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Options, Part, Rule, Step, Tensors
+from megatron_muon.shards import local_part
 
 MOMENT2 = "moment2_buffer"
 """The second moment's slot, upstream's name."""
@@ -25,17 +26,13 @@ class SecondMoment(Rule):
     """Divides updates by the root of their second moment, which a skipped update leaves alone."""
 
     slots = (MOMENT2,)
+    numbers = ("beta2", "eps")
     unscaled = True
-
-    def __init__(self, held: Held, options: Options) -> None:
-        super().__init__(held, options)
-        for name in ("beta2", "eps"):
-            self.settings[name] = options[name]
 
     @override
     def begin(self, step: Step) -> None:
-        self._groups = step.groups
-        self._moments = step.state(MOMENT2)
+        super().begin(step)
+        self.moments = step.state(MOMENT2)
 
 
 class AdaMuon(SecondMoment):
@@ -49,22 +46,18 @@ class AdaMuon(SecondMoment):
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
         self._scales: Tensors = []
-        for index, shard in enumerate(held.shards):
-            scales = held.scales[index]
-            self._scales.append(
-                scales.narrow(
-                    0,
-                    shard.row_start,
-                    shard.rows,
-                )
+        for scales, shard in zip(held.scales, held.shards, strict=True):
+            mine = scales.narrow(
+                0,
+                shard.row_start,
+                shard.rows,
             )
+            self._scales.append(mine)
 
     @override
     def after(self, part: Part) -> None:
-        for place, index in enumerate(part.indices):
-            rows = part.rows[place]
-            group = self._groups[index]
-            moment = self._moments[index]
+        for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
+            moment = self.moments[index]
             squares = part.scratch_like(rows)
             torch.mul(rows, rows, out=squares)
             is_skipped = squares[:1, :1].isnan()  # then all elements are NaN
@@ -90,26 +83,30 @@ class NorMuon(SecondMoment):
         super().__init__(held, options)
         shapes = [matrix.shape for matrix in held.layout.matrices]
         # neurons are rows or columns; source: emerging-optimizers' AdaptiveMuon._init_group
-        self._averaged = [1 if rows >= cols else 0 for rows, cols in shapes]
+        self._averaged = [int(rows >= cols) for rows, cols in shapes]
         sizes = [max(shape) for shape in shapes]
-        self._all = torch.zeros(
+        # before and after the exchange
+        self._numbers = torch.zeros(
+            2,
             sum(sizes),
             dtype=torch.float32,
             device=held.device,
         )
-        self._whole = self._all.split(sizes)
-        self._mine: Tensors = []
-        self._sent: list[int] = []
-        self._done: set[int] = set()
-        for index, whole in enumerate(self._whole):
+        self._flat_before, self._flat_after = self._numbers
+        self._before = self._flat_before.split(sizes)
+        self._after = self._flat_after.split(sizes)
+        # of neurons of which this rank holds parts
+        self._sent: dict[int, Tensor] = {}
+        self._received: Tensors = []
+        for index, averaged in enumerate(self._averaged):
             row, rows, col, cols = held.rectangles[index]
             start, size, other = col, cols, row
-            if self._averaged[index] == 1:
+            if averaged == 1:
                 start, size, other = row, rows, col
-            self._mine.append(whole.narrow(0, start, size))
+            self._received.append(self._after[index].narrow(0, start, size))
             # ranks that hold other parts of the same neurons have the same numbers
             if other == 0 and held.counts(index):
-                self._sent.append(index)
+                self._sent[index] = self._before[index].narrow(0, start, size)
 
     @override
     def zeros(
@@ -124,12 +121,10 @@ class NorMuon(SecondMoment):
     @override
     def begin(self, step: Step) -> None:
         super().begin(step)
-        self._done.clear()
-        self._all.zero_()
-        for index in self._sent:
-            self._mine[index].copy_(self._moments[index].view(-1))
-        if not self.held.replicated:
-            self.held.add_up(self._all)
+        self._numbers.zero_()
+        for index, sent in self._sent.items():
+            sent.copy_(self.moments[index].view(-1))
+        self.held.add_up(self._flat_before, alike=self.held.replicated)
 
     def normalize(
         self,
@@ -144,18 +139,22 @@ class NorMuon(SecondMoment):
         emerging-optimizers'
         AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
         """
-        self._done.add(index)
-        group = self._groups[index]
+        group = self.step.groups[index]
         eps = group["eps"]
         averaged = self._averaged[index]
-        moment = self._whole[index].unsqueeze(averaged)
+        moment = self._after[index]
         update.masked_fill_(~finite, 0.0)
         torch.mul(update, update, out=squares)
-        means = squares.mean(averaged, keepdim=True)
+        means = squares.mean(averaged)
         share = finite.float() * (1.0 - group["beta2"])
-        moment.lerp_(means, share)
+        torch.lerp(
+            self._before[index],
+            means,
+            share,
+            out=moment,
+        )
         norm = torch.linalg.vector_norm(update)
-        update.mul_(moment.clamp_min(eps).rsqrt_())
+        update.mul_(moment.unsqueeze(averaged).clamp_min(eps).rsqrt_())
         norm_now = torch.linalg.vector_norm(update)
         ratio = norm / norm_now.clamp_min(eps)
         update.mul_(ratio.masked_fill_(~finite, math.nan))
@@ -163,13 +162,9 @@ class NorMuon(SecondMoment):
 
     @override
     def end(self) -> None:
-        if not self.held.repeated:
-            for index, whole in enumerate(self._whole):
-                if index not in self._done:
-                    whole.zero_()
-            self.held.add_up(self._all)
-        for index, moment in enumerate(self._moments):
-            moment.view(-1).copy_(self._mine[index])
+        self.held.add_up(self._flat_after, alike=self.held.repeated)
+        for moment, received in zip(self.moments, self._received, strict=True):
+            moment.view(-1).copy_(received)
 
 
 def neuron_moment(
@@ -183,12 +178,15 @@ def neuron_moment(
     Ranks that shard the averaged dimension hold the same numbers. So do tensor-parallel ranks with
     `over_tp`; without it their parts are matrices of their own.
     """
+    local = local_part(parameter)
+    shape = list(parameter.shape)
+    local_shape = list(local.shape)
+    shape[averaged] = local_shape[averaged] = 1
+    zeros = local.new_zeros(local_shape, dtype=torch.float32)
     if not isinstance(parameter, DTensor):
-        return _zeros(parameter, averaged)
+        return zeros
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    shape = list(parameter.shape)
-    shape[averaged] = 1
     placements = list(parameter.placements)
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) == averaged:  # of a Shard or _StridedShard
@@ -197,16 +195,10 @@ def neuron_moment(
             else:
                 shape[averaged] *= mesh.size(axis)
     return DTensor.from_local(
-        _zeros(parameter._local_tensor, averaged),
+        zeros,
         mesh,
         placements,
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
-
-
-def _zeros(like: Tensor, averaged: int) -> Tensor:
-    shape = list(like.shape)
-    shape[averaged] = 1
-    return like.new_zeros(shape, dtype=torch.float32)
