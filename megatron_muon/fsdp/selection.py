@@ -240,7 +240,8 @@ def _groups(choices: Mapping[torch.Tensor, Choice]) -> list[dict[str, Any]]:
         is_second = optimizer == ADAMW and each.group in with_muon
         key = is_second, each.group
         if key not in groups:
-            groups[key] = {**each.options_for(optimizer), "params": []}
+            # Megatron-FSDP's fully_shard_optimizer reads the first key as the parameters
+            groups[key] = {"params": [], **each.options_for(optimizer)}
         groups[key]["params"].append(p)
     return [groups[key] for key in sorted(groups)]
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -299,7 +300,6 @@ def sabotaged(how: str) -> Iterator[None]:
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.engine import Engine
     from megatron_muon.core.methods.newton_schulz import NewtonSchulz
-    from megatron_muon.core.passes import copy_all
     from megatron_muon.core.rules.hyperball import Hyperball
     from tests.support.rows import orthogonalized
 
@@ -309,13 +309,12 @@ def sabotaged(how: str) -> Iterator[None]:
         waves = [each for wave in self.waves for each in (wave, *wave.batches)]
         for wave in waves:
             for chunk in wave.chunks:
-                self.passes._prepare(chunk)
-                copy_all(chunk.pack)
+                self.passes.advance(SimpleNamespace(chunks=[chunk]))
                 for rows in chunk.prepared_rows:
                     rows.copy_(orthogonalized(method, rows))
                 chunk.updates.copy_(chunk.prepared)
                 for part in self.passes.rows.with_weights(chunk):
-                    self.passes._apply(part)
+                    self.passes._subtract(part)
         self.passes.end()
 
     end = Hyperball.end

@@ -20,7 +20,7 @@ FLOORS = (
 TOOLS = {"__init__", "cli", "pretrain_gpt"}
 """Modules beside the packages that import from them; all others are free of them."""
 
-BELOW = {"errors", "ranks"}
+BELOW = {"errors", "ranks", "shards"}
 """Modules that core/ imports; these import each other alone."""
 
 LOOSE = TOOLS | {

@@ -185,10 +185,10 @@ def same(found: Weights, expected: Weights) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-# Methods of a step that start late; `_prepare` may be on a stream of its own.
+# Methods of a step that start late; `_average` may be on a stream of its own.
 DELAYED: list[tuple[type, str]] = [
     (Passes, "advance"),
-    (Passes, "_prepare"),
+    (Passes, "_average"),
     (Passes, "descend"),
     (NewtonSchulz, "run"),
     (RecordStore, "_bring"),
