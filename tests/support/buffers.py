@@ -37,5 +37,6 @@ def sizes_of(
     """Sizes of waves on the CPU: one object for equal arguments, as plans compare it."""
     method = NewtonSchulz()
     if iteration is not None:
-        method.iteration = iteration
+        method = NewtonSchulz(iteration)
+        method.iteration = iteration  # with its own products
     return Sizes(method, DTYPES[element_bytes], CHUNK["cpu"], **more)

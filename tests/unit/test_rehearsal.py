@@ -229,8 +229,8 @@ ACTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 def test_waits_of_the_host_and_memory_are_found(text: str) -> None:
     act, name = ACTS[text]
     with Patches() as patches:
-        patches.around(Passes, "_apply")(
-            lambda apply, passes, part: (act(part.flat), apply(passes, part))
+        patches.around(Passes, "_subtract")(
+            lambda subtract, passes, part: (act(part.flat), subtract(passes, part))
         )
         finding, *_ = check(recorded(rehearsal(), [2]))
     assert (finding.check, finding.ranks) == (name, (2,))
