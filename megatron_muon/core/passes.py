@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron_muon.core.copies import Copies
 from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.rows import Rows
-from megatron_muon.core.rules.rule import Part, Rule
+from megatron_muon.core.rows import Part, Rows
+from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.wave import Wave
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"

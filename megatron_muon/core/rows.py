@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_muon.core.build import Waves
-from megatron_muon.core.rules.rule import Part
 from megatron_muon.core.wave import Chunk
 
 MOMENTUM = "momentum_buffer"
@@ -27,6 +27,50 @@ STEPS = "rounding_steps"
 Borrowed = Iterator[tuple[range, list[Tensor]]]
 """Parts of a list of shards, one after the other: positions in the list, and rows `(rows, cols)`
 fp32, to be changed in place. When the next part is requested, the one before goes back."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive matrices of a wave, of which this rank has rows.
+
+    Attributes:
+        flat: their rows, fp32, one matrix after the other: gradients before the exchange, then
+            updates, NaN in all elements of one that is not finite.
+        rows: views of `flat`, `(rows, cols)` each.
+        state: momentum before the exchange, weights after it, `(rows, cols)` each.
+        flat_state: all of `state`, in the order of `flat`, if it is contiguous.
+        scratch: fp32 memory as large as `flat` for a rule to overwrite; None allocates.
+    """
+
+    indices: Sequence[int]
+    groups: Sequence[dict[str, Any]]
+    flat: Tensor
+    rows: list[Tensor]
+    state: list[Tensor]
+    flat_state: Tensor | None = None
+    scratch: Tensor | None = None
+
+    def by_group(self) -> Iterator[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+        """Each parameter group with rows and state of its matrices, as one flat pair if it can."""
+        if len(set(map(id, self.groups))) == 1:
+            if self.flat_state is None:
+                yield self.groups[0], self.rows, self.state
+            else:
+                yield self.groups[0], [self.flat], [self.flat_state]
+            return
+        places: dict[int, list[int]] = {}
+        for place, group in enumerate(self.groups):
+            places.setdefault(id(group), []).append(place)
+        for chosen in places.values():
+            rows = [self.rows[place] for place in chosen]
+            state = [self.state[place] for place in chosen]
+            yield self.groups[chosen[0]], rows, state
+
+    def scratch_like(self, rows: Tensor) -> Tensor:
+        """Memory of the shape of `rows`, fp32, to overwrite until the next call."""
+        if self.scratch is None:
+            return torch.empty_like(rows)
+        return self.scratch[: rows.numel()].view(rows.shape)
 
 
 class Storage:

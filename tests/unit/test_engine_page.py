@@ -14,7 +14,8 @@ import torch
 from megatron_muon import Muon
 from megatron_muon.core import engine
 from megatron_muon.core.passes import Passes
-from megatron_muon.core.rules.rule import Part, Rule
+from megatron_muon.core.rows import Part
+from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.wave import Wave
 from megatron_muon.fsdp import options
 

@@ -15,9 +15,9 @@ from megatron_muon import Muon
 from megatron_muon.core.build import OWNER, StepOptions, make_waves
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.rows import Part
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.rules.rule import Part
 from megatron_muon.core.rules.second_moments import MOMENT2
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.ranks import Alone

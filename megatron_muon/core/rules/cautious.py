@@ -8,13 +8,16 @@ Source: https://arxiv.org/abs/2510.12402.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import override
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
 
 from megatron_muon.core.group_numbers import acts
-from megatron_muon.core.rules.rule import Part, Rule
+from megatron_muon.core.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from megatron_muon.core.rows import Part
 
 
 class CautiousDecay(Rule):

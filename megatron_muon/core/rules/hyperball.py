@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import override
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
 
 from megatron_muon.core.group_numbers import acts, is_on_device
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.rules.rule import Groups, Options, Part, Rule, Step
+from megatron_muon.core.rules.rule import Groups, Options, Rule
 from megatron_muon.errors import SettingError
+
+if TYPE_CHECKING:
+    from megatron_muon.core.rows import Part, Rows
 
 EPS = 1e-8
 """The least norm of an update that is divided by; the default of emerging-optimizers."""
@@ -81,7 +84,7 @@ class Hyperball(Rule):
                 )
 
     @override
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Rows) -> None:
         super().begin(step)
         self._sums.zero_()
 

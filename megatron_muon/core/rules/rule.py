@@ -7,77 +7,21 @@ list of rules and knows none by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_muon.core.rules.held import Held
 
+if TYPE_CHECKING:
+    from megatron_muon.core.rows import Part, Rows
+
 type Tensors = list[Tensor]
 type Groups = Sequence[dict[str, Any]]
 type Options = Mapping[str, Any]
 type Normalize = Callable[[int, Tensor, Tensor, Tensor], None]
-
-
-class Step(Protocol):
-    """The matrices of a step, as rules see them; `rows.Rows` is one.
-
-    Attributes:
-        groups: the parameter group of each matrix.
-        gradients: rows of each, None if there is none; empty once the step is over.
-        state: by a slot's name, this rank's part of it of each matrix, fp32.
-    """
-
-    groups: Groups
-    gradients: Sequence[Tensor | None]
-    state: Callable[[str], Tensors]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Consecutive matrices of a wave, of which this rank has rows.
-
-    Attributes:
-        flat: their rows, fp32, one matrix after the other: gradients before the exchange, then
-            updates, NaN in all elements of one that is not finite.
-        rows: views of `flat`, `(rows, cols)` each.
-        state: momentum before the exchange, weights after it, `(rows, cols)` each.
-        flat_state: all of `state`, in the order of `flat`, if it is contiguous.
-        scratch: fp32 memory as large as `flat` for a rule to overwrite; None allocates.
-    """
-
-    indices: Sequence[int]
-    groups: Groups
-    flat: Tensor
-    rows: Tensors
-    state: Tensors
-    flat_state: Tensor | None = None
-    scratch: Tensor | None = None
-
-    def by_group(self) -> Iterator[tuple[dict[str, Any], Tensors, Tensors]]:
-        """Each parameter group with rows and state of its matrices, as one flat pair if it can."""
-        if len(set(map(id, self.groups))) == 1:
-            if self.flat_state is None:
-                yield self.groups[0], self.rows, self.state
-            else:
-                yield self.groups[0], [self.flat], [self.flat_state]
-            return
-        places: dict[int, list[int]] = {}
-        for place, group in enumerate(self.groups):
-            places.setdefault(id(group), []).append(place)
-        for chosen in places.values():
-            rows = [self.rows[place] for place in chosen]
-            state = [self.state[place] for place in chosen]
-            yield self.groups[chosen[0]], rows, state
-
-    def scratch_like(self, rows: Tensor) -> Tensor:
-        """Memory of the shape of `rows`, fp32, to overwrite until the next call."""
-        if self.scratch is None:
-            return torch.empty_like(rows)
-        return self.scratch[: rows.numel()].view(rows.shape)
 
 
 class Rule:
@@ -106,7 +50,7 @@ class Rule:
     scratch: ClassVar[bool] = False
     moves_weights: ClassVar[bool] = False
     normalize: Normalize | None = None
-    step: Step
+    step: Rows
 
     def __init__(self, held: Held, options: Options) -> None:
         """Prepare for the matrices of `held`; `options` are the user's settings by name."""
@@ -139,7 +83,7 @@ class Rule:
     ) -> None:
         """Raise a UserError for unsuitable weights. Collective; may wait for the device."""
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Rows) -> None:
         """Begin a step. Collective if numbers of other ranks are needed."""
         self.step = step
 

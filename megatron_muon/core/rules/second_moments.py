@@ -8,15 +8,18 @@ own shape.
 from __future__ import annotations
 
 import math
-from typing import override
+from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.rules.held import Held
-from megatron_muon.core.rules.rule import Options, Part, Rule, Step, Tensors
+from megatron_muon.core.rules.rule import Options, Rule, Tensors
 from megatron_muon.shards import local_part
+
+if TYPE_CHECKING:
+    from megatron_muon.core.rows import Part, Rows
 
 MOMENT2 = "moment2_buffer"
 """The second moment's slot, upstream's name."""
@@ -30,7 +33,7 @@ class SecondMoment(Rule):
     unscaled = True
 
     @override
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Rows) -> None:
         super().begin(step)
         self.moments = step.state(MOMENT2)
 
@@ -119,7 +122,7 @@ class NorMuon(SecondMoment):
         return neuron_moment(parameter, averaged, over_tp=self.held.over_tp)
 
     @override
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Rows) -> None:
         super().begin(step)
         self._numbers.zero_()
         for index, sent in self._sent.items():
