@@ -104,13 +104,7 @@ def make_waves(
             the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
-    if scheme == SHARED and method.has_state:
-        raise SettingError(
-            "muon_share_replicated",
-            True,
-            f"cannot be: {type(method).__name__} keeps state, which every replica has to save",
-            "use False",
-        )
+    _check_state(scheme, method)
     wire = options.wire if scheme in (OWNER, SHARED) else "fp32"
     sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
     sizes = replace(sizes, broadcast=scheme == SHARED)
@@ -127,10 +121,8 @@ def make_waves(
     plan = plan or _plan_of(layout, method, sizes, options, team_rules)
     _compare(plan, group)
     connect([group], options.device)
-    teams: Teams = {}
-    if scheme == OWNER:
-        teams = make_teams(group, plan.teams)
-        connect([team.group for team in teams.values()], options.device)
+    teams = make_teams(group, plan.teams)
+    connect([team.group for team in teams.values()], options.device)
     kind = ToReplicas if scheme == SHARED else ToOwners
     carrier = kind(
         plan.layout,
@@ -142,6 +134,17 @@ def make_waves(
     made = _lay_out(scheme, carrier, plan.waves, teams, sizes, options, plan)
     unmet = None if team_rules is None else team_rules.unmet()
     return replace(made, plan=None if scheme == LOCAL else plan, unmet=unmet)
+
+
+def _check_state(scheme: str, method: Method) -> None:
+    """Raise a SettingError if replicas share work on state, which each of them has to save."""
+    if scheme == SHARED and method.has_state:
+        raise SettingError(
+            "muon_share_replicated",
+            True,
+            f"cannot be: {type(method).__name__} keeps state, which every replica has to save",
+            "use False",
+        )
 
 
 def _plan_of(
