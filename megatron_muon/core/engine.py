@@ -76,7 +76,8 @@ class Engine:
         """Everything that the device does in a step. Collective, as the transport is."""
         self.memory.acquire()
         self.passes.begin(self.probe)
-        run(len(self.waves), self)
+        with self.method.arithmetic():
+            run(len(self.waves), self)
         self.passes.end()
         self.memory.release()
 

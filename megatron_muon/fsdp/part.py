@@ -162,6 +162,7 @@ class Part:
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._members: dict[int, tuple[Sequence[torch.Tensor], int, list[int]]] = {}
         self._with_rows = [each for each in viewed if local_part(each.parameter).numel()]
+        self._own = [self.state[each.parameter] for each in self._with_rows]
         self.rows = Rows(
             names,
             waves,
@@ -239,8 +240,7 @@ class Part:
         Raises:
             UserError: there are others, or some are missing.
         """
-        for each in self._with_rows:
-            own = self.state[each.parameter]
+        for each, own in zip(self._with_rows, self._own, strict=True):
             given = state.get(each.parameter, {})
             if given.keys() != own.keys():
                 raise UserError(

@@ -46,7 +46,8 @@ def run(
     """Run a method on a finite stack with buffers of its own."""
     for part in stack.split(min(method.together(kind), len(stack))):
         work = Work.allocated(method.work_bytes(kind, len(part), part.itemsize), part.device)
-        method.run(part, kind, unit_factor(largest_magnitude(part)), work, team=team)
+        with method.arithmetic():
+            method.run(part, kind, unit_factor(largest_magnitude(part)), work, team=team)
 
 
 def orthogonalized(

@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -159,6 +160,10 @@ class Method(ABC):
                 found[slot] += math.prod(shape)
         return found
 
+    def arithmetic(self) -> AbstractContextManager[None]:
+        """Around the `run`s of a step: sets how the device forms products; nothing by default."""
+        return nullcontext()
+
     @abstractmethod
     def run(
         self,
@@ -172,6 +177,8 @@ class Method(ABC):
         probe: Probe = SILENT,
     ) -> None:
         """Put scaled updates in the stack's place, NaN where a factor is NaN. Collective in a team.
+
+        Within `arithmetic`.
 
         Args:
             stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks; a tall

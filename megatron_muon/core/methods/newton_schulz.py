@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, override
 
@@ -112,6 +113,15 @@ class NewtonSchulz(Method):
         return self.iteration.together(kind)
 
     @override
+    def arithmetic(self) -> AbstractContextManager[None]:
+        # Setting the precision of fp32 products fails beside torch's newer switches, so not where
+        # there are none.
+        if self.dtype is torch.bfloat16:
+            return _sums_in_fp32()
+        precision: AbstractContextManager[None] = fp32_matmul_precision(self.iteration.precision)
+        return precision
+
+    @override
     def run(
         self,
         stack: Tensor,
@@ -126,22 +136,15 @@ class NewtonSchulz(Method):
         iteration = self.iteration
         products = SymmetricProducts(iteration.products, work, team, probe)
         method, runs = _runs_of(iteration, kind)
-        # Setting the precision of fp32 products fails beside torch's newer switches, so not where
-        # there are none.
-        with (
-            _sums_in_fp32()
-            if self.dtype is torch.bfloat16
-            else fp32_matmul_precision(iteration.precision)
-        ):
-            x = stack
-            if stack.dtype != self.dtype:
-                x = work.take("x", stack.shape, self.dtype)
-            # rounded once, as factors are powers of two
-            torch.mul(stack, factors.to(stack.dtype), out=x)
-            least_norm = factors * self.eps if self.eps else None
-            updates = iterate(x, runs, method, products, least_norm)
-            if updates is not stack:
-                stack.copy_(updates)
+        x = stack
+        if stack.dtype != self.dtype:
+            x = work.take("x", stack.shape, self.dtype)
+        # rounded once, as factors are powers of two
+        torch.mul(stack, factors.to(stack.dtype), out=x)
+        least_norm = factors * self.eps if self.eps else None
+        updates = iterate(x, runs, method, products, least_norm)
+        if updates is not stack:
+            stack.copy_(updates)
         probe.blocks(stack, kind.scale, team)
 
     @override

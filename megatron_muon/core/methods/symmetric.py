@@ -52,6 +52,7 @@ class SymmetricProducts:
     ) -> None:
         self.work = work
         self._products = products
+        self._shares: dict[int, tuple[float, float]] = {}  # by columns; all blocks have m rows
         self._team = team
         self._probe = probe
 
@@ -81,7 +82,9 @@ class SymmetricProducts:
         """
         count, m, n = left.shape
         out = self.work.take(name, (count, m, m), left.dtype)
-        square, symmetric = self._products.shares(m, n)
+        if n not in self._shares:
+            self._shares[n] = self._products.shares(m, n)
+        square, symmetric = self._shares[n]
         share = square if left is right else symmetric
         uses_kernel = self._products is KERNEL
         if share == 1.0 or (uses_kernel and not is_exact):

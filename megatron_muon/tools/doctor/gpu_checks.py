@@ -245,7 +245,8 @@ def orthogonalized(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     kind = BlockKind(rows, cols, 1.0, 0, (), cols)
     work = Work.allocated(method.work_bytes(kind, count, x.itemsize), x.device)
     for part in stack.split(min(method.together(kind), count)):
-        method.run(part, kind, unit_factor(largest_magnitude(part)), work)
+        with method.arithmetic():
+            method.run(part, kind, unit_factor(largest_magnitude(part)), work)
     return stack
 
 
