@@ -5,7 +5,9 @@
     drain     stacks -> lane
     descend   lane, weight -> weight, with decay
 
-Rules come before `advance` and `descend`; plain Muon has none. Momentum is an exponential moving
+Copies are made once, in `core/wave.py`: `chunk.pack` from prepared rows to the lane, of a batch to
+its stacks; `fill` and `drain` between lane and stacks, also for what stays on this rank;
+`chunk.unpack` back to updates. Rules come before `advance` and `descend`; plain Muon has none. Momentum is an exponential moving
 average with Nesterov's look-ahead, as in emerging-optimizers' Muon. Decay is decoupled (AdamW's),
 coupled (added to the gradient), or a rule's.
 """
@@ -71,8 +73,9 @@ class Passes:
     def advance(self, wave: Wave) -> None:
         """Advance momentum, and write what is orthogonalized to lanes, or to stacks.
 
-        Of a matrix that some rank cannot update each shard's first element becomes NaN, so that no
-        rank updates it.
+        momentum <- lerp(momentum, gradient, 1 - share); what is orthogonalized is
+        lerp(gradient, momentum, share), Nesterov's look-ahead, or momentum. Of a matrix that some
+        rank cannot update each shard's first element becomes NaN, so that no rank updates it.
         """
         for chunk in wave.chunks:
             with self._probe.phase("momentum"), self.rows.beside.prepare(chunk):
@@ -87,7 +90,19 @@ class Passes:
                         rule.before(part)
                     if failed is not None:
                         _keep(part, failed[places.start : places.stop])
-                    self._average(part)
+                    for group, rows, momentum in part.by_group():
+                        share = group["momentum"]
+                        if len(rows) == 1:  # it may be more than a launch of calls on lists takes
+                            momentum[0].lerp_(rows[0], 1.0 - share)
+                        else:
+                            torch._foreach_lerp_(momentum, rows, 1.0 - share)
+                        if not self._nesterov:
+                            torch._foreach_copy_(rows, momentum)
+                        elif len(rows) == 1:
+                            rows[0].lerp_(momentum[0], share)
+                        else:
+                            torch._foreach_lerp_(rows, momentum, share)
+                    self._probe.momentum(part.indices, part.state, self.rows.replicas)
                 if marks is not None:
                     chunk.prepared.index_add_(0, chunk.firsts, marks)
             copy_all(chunk.pack)
@@ -126,7 +141,7 @@ class Passes:
         copy_all(wave.drain)
 
     def descend(self, wave: Wave) -> None:
-        """Move weights along the rows of updates; where an update is NaN they stay."""
+        """weight <- weight - lr * (update + decay * weight); where an update is NaN weights stay."""
         for chunk in wave.chunks:
             copy_all(chunk.unpack)
             with self._probe.phase("apply"):
@@ -137,8 +152,16 @@ class Passes:
                     self._probe.updates(part.indices, part.rows, self.rows.replicas)
                     for rule in self._moving:
                         rule.after(part)
-                    if not self._moving:
-                        self._subtract(part)
+                    if self._moving:
+                        continue
+                    by_group = list(part.by_group())
+                    for group, rows, weights in by_group:
+                        decay = group["weight_decay"]
+                        if self._decay == DECOUPLED and acts(decay):
+                            add_scaled(rows, weights, decay)  # so that both are rounded once
+                    part.flat.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+                    for group, rows, weights in by_group:
+                        add_scaled(weights, rows, -group["lr"])
 
     def _couple(self, part: Part) -> None:
         """Add decay to the gradient."""
@@ -146,32 +169,6 @@ class Passes:
             if acts(group["weight_decay"]):
                 weights = self.rows.weights(index).to(rows.device, rows.dtype)
                 add_scaled([rows], [weights], group["weight_decay"])
-
-    def _average(self, part: Part) -> None:
-        """momentum <- lerp(momentum, gradient), which takes the gradient's place."""
-        for group, rows, momentum in part.by_group():
-            share = group["momentum"]
-            # one tensor may be more than a launch of calls on lists takes
-            if len(rows) == 1 and self._nesterov:
-                momentum[0].lerp_(rows[0], 1.0 - share)
-                rows[0].lerp_(momentum[0], share)
-                continue
-            torch._foreach_lerp_(momentum, rows, 1.0 - share)
-            if self._nesterov:
-                torch._foreach_lerp_(rows, momentum, share)
-            else:
-                torch._foreach_copy_(rows, momentum)
-        self._probe.momentum(part.indices, part.state, self.rows.replicas)
-
-    def _subtract(self, part: Part) -> None:
-        """weight <- weight - lr * (update + weight_decay * weight), where the update is not NaN."""
-        by_group = list(part.by_group())
-        for group, rows, weights in by_group:
-            if self._decay == DECOUPLED and acts(group["weight_decay"]):
-                add_scaled(rows, weights, group["weight_decay"])  # so that both are rounded once
-        part.flat.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        for group, rows, weights in by_group:
-            add_scaled(weights, rows, -group["lr"])
 
 
 def copy_all(copies: Copies) -> None:

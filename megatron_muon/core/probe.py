@@ -26,9 +26,9 @@ PHASES = (
     "apply",
     "other",
 )
-"""In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
+"""In the order of a step. momentum: `advance`; gather: packing rows and starting the exchange; gather_wait: waiting for
 rows (all of its gathering, for the all-gather scheme); orthogonalize: assembly and iteration; send_back: packing the
-update's rows; scatter_wait: waiting for them; apply: `apply`; other: what lies between."""
+update's rows; scatter_wait: waiting for them; apply: `descend`; other: what lies between."""
 
 _NOTHING = nullcontext()
 _is_profiled = torch._C._autograd._profiler_enabled

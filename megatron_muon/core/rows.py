@@ -150,8 +150,8 @@ class Rows:
             number for each matrix in a step.
 
     Attributes:
-        groups: parameter group of each matrix, with its numbers.
-        gradients: rows of each gradient, None where there is none.
+        groups, gradients: each matrix's parameter group with its numbers, and rows of its gradient,
+            None where there is none; to be set before a step.
         state: gives the rows of a rule's slot, by matrix.
         failed: NaN for each matrix that no rank updates, 0 for others; None for no such one.
     """
@@ -224,32 +224,22 @@ class Rows:
         """The number of ranks that hold the same rows of a matrix."""
         return self._replicas.get(index, 1)
 
-    def begin(
-        self,
-        gradients: Sequence[Tensor | None],
-        groups: Sequence[dict[str, Any]],
-    ) -> None:
-        """Take the gradients and numbers of a step.
-
-        Raises:
-            RuntimeError: a shard with rows has no gradient.
-        """
-        self.gradients = gradients
-        self.groups = groups
-        missing = [index for index in self.held if gradients[index] is None]
-        if missing and not self._skip_missing:
-            raise RuntimeError(
-                f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
-                " finish_grad_sync() called?"
-            )
-
     def find_failed(self) -> None:
         """Find matrices whose gradient is missing or not finite on some rank. Collective.
 
         Momentum advances before rows travel, so a rank that knew only its own gradients would
         advance the momentum of a matrix that another rank cannot update.
+
+        Raises:
+            RuntimeError: a shard with rows has no gradient, and missing ones are not skipped.
         """
         self.failed = None
+        missing = [index for index in self.held if self.gradients[index] is None]
+        if missing and not self._skip_missing:
+            raise RuntimeError(
+                f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
+                " finish_grad_sync() called?"
+            )
         if not self._skip_missing:
             return
         failed = torch.zeros(
@@ -272,9 +262,8 @@ class Rows:
             if len(ready) < len(self.held):
                 at = torch.tensor(ready, device=self._device)
             failed.index_add_(0, at, norms - norms)  # NaN where it is not finite
-        missing = set(self.held).difference(ready)
         if missing:
-            failed[sorted(missing)] = torch.nan
+            failed[missing] = torch.nan
         if self._group.size() > 1:
             dist.all_reduce(failed, group=self._group)
         # where nothing waits for a device to tell
@@ -309,7 +298,10 @@ class Rows:
             )
 
     def with_weights(self, chunk: Chunk) -> Iterator[Part]:
-        """Updates of a chunk with their weights, likewise; they go where the weights are."""
+        """Updates of a chunk with their weights, likewise; they go where the weights are.
+
+        Keeps the first element of each for `end`.
+        """
         torch.index_select(
             chunk.updates,
             0,

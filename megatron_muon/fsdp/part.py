@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.build import Waves
 from megatron_muon.core.engine import Engine
@@ -295,17 +296,20 @@ class Part:
         groups = self.read_groups(param_groups)  # schedules change them
         gradients: list[torch.Tensor | None] = [None] * len(self.names)
         for each in self._with_rows:
-            gradient = each.parameter.grad
-            if each.is_itself:
-                self._weights[each.first] = local_part(each.parameter)
-                if gradient is not None:
-                    gradients[each.first] = local_part(gradient)
+            p = each.parameter
+            gradient = p.grad
+            if each.is_itself:  # as `local_part`, without two calls for each of thousands
+                self._weights[each.first] = p._local_tensor if isinstance(p, DTensor) else p
+                if isinstance(gradient, DTensor):
+                    gradient = gradient._local_tensor
+                gradients[each.first] = gradient
                 continue
             self._weights.update(each.weights())
             if gradient is not None:
                 for number, rows in each.rows_of(gradient):
                     gradients[number] = rows
-        self.rows.begin(gradients, groups)
+        self.rows.gradients = gradients
+        self.rows.groups = groups
         (self.captured or self.engine.step)()
         self.rows.end_step()
 

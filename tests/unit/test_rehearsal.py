@@ -18,8 +18,8 @@ from megatron_muon import cpu
 from megatron_muon.core.engine import Engine
 from megatron_muon.core.exchange import ToOwners, Works
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.passes import Passes
 from megatron_muon.core.plan import make_plan
+from megatron_muon.core.rows import Rows
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, node_pattern
@@ -229,8 +229,8 @@ ACTS: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
 def test_waits_of_the_host_and_memory_are_found(text: str) -> None:
     act, name = ACTS[text]
     with Patches() as patches:
-        patches.around(Passes, "_subtract")(
-            lambda subtract, passes, part: (act(part.flat), subtract(passes, part))
+        patches.around(Rows, "with_weights")(
+            lambda with_weights, rows, chunk: (act(chunk.updates), with_weights(rows, chunk))[1]
         )
         finding, *_ = check(recorded(rehearsal(), [2]))
     assert (finding.check, finding.ranks) == (name, (2,))

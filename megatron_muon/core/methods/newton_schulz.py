@@ -242,7 +242,7 @@ def iterate(
         that is not finite becomes NaN.
     """
     first, *others = runs
-    r = products.gram(x)
+    r = products.product("r", x, x)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
     square = diagonal.sum(dim=-1, dtype=torch.float32).view(-1, 1, 1)
     if least_norm is not None:
@@ -253,7 +253,7 @@ def iterate(
     wide = products.work.take("wide", x.shape, x.dtype)
     x, spare = torch.bmm(q, x, out=wide), x
     for run in others:
-        r = products.gram(x)
+        r = products.product("r", x, x)
         if method == GRAM:
             q = _factor_of_run(r, run, products)
             x, spare = torch.bmm(q, x, out=spare), x

@@ -56,14 +56,6 @@ class SymmetricProducts:
         self._team = team
         self._probe = probe
 
-    def gram(self, x: Tensor) -> Tensor:
-        """X X^T of each block `(m, n)`, over all columns of a team: `(count, m, m)`. Collective in a team."""
-        gram = self.product("r", x, x)
-        if self._team is None:
-            return gram
-        buffer = self.work.take("sum", gram.shape, torch.float32)
-        return self._team.total(gram, buffer, self._probe)
-
     def product(
         self,
         name: str,
@@ -77,6 +69,7 @@ class SymmetricProducts:
     ) -> Tensor:
         """beta * base + alpha * left @ right^T of each block, `(count, m, m)`, in the buffer `name`.
 
+        Without `base` it is X X^T: over all columns of a team, and collective there. Otherwise
         `left` and `right` are the same blocks `(m, n)`, or symmetric matrices that commute.
         `is_exact`: `base` is symmetric to the last bit.
         """
@@ -89,16 +82,21 @@ class SymmetricProducts:
         uses_kernel = self._products is KERNEL
         if share == 1.0 or (uses_kernel and not is_exact):
             if base is None:
-                return torch.bmm(left, right.mT, out=out)
-            return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
-        blocks = self.work.blocks
-        bases = [None] * count if base is None else blocks(base)
-        operands = zip(blocks(left), blocks(right), bases, blocks(out), strict=True)
-        for a, b, c, result in operands:
-            if uses_kernel:
-                symmetric_kernel(a, c, result, alpha=alpha, beta=beta)
+                torch.bmm(left, right.mT, out=out)
             else:
-                _form_in_halves(a, b, c, result, alpha=alpha, beta=beta)
+                torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
+        else:
+            blocks = self.work.blocks
+            bases = [None] * count if base is None else blocks(base)
+            operands = zip(blocks(left), blocks(right), bases, blocks(out), strict=True)
+            for a, b, c, result in operands:
+                if uses_kernel:
+                    symmetric_kernel(a, c, result, alpha=alpha, beta=beta)
+                else:
+                    _form_in_halves(a, b, c, result, alpha=alpha, beta=beta)
+        if base is None and self._team is not None:
+            buffer = self.work.take("sum", out.shape, torch.float32)
+            self._team.total(out, buffer, self._probe)
         return out
 
 

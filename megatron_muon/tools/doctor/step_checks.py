@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.core.passes import Passes
+from megatron_muon.core.rows import Rows
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.offload.store import DISK, HOST, RecordStore
 from megatron_muon.tools.doctor.gpu_checks import Context, arithmetic, machine, training
@@ -185,10 +186,10 @@ def same(found: Weights, expected: Weights) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-# Methods of a step that start late; `_average` may be on a stream of its own.
+# Methods of a step that start late; `with_momentum` may be on a stream of its own.
 DELAYED: list[tuple[type, str]] = [
     (Passes, "advance"),
-    (Passes, "_average"),
+    (Rows, "with_momentum"),
     (Passes, "descend"),
     (NewtonSchulz, "run"),
     (RecordStore, "_bring"),
