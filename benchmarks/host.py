@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.host [--configs FILE.yaml ...] [--ranks N ...]
 
 The rank's real optimizer steps with the owners and waves of the plan, on matrices of as many rows
-and a few columns, so that products and copies take next to nothing, in a process group that answers
-at once. The time is the processor's, the minimum over some steps. A CPU has no driver that launches
-kernels, and iterates blocks in other batches than a GPU.
+and one to three columns, so that products and copies take next to nothing, in a process group that
+answers at once. The time is the processor's, the minimum over some steps. A CPU has no driver that
+launches kernels, and iterates blocks in other batches than a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_muon.tools.plan.estimate import HARDWARE, node_pattern, plan_group
 from megatron_muon.tools.plan.plan_command import settings_of
 from megatron_muon.tools.plan.planned_model import read_model
 
-STEPS, COLUMNS = 8, 8
+STEPS, COLUMNS = 8, 1
 
 
 class _TimedSteps(Recorder):
