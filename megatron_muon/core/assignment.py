@@ -293,14 +293,16 @@ class _Placement:
         is the classical longest-processing-time rule.
         """
         ranks = len(self._nodes)
+        work = [(each.heaviest, len(each.loads)) for each in divisions]
         mean = sum(sum(each.loads) for each in divisions) / ranks
-        fair = max(mean, max(each.heaviest for each in divisions))
+        fair = max(mean, max(heaviest for heaviest, _ in work))
         self._loads = np.zeros(ranks)
         self._received = np.zeros(int(self._nodes.max()) + 1)
         far = np.zeros(ranks)
         near = 0
         teams: dict[int, Team] = {}
-        for index in _longest_first(divisions):
+        # of equal loads those of teams go first: they have fewer places to choose from
+        for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]
@@ -353,25 +355,6 @@ class _Placement:
                 np.inf,
             ).argmin()
         return list(places[chosen].tolist())
-
-
-def _longest_first(divisions: Sequence[_Division]) -> list[int]:
-    """Numbers of the divisions by their largest load.
-
-    Of equal loads those of teams go first: they have fewer places to choose from.
-    """
-    loads = [
-        (
-            each.heaviest,
-            len(each.loads),
-        )
-        for each in divisions
-    ]
-    return sorted(
-        range(len(loads)),
-        key=loads.__getitem__,
-        reverse=True,
-    )
 
 
 def _places(nodes: Ints, size: int) -> Ints:
