@@ -7,6 +7,7 @@ they bring the lowest load down.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.buffers import AUTO_BYTES, Sizes
+from megatron_muon.core.buffers import AUTO_BYTES, LANES
 from megatron_muon.core.layout import Ints, Layout, Shards
 from megatron_muon.core.slices import TEAM_SIZES, Cuts, Team
 from megatron_muon.errors import SettingError
@@ -85,10 +86,17 @@ class _Kind(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """Blocks of a matrix divided over a team: `Team.cuts`, and the work of each rank."""
+    """Blocks of a matrix divided over a team.
+
+    Attributes:
+        cuts: `Team.cuts`.
+        loads: work of each rank.
+        elements: of the rank that has most.
+    """
 
     cuts: Cuts | None
     loads: tuple[float, ...]
+    elements: int
 
     @property
     def heaviest(self) -> float:
@@ -103,7 +111,11 @@ _Options = dict[_Kind, list[_Division]]
 
 
 def assign(
-    layout: Layout, costs: Sequence[float], rules: TeamRules, sizes: Sizes, buffer_bytes: int | None
+    layout: Layout,
+    costs: Sequence[float],
+    rules: TeamRules,
+    element_bytes: int,
+    buffer_bytes: int | None,
 ) -> list[Team]:
     """The owners of each matrix.
 
@@ -121,7 +133,7 @@ def assign(
     counts = Counter(kinds)
     options = {kind: _options(rules, kind) for kind in counts}
     if not rules.size:
-        options = _that_fit(options, sizes, buffer_bytes)
+        options = _that_fit(options, element_bytes, buffer_bytes)
     placement = _Placement(layout, rules)
     divisions = [options[kind][0] for kind in kinds]
     best = placement.place(divisions)
@@ -145,101 +157,55 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
 
     Where a size is given, over teams of that size alone.
     """
-    found = [_Division(None, (kind.cost,))]
+    found = [_Division(None, (kind.cost,), sum(map(math.prod, kind.blocks)))]
     for size in rules.sizes[1:]:
-        counts = [count for count in TEAM_SIZES if count <= size]
+        for parts in (1, size, math.inf):
+            found.append(_divide(rules, kind, size, parts))
         if rules.size:
-            return [_divide(rules, kind, size, counts)]
-        if len(kind.blocks) > 1:
-            found.append(_divide(rules, kind, size, [1]))
-        found.append(_divide(rules, kind, size, counts))
+            return found[-1:]
     return list(dict.fromkeys(found))
 
 
-def _divide(
-    rules: TeamRules,
-    kind: _Kind,
-    size: int,
-    counts: Sequence[int],
-) -> _Division:
-    """Divide a matrix's blocks over a team: each over consecutive ranks, one of `counts`.
+def _divide(rules: TeamRules, kind: _Kind, size: int, parts: float) -> _Division:
+    """Divide a matrix over a team: the costliest block in so many parts, others by their cost.
 
-    Where the size of teams is given, over as many as can be.
+    No block has more parts than the team ranks; costly ones choose their ranks first.
     """
-    by_block = _block_costs(rules, kind, counts)
-    order = sorted(
-        range(len(by_block)),
-        key=lambda number: (
-            -max(
-                by_block[number].values(),
-            )
-        ),
+    whole = [rules.cost(*block, 1, kind.steps) for block in kind.blocks]
+    loads = np.zeros(size)
+    elements = np.zeros(size, dtype=np.int64)
+    cuts = [(0, 1)] * len(whole)
+    for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
+        block = kind.blocks[number]
+        most = min(size, max(block), parts * whole[number] / max(whole))
+        count = max(count for count in TEAM_SIZES if count <= max(most, 1))
+        first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
+        loads[first : first + count] += rules.cost(*block, count, kind.steps)
+        elements[first : first + count] += math.ceil(math.prod(block) / count)
+        cuts[number] = first, count
+    return _Division(
+        tuple(cuts),
+        tuple(loads.tolist()),
+        int(elements.max()),
     )
-    limits = {cost for by_count in by_block for cost in by_count.values()}
-    found = []
-    for limit in sorted(limits):
-        loads = np.zeros(size)
-        cuts = [(0, 1)] * len(by_block)
-        for number in order:
-            by_count = by_block[number]
-            fastest = min(by_count, key=by_count.__getitem__)
-            fitting = (count for count, cost in by_count.items() if cost <= limit)
-            count = next(fitting, fastest)
-            neighbors = loads.reshape(-1, count).max(axis=1)
-            first = int(neighbors.argmin()) * count
-            loads[first : first + count] += by_count[count]
-            cuts[number] = first, count
-        found.append(
-            _Division(tuple(cuts), tuple(loads.tolist())),
-        )
-    return min(found, key=lambda division: division.heaviest)
 
 
-def _block_costs(
-    rules: TeamRules,
-    kind: _Kind,
-    counts: Sequence[int],
-) -> list[dict[int, float]]:
-    """The work on each block of each rank that cuts it, by the count of these ranks."""
-    costs: dict[Block, dict[int, float]] = {}
-    for block in set(kind.blocks):
-        possible = [count for count in counts if count <= max(block)]
-        if rules.size:
-            possible = possible[-1:]
-        costs[block] = {}
-        for count in possible:
-            costs[block][count] = rules.cost(
-                *block,
-                count,
-                kind.steps,
-            )
-    return [costs[block] for block in kind.blocks]
+def _that_fit(options: _Options, element_bytes: int, buffer_bytes: int | None) -> _Options:
+    """The divisions of each kind that fit the buffer of a step, or else those that take least.
 
-
-def _that_fit(
-    options: _Options,
-    sizes: Sizes,
-    buffer_bytes: int | None,
-) -> _Options:
-    """The divisions of each kind that fit the buffer of a step, or else those that take least."""
-    taken: dict[_Kind, dict[_Division, int]] = {}
-    for kind, found in options.items():
-        taken[kind] = {}
-        for each in found:
-            owner = sizes.of_owners(
-                kind.blocks,
-                each.cuts,
-                len(each.loads),
-                kind.steps,
-            )
-            taken[kind][each] = sizes.step_bytes(owner)
+    A step takes lanes twice as large as an owner's stacks, and a scratch like a lane.
+    """
+    nbytes = 2 * (LANES + 1) * element_bytes
     if buffer_bytes is None:
-        whole = [min(of for each, of in by.items() if not each.is_cut) for by in taken.values()]
-        buffer_bytes = max(AUTO_BYTES, *whole)
+        buffer_bytes = AUTO_BYTES
+        for found in options.values():
+            whole = min(each.elements for each in found if not each.is_cut)
+            buffer_bytes = max(buffer_bytes, nbytes * whole)
     fitting = {}
-    for kind, by in taken.items():
-        limit = max(buffer_bytes, min(by.values()))
-        fitting[kind] = [each for each, of in by.items() if of <= limit]
+    for kind, found in options.items():
+        least = min(each.elements for each in found)
+        most = max(buffer_bytes // nbytes, least)
+        fitting[kind] = [each for each in found if each.elements <= most]
     return fitting
 
 
@@ -327,18 +293,16 @@ class _Placement:
         is the classical longest-processing-time rule.
         """
         ranks = len(self._nodes)
+        work = [(each.heaviest, len(each.loads)) for each in divisions]
         mean = sum(sum(each.loads) for each in divisions) / ranks
-        fair = max(
-            [mean, *(each.heaviest for each in divisions)],
-        )
+        fair = max(mean, max(heaviest for heaviest, _ in work))
         self._loads = np.zeros(ranks)
-        self._received = np.zeros(
-            int(self._nodes.max()) + 1,
-        )
+        self._received = np.zeros(int(self._nodes.max()) + 1)
         far = np.zeros(ranks)
         near = 0
         teams: dict[int, Team] = {}
-        for index in _longest_first(divisions):
+        # of equal loads those of teams go first: they have fewer places to choose from
+        for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]
@@ -352,21 +316,14 @@ class _Placement:
             near += matrix.numel
             if len(owners) == 1:
                 near -= matrix.held_by(owners[0]).numel
-            teams[index] = Team(
-                tuple(owners),
-                division.loads,
-                division.cuts,
-            )
+            teams[index] = Team(tuple(owners), division.loads, division.cuts)
         heaviest = float(self._loads.max())
         # Loads within 3 % of the even share count as equal: below that, bytes decide, between nodes
         # first, on the rank that receives most: that link is the slowest.
         unevenness = max(heaviest / fair, 1.03) if fair else 0.0
         merit = unevenness, float(far.max()), near
-        return _Placed(
-            merit,
-            [teams[index] for index in range(len(teams))],
-            heaviest,
-        )
+        in_order = [teams[index] for index in range(len(teams))]
+        return _Placed(merit, in_order, heaviest)
 
     def _owners(
         self,
@@ -398,25 +355,6 @@ class _Placement:
                 np.inf,
             ).argmin()
         return list(places[chosen].tolist())
-
-
-def _longest_first(divisions: Sequence[_Division]) -> list[int]:
-    """Numbers of the divisions by their largest load.
-
-    Of equal loads those of teams go first: they have fewer places to choose from.
-    """
-    loads = [
-        (
-            each.heaviest,
-            len(each.loads),
-        )
-        for each in divisions
-    ]
-    return sorted(
-        range(len(loads)),
-        key=loads.__getitem__,
-        reverse=True,
-    )
 
 
 def _places(nodes: Ints, size: int) -> Ints:

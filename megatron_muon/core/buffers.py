@@ -14,18 +14,16 @@ the largest of the waves that take it.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron_muon.core.route import Stack, aligned_elements, stacked_elements
-from megatron_muon.core.slices import BlockKind, Cuts
+from megatron_muon.core.route import aligned_elements
+from megatron_muon.core.slices import BlockKind
 
 if TYPE_CHECKING:
     from megatron_muon.core.methods.method import Method
@@ -37,14 +35,11 @@ CHUNK = {"cpu": 2**20, "cuda": 2 * 320 * 65_536}
 """Elements of rows that are prepared, or whose updates are applied, together: in fp32, beside the
 lanes. On a GPU as many as two launches of a call on lists take."""
 
-AUTO_BYTES = 256 * 2**20
+AUTO_BYTES = 248 * 2**20
 """Bytes of a step where nothing is said, and no matrix needs more unless its blocks are cut."""
 
 ROW_BYTES = 4
 """Bytes of an element in a chunk, fp32."""
-
-MANY = 2**20
-"""More blocks than a stack has."""
 
 WHOLE = "whole"
 """Prefix of the names of buffers for whole updates in fp32."""
@@ -80,109 +75,29 @@ class Sizes:
     broadcast: bool = False
     apart: bool = False
 
-    def wave(
-        self,
-        rows: int,
-        owned: int,
-        shares: Shares,
-        stacks: Sequence[Stack],
-    ) -> WaveBytes:
-        """Bytes of a wave, from elements of both regions, on one rank."""
+    def of(self, contents: Contents) -> WaveBytes:
+        """Bytes of a wave, or a batch, on one rank."""
         size = self.dtype.itemsize
-        lane = aligned(aligned_elements(rows) * size) + aligned(owned * size)
-        return self._with_stacks(WaveBytes(lane, self._chunk(shares)), stacks)
-
-    def batch(self, shares: Shares, stacks: Sequence[Stack]) -> WaveBytes:
-        """Bytes of a batch on its rank."""
-        return self._with_stacks(
-            WaveBytes(0, self._chunk(shares), is_batch=True),
-            stacks,
-        )
-
-    def _chunk(self, shares: Shares) -> int:
-        numel = max(min(shares.numel, self.most_numel), shares.largest)
-        return (1 + self.spare) * aligned(ROW_BYTES * numel)
+        is_batch = contents.owned is None
+        lane = 0
+        if contents.owned is not None:
+            lane = aligned(aligned_elements(contents.rows) * size) + aligned(contents.owned * size)
+        numel = max(min(contents.rows, self.most_numel), contents.largest_shard)
+        chunk = (1 + self.spare) * aligned(ROW_BYTES * numel)
+        stacks = 0
+        work = Counter[str]()
+        for kind, count in contents.blocks:
+            stacks += aligned_elements(count * kind.smaller * kind.length)
+            work |= Counter(self.method.work_bytes(kind, count, size))
+        for number in range(self.whole):
+            work[f"{WHOLE}{number}"] = ROW_BYTES * contents.largest_matrix
+        ahead, behind = _places(work, chunk if is_batch else lane)
+        return WaveBytes(lane, chunk, aligned(stacks * size), ahead, behind, is_batch)
 
     @property
     def most_numel(self) -> int:
         """Elements of a chunk at most, unless a shard is larger."""
         return sys.maxsize if self.apart else self.chunk_numel
-
-    def chunk_bytes(self, numel: int) -> int:
-        """Bytes of a chunk for so many elements, as if no shard were larger than a chunk."""
-        return ROW_BYTES * (1 + self.spare) * min(numel, self.chunk_numel)
-
-    def _with_stacks(self, wave: WaveBytes, stacks: Sequence[Stack]) -> WaveBytes:
-        numels = Counter[int]()
-        for stack in stacks:
-            for slot in stack.slots:
-                numels[slot.index] += slot.numel
-        counts = {stack.kind: len(stack.slots) for stack in stacks}
-        work = self._work(
-            counts,
-            max(numels.values(), default=0),
-        )
-        ahead, behind = _places(work, wave.chunk if wave.is_batch else wave.lane)
-        nbytes = aligned(stacked_elements(stacks) * self.dtype.itemsize)
-        return wave._replace(stacks=nbytes, ahead=ahead, behind=behind)
-
-    def _work(
-        self,
-        counts: Mapping[BlockKind, int],
-        largest: int,
-    ) -> dict[str, int]:
-        """Bytes of the method's buffers by name.
-
-        `counts` are blocks by kind, `largest` the elements of the largest matrix.
-        """
-        work = Counter[str]()
-        for kind, count in counts.items():
-            work |= Counter(
-                self.method.work_bytes(kind, count, self.dtype.itemsize),
-            )
-        whole = {f"{WHOLE}{number}": ROW_BYTES * largest for number in range(self.whole)}
-        return dict(work) | whole
-
-    @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
-    def of_owners(
-        self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int
-    ) -> OwnerBytes:
-        """Bytes of a matrix, cut by `Team.cuts`, on the busiest of its owners."""
-        owned = [0] * ranks
-        kinds = Counter[BlockKind]()
-        cuts = cuts or ((0, 1),) * len(blocks)
-        for (rows, cols), (first, count) in zip(
-            blocks,
-            cuts,
-            strict=True,
-        ):
-            smaller, longer = sorted((rows, cols))
-            length = -(-longer // count)
-            team = tuple(range(count)) if count > 1 else ()
-            kinds[BlockKind(smaller, longer, 1.0, steps, team, length)] += 1
-            for place in range(first, first + count):
-                owned[place] += smaller * length
-        stacks = max(owned) * self.dtype.itemsize
-        work = self._work(
-            kinds,
-            sum(rows * cols for rows, cols in blocks),
-        )
-        most = self._work(dict.fromkeys(kinds, MANY), 0)
-        _, behind = _places(work, stacks)
-        return OwnerBytes(stacks, *map(_total, (behind, work, most)))
-
-    def most_gaps(self, kinds: int) -> int:
-        """Most bytes of a step's buffers that are gaps, with a stack for each kind of blocks."""
-        elements = (LANES + kinds) * aligned_elements(1)
-        return elements * self.dtype.itemsize + (2 * LANES + 2 + self.spare) * _ALIGNMENT
-
-    def step_bytes(self, taken: OwnerBytes) -> int:
-        """Bytes of a step on an owner whose lanes are twice as large as its stacks."""
-        chunk = self.chunk_bytes(taken.stacks // self.dtype.itemsize)
-        return LANES * 2 * taken.stacks + max(
-            taken.stacks + taken.behind,
-            chunk,
-        )
 
 
 def _places(
@@ -211,26 +126,21 @@ def _total(sizes: Mapping[str, int]) -> int:
     return sum(map(aligned, sizes.values()))
 
 
-class Shares(NamedTuple):
-    """Elements of a rank's shards in a wave, and of the largest of them."""
-
-    numel: int
-    largest: int
-
-
-class OwnerBytes(NamedTuple):
-    """Bytes of a matrix on the busiest of its owners.
+class Contents(NamedTuple):
+    """A rank's part of a wave, or of a batch, in elements.
 
     Attributes:
-        stacks: its blocks.
-        behind: the method's buffers that do not fit as many.
-        work, most_work: the method's buffers, and those for any number of such matrices.
+        rows: of its shards, largest_shard: of one of them.
+        blocks: number of blocks of each kind.
+        largest_matrix: of the blocks of one matrix.
+        owned: in the lane's region for owned matrices; None for a batch, which has no lane.
     """
 
-    stacks: int
-    behind: int
-    work: int
-    most_work: int
+    rows: int
+    largest_shard: int
+    blocks: tuple[tuple[BlockKind, int], ...]
+    largest_matrix: int
+    owned: int | None = None
 
 
 class WaveBytes(NamedTuple):
@@ -242,10 +152,10 @@ class WaveBytes(NamedTuple):
 
     lane: int
     chunk: int
-    stacks: int = 0
-    ahead: Mapping[str, int] = MappingProxyType({})
-    behind: Mapping[str, int] = MappingProxyType({})
-    is_batch: bool = False
+    stacks: int
+    ahead: Mapping[str, int]
+    behind: Mapping[str, int]
+    is_batch: bool
 
     @property
     def scratch(self) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.buffers import AUTO_BYTES, LANES, OwnerBytes, Sizes
+from megatron_muon.core.buffers import AUTO_BYTES, Buffers, Contents, Sizes, WaveBytes
 from megatron_muon.core.layout import Ints, Layout
-from megatron_muon.core.slices import Team
+from megatron_muon.core.slices import BlockKind, Team
 from megatron_muon.core.traffic import Traffic
 
 MIN_WAVES = 7
@@ -28,29 +31,31 @@ Parts = tuple[tuple[int, ...], ...]
 
 
 class InLane(NamedTuple):
-    """The ranks in whose lane a matrix takes bytes, each once.
+    """Elements of a matrix in lanes.
 
-    `taken` are bytes `(ranks, 3)`: of the lane, of rows, and of stacks.
+    Attributes:
+        ranks: in whose lanes it is, each once.
+        elements: `(ranks, 3)`, in the regions of rows and of owned matrices, and in stacks.
     """
 
     ranks: Ints
-    taken: Ints
+    elements: Ints
 
 
-class Needs:
-    """Bytes that matrices with these owners take.
+class Packed(NamedTuple):
+    """Waves, batches of each rank, and the bytes of a step with them on the busiest rank."""
+
+    waves: Parts
+    batches: tuple[Parts, ...]
+    nbytes: int
+
+
+class Packing:
+    """Cuts matrices with these owners into waves and batches, and counts their bytes.
 
     Attributes:
         travelling: by index, the matrices that are not whole on their owner.
         local: the others, by rank.
-        single: bytes of a lane with the largest matrix.
-        busy: bytes of a lane in which every rank owns a matrix as large as the largest and serves
-            as many rows to others.
-        scratch: bytes of the scratch with one matrix on each rank.
-        work, most_work: the method's buffers, as a share of the stacks, and at most.
-        row_bytes: bytes of a chunk for a byte of rows on the wire.
-        gaps: at most so many bytes are between aligned positions.
-        smallest: bytes of a step with waves of one matrix.
     """
 
     def __init__(
@@ -59,249 +64,212 @@ class Needs:
         teams: Sequence[Team],
         sizes: Sizes,
     ) -> None:
-        self.matrices = layout.matrices
-        self.teams = teams
-        self.sizes = sizes
+        self._ranks = layout.world_size
+        self._matrices = layout.matrices
+        self._teams = teams
+        self._sizes = sizes
+        self._traffic = Traffic(layout, teams)
+        self._bytes_of = functools.cache(sizes.of)
+        self._wave_bytes = functools.cache(self._add_wave)
+        self._batch_bytes = functools.cache(self._add_batch)
+        self._kinds: list[list[tuple[int, BlockKind]]] = []
+        known: dict[Any, list[tuple[int, BlockKind]]] = {}
         self.travelling: dict[int, InLane] = {}
-        self.local: list[list[int]] = [[] for _ in range(layout.world_size)]
-        traffic = Traffic(layout, teams)
-        owned: set[OwnerBytes] = set()
-        whole: set[OwnerBytes] = set()
-        kinds = set[Any]()
+        self.local: list[list[int]] = [[] for _ in range(self._ranks)]
         for index, (matrix, team) in enumerate(
             zip(layout.matrices, teams, strict=True),
         ):
-            kind = tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps
-            kinds |= {(block, kind) for block in matrix.blocks}
-            taken = sizes.of_owners(*kind)
+            key = team.ranks, team.cuts, matrix.shape, matrix.split, matrix.steps
+            if key not in known:
+                slots = team.slices(index, matrix)
+                known[key] = [(each.rank, each.kind(sizes.method.scale(each.of))) for each in slots]
+            self._kinds.append(known[key])
             if team.has_whole(matrix):
-                whole.add(taken)
                 self.local[team.ranks[0]].append(index)
             else:
-                owned.add(taken)
-                self.travelling[index] = self._in_lane(traffic, index)
-        self._add_up(owned, whole)
-        self.gaps = sizes.most_gaps(len(kinds))
-        self.smallest = self.gaps + self.step_bytes(
-            self.single,
-            self.single,
-        )
+                self.travelling[index] = self._in_lane(index)
 
-    def _add_up(
-        self,
-        owned: set[OwnerBytes],
-        whole: set[OwnerBytes],
-    ) -> None:
-        every = owned | whole
-        self.row_bytes = self.sizes.chunk_bytes(1) / self.sizes.dtype.itemsize
-        self.work = max(
-            (each.work / each.stacks for each in every),
-            default=0.0,
-        )
-        self.most_work = max(
-            (each.most_work for each in every),
-            default=0,
-        )
-        scratches = [each.stacks + each.behind for each in owned]
-        for each in whole:
-            chunk = math.ceil(each.stacks * self.row_bytes)
-            scratches.append(each.stacks + max(chunk, each.work))
-        self.scratch = max(scratches, default=0)
-        self.single = 0
-        for held in self.travelling.values():
-            self.single = max(
-                self.single,
-                int(held.taken[:, 0].max()),
-            )
-        self.busy = max(
-            [self.single, *(2 * each.stacks for each in owned)],
-        )
-
-    def step_bytes(self, lane: int, rows: int) -> int:
-        """Bytes of a step with lanes of so many bytes, some of them of rows."""
-        chunk = self.sizes.chunk_bytes(
-            rows // self.sizes.dtype.itemsize,
-        )
-        return LANES * lane + max(self.scratch, chunk)
-
-    def scratch_with(self, taken: Ints) -> Any:
-        """At most so many bytes of the scratch on ranks with waves of these bytes, `(ranks, 3)`."""
-        lane, rows, stacks = taken.T
-        work = np.minimum(self.work * stacks, self.most_work)
-        most = self.sizes.chunk_bytes(self.sizes.chunk_numel)
-        chunk = np.minimum(rows * self.row_bytes, most)
-        return np.maximum(
-            stacks + np.maximum(work - lane, 0.0),
-            chunk,
-        )
-
-    def _in_lane(self, traffic: Traffic, index: int) -> InLane:
-        """The bytes of a matrix in lanes.
+    def _in_lane(self, index: int) -> InLane:
+        """The elements of a matrix in lanes.
 
         A rank's rows leave and their updates come back; an owner gets the rows of others, and sends
         updates to all of these.
         """
-        held = self.matrices[index].shards
-        others = [rank for rank in self.teams[index].ranks if rank not in held.by_rank]
-        ranks = np.append(held.ranks, others).astype(np.int64)
-        taken = np.zeros(
-            (len(ranks), 3),
+        shards = self._matrices[index].shards
+        others = [rank for rank in self._teams[index].ranks if rank not in shards.by_rank]
+        ranks = np.append(shards.ranks, others).astype(np.int64)
+        found = np.zeros((len(ranks), 3), dtype=np.int64)
+        found[: len(shards.ranks), 0] = shards.elements[shards.numbers]
+        for owner, elements in self._traffic.owned(index):
+            found[ranks == owner, 2] += elements.sum()
+            if not self._sizes.broadcast:
+                sent = elements[shards.numbers]
+                found[ranks == owner, 1] += sent[shards.ranks != owner].sum()
+        return InLane(ranks, found)
+
+    def fit(self, buffer_bytes: int | None) -> tuple[Packed, int]:
+        """Waves and batches of a step of at most so many bytes, or the fewest possible.
+
+        With None it may take `AUTO_BYTES`, or as many as it needs where every rank owns a matrix as
+        large as the largest and serves as many rows to others. The second result is the limit.
+        """
+        size = self._sizes.dtype.itemsize
+        single = 0
+        busy = 0
+        filled = np.zeros(self._ranks, dtype=np.int64)
+        for ranks, elements in self.travelling.values():
+            taken = size * elements[:, :2].sum(axis=1)
+            filled[ranks] += taken
+            single = max(single, int(taken.max()))
+            busy = max(busy, single, 2 * size * int(elements[:, 2].max()))
+        smallest = single
+        if buffer_bytes is None:
+            smallest = busy
+            buffer_bytes = max(AUTO_BYTES, self._packed(busy, 0).nbytes)
+        # Batches take the rest: they launch more kernels for their bytes than waves do.
+        lane = max(buffer_bytes // 8, busy)
+        most = int(filled.max())
+        if most > min(SMALL_BYTES, lane):
+            lane = min(lane, max(math.ceil(most / MIN_WAVES), busy))
+        best = None
+        while True:
+            packed = self._packed(lane, buffer_bytes)
+            if best is None or packed.nbytes < best.nbytes:
+                best = packed
+            if best.nbytes <= buffer_bytes or lane <= smallest:
+                return best, buffer_bytes
+            # the same lanes are tried below `busy` whatever the limit is, to name the least for all
+            least, share = smallest, 0.9
+            if lane > busy:
+                least, share = busy, min(0.9, buffer_bytes / packed.nbytes)
+            lane = max(least, int(share * lane))
+
+    def _packed(self, lane: int, buffer_bytes: int) -> Packed:
+        """Waves with lanes of so many bytes, and batches that fit the rest of the buffer."""
+        waves = self._cut_waves(lane)
+        batches = []
+        for rank, buffers in enumerate(self.buffers(waves)):
+            # where nothing travels, more than that would save few kernels
+            free = min(buffer_bytes - buffers.scratch_start, 3 * buffer_bytes // 4)
+            batches.append(self._cut_batches(rank, free, math.ceil(len(waves) / 2)))
+        every = self.buffers(waves, batches)
+        return Packed(
+            waves,
+            tuple(batches),
+            max(buffers.nbytes for buffers in every),
+        )
+
+    def _cut_waves(self, lane: int) -> Parts:
+        """The matrices in waves in which owners have their share of work, in lanes of so many bytes.
+
+        Stacks take at most two thirds of it. Both are larger where one matrix takes more.
+        """
+        most = lane // self._sizes.dtype.itemsize
+        waves: list[list[int]] = []
+        filled = np.zeros((self._ranks, 3), dtype=np.int64)
+        for index in self._interleaved:
+            ranks, elements = self.travelling[index]
+            rows, owned, stacks = (filled[ranks] + elements).T
+            if not waves or np.maximum(rows + owned, 1.5 * stacks).max() > most:
+                waves.append([])
+                filled[:] = 0
+            waves[-1].append(index)
+            filled[ranks] += elements
+        return tuple(map(tuple, waves)) or ((),)
+
+    @functools.cached_property
+    def _interleaved(self) -> list[int]:
+        """Matrices by the share of their owners' work that lies before them, costly ones first."""
+        teams = self._teams
+        order = sorted(
+            self.travelling,
+            key=lambda index: (
+                -max(teams[index].loads),
+                self._matrices[index].shape,
+                index,
+            ),
+        )
+        total = np.zeros(self._ranks)
+        for index in order:
+            total[list(teams[index].ranks)] += teams[index].loads
+        total[total == 0] = 1.0
+        before = np.zeros_like(total)
+        shares = {}
+        for index in order:
+            owners = list(teams[index].ranks)
+            shares[index] = float(
+                (before[owners] / total[owners]).max(),
+            )
+            before[owners] += teams[index].loads
+        return sorted(
+            shares,
+            key=lambda index: (shares[index], index),
+        )
+
+    def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
+        """A rank's own matrices in so many batches, or as many more as fit so many bytes.
+
+        Batches have as many elements, and equal shapes together.
+        """
+        order = sorted(
+            self.local[rank],
+            key=lambda index: (self._matrices[index].shape, index),
+        )
+        numels = np.array(
+            [self._matrices[index].numel for index in order],
             dtype=np.int64,
         )
-        taken[: len(held.ranks), :2] = held.elements[held.numbers, None]
-        for owner, elements in traffic.owned(index):
-            own = 0
-            if owner in held.by_rank:
-                own = elements[held.by_rank[owner]]
-            owned = elements.sum()
-            moved = owned
-            if not self.sizes.broadcast:
-                moved = max(owned, elements[held.numbers].sum())
-            taken[ranks == owner] += (moved - own, 0, owned)
-        return InLane(ranks, taken * self.sizes.dtype.itemsize)
+        middles = 2 * numels.cumsum() - numels
 
+        def cut(count: int) -> Parts:
+            numbers = middles * count // (2 * numels.sum())
+            grouped = itertools.groupby(
+                zip(numbers.tolist(), order, strict=True),
+                itemgetter(0),
+            )
+            return tuple(tuple(index for _, index in part) for _, part in grouped)
 
-def auto_bytes(needs: Needs) -> int:
-    """Bytes of a step where none are given."""
-    return max(
-        AUTO_BYTES,
-        needs.step_bytes(needs.busy, needs.busy // 2),
-    )
+        def fits(count: int) -> bool:
+            return all(self._batch_bytes(part).scratch <= free for part in cut(count))
 
+        counts = range(at_least, len(order))
+        place = bisect_left(counts, True, key=fits)
+        if place < len(counts):
+            return cut(counts[place])
+        return tuple((index,) for index in order)
 
-def cut_waves(
-    needs: Needs,
-    buffer_bytes: int,
-) -> tuple[Parts, Ints]:
-    """The matrices in waves in which owners have their share of work and no lane overflows.
+    def buffers(self, waves: Parts, batches: Sequence[Parts] = ()) -> list[Buffers]:
+        """The buffers of a step on each rank."""
+        by_wave = map(self._wave_bytes, waves)
+        found = []
+        for rank, of_rank in enumerate(zip(*by_wave, strict=True)):
+            own = map(self._batch_bytes, batches[rank] if batches else ())
+            found.append(
+                Buffers.of(of_rank, list(own), apart=self._sizes.apart),
+            )
+        return found
 
-    A wave ends where the next matrix would overflow a lane, or where it has its share of all bytes,
-    unless that is little, or leaves no room for one of the largest matrices on every rank: alone,
-    it would leave every other rank idle. The second result is what is left for batches of each
-    rank.
-    """
-    limit = _lane_limit(needs, buffer_bytes)
-    scratch = buffer_bytes - LANES * limit
-    waves: list[list[int]] = []
-    filled = np.zeros(
-        (len(needs.local), 3),
-        dtype=np.int64,
-    )
-    lanes = np.zeros(
-        (LANES, len(filled)),
-        dtype=np.int64,
-    )
-    for index in _interleaved(needs):
-        ranks, taken = needs.travelling[index]
-        after = filled[ranks] + taken
-        is_full = after[:, 0].max() > limit
-        is_full |= needs.scratch_with(after).max() > scratch
-        if not waves or is_full:
-            waves.append([])
-            filled[:] = 0
-        waves[-1].append(index)
-        filled[ranks] += taken
-        lane = lanes[len(waves) % LANES]
-        np.maximum(lane, filled[:, 0], out=lane)
-    left: Ints = buffer_bytes - lanes.sum(axis=0)
-    return tuple(map(tuple, waves)) or ((),), left
+    def _add_wave(self, wave: tuple[int, ...]) -> list[WaveBytes]:
+        """Bytes of a wave on each rank."""
+        sums, most = np.zeros((2, self._ranks, 3), dtype=np.int64)
+        blocks = [Counter[BlockKind]() for _ in range(self._ranks)]
+        for index in wave:
+            ranks, elements = self.travelling[index]
+            sums[ranks] += elements
+            most[ranks] = np.maximum(most[ranks], elements)
+            for rank, kind in self._kinds[index]:
+                blocks[rank][kind] += 1
+        rows, owned, _ = sums.T.tolist()
+        shards, _, matrices = most.T.tolist()
+        kinds = [tuple(sorted(each.items())) for each in blocks]
+        return list(map(self._bytes_of, map(Contents, rows, shards, kinds, matrices, owned)))
 
-
-def _lane_limit(needs: Needs, buffer_bytes: int) -> int:
-    """Bytes that a lane may take."""
-    filled = np.zeros(
-        len(needs.local),
-        dtype=np.int64,
-    )
-    for held in needs.travelling.values():
-        filled[held.ranks] += held.taken[:, 0]
-    most = int(filled.max())
-    limit = (buffer_bytes - needs.scratch) // LANES
-    even = max(buffer_bytes // (LANES + 1), needs.busy)
-    limit = min(limit, even)
-    if most > min(SMALL_BYTES, limit):
-        share = max(math.ceil(most / MIN_WAVES), needs.busy)
-        limit = min(limit, share)
-    return limit
-
-
-def _interleaved(needs: Needs) -> list[int]:
-    """Matrices by the share of their owners' work that lies before them, costly ones first."""
-    teams = needs.teams
-    order = sorted(
-        needs.travelling,
-        key=lambda index: (
-            -max(teams[index].loads),
-            needs.matrices[index].shape,
-            index,
-        ),
-    )
-    total = np.zeros(len(needs.local))
-    for index in order:
-        total[list(teams[index].ranks)] += teams[index].loads
-    total[total == 0] = 1.0
-    before = np.zeros_like(total)
-    shares = {}
-    for index in order:
-        owners = list(teams[index].ranks)
-        shares[index] = float(
-            (before[owners] / total[owners]).max(),
+    def _add_batch(self, batch: tuple[int, ...]) -> WaveBytes:
+        """Bytes of a batch on its rank."""
+        numels = [self._matrices[index].numel for index in batch]
+        blocks = Counter(kind for index in batch for _, kind in self._kinds[index])
+        kinds = tuple(sorted(blocks.items()))
+        largest = max(numels)
+        return self._bytes_of(
+            Contents(sum(numels), largest, kinds, largest),
         )
-        before[owners] += teams[index].loads
-    return sorted(
-        shares,
-        key=lambda index: (shares[index], index),
-    )
-
-
-def make_batches(
-    needs: Needs,
-    left: Ints,
-    at_least: int,
-) -> tuple[Parts, ...]:
-    """Each rank's own matrices in so many batches, or as many more as fit so many bytes."""
-    found = []
-    for indices, scratch in zip(
-        needs.local,
-        left.tolist(),
-        strict=True,
-    ):
-        stacks = max(
-            scratch / (1 + max(needs.row_bytes, needs.work)),
-            (scratch - needs.most_work) / (1 + needs.row_bytes),
-        )
-        most = stacks / needs.sizes.dtype.itemsize
-        found.append(_parts(needs, indices, most, at_least))
-    return tuple(found)
-
-
-def _parts(
-    needs: Needs,
-    indices: Sequence[int],
-    most: float,
-    at_least: int,
-) -> Parts:
-    """Matrices in parts of as many elements, at most so many, equal shapes together."""
-    matrices = needs.matrices
-    order = sorted(
-        indices,
-        key=lambda index: (matrices[index].shape, index),
-    )
-    numels = np.array(
-        [matrices[index].numel for index in order],
-        dtype=np.int64,
-    )
-    middles = 2 * numels.cumsum() - numels
-    numbers = np.arange(len(order))
-    count = min(at_least, len(order))
-    while count < len(order):
-        even = middles * count // (2 * numels.sum())
-        if np.bincount(even, numels).max() <= most:
-            numbers = even
-            break
-        count += 1 + count // 8
-    parts = itertools.groupby(
-        zip(numbers.tolist(), order, strict=True),
-        itemgetter(0),
-    )
-    return tuple(tuple(index for _, index in part) for _, part in parts)

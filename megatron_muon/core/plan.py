@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +17,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, assign
-from megatron_muon.core.buffers import Buffers, Shares, Sizes, WaveBytes
+from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.layout import Ints, Layout
-from megatron_muon.core.packing import Needs, auto_bytes, cut_waves, make_batches
-from megatron_muon.core.route import make_stacks
+from megatron_muon.core.packing import Packing
 from megatron_muon.core.slices import BlockSlice, Team
 from megatron_muon.core.traffic import Traffic, Transfers
 from megatron_muon.errors import SettingError
@@ -40,7 +38,6 @@ class Plan:
     Attributes:
         teams: the ranks that orthogonalize each matrix.
         waves: matrices that travel together, in the order of the step.
-        loads: cost owned by each rank, in the unit of the given costs.
         sizes: what decides the bytes of waves.
         buffer_bytes: the most that a step may take on a rank beyond weights, gradients and state.
         batches: for each rank, matrices that are whole on it, their owner, in parts that are
@@ -51,11 +48,18 @@ class Plan:
     layout: Layout
     teams: tuple[Team, ...]
     waves: tuple[tuple[int, ...], ...]
-    loads: tuple[float, ...]
     sizes: Sizes
     buffer_bytes: int
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
     by_pairs: bool = False
+
+    @cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Cost owned by each rank, in the unit of the given costs."""
+        loads = np.zeros(self.layout.world_size)
+        for team in self.teams:
+            loads[list(team.ranks)] += team.loads
+        return tuple(loads.tolist())
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -113,12 +117,9 @@ class Plan:
     @cached_property
     def step_bytes(self) -> Ints:
         """Bytes of the buffers of a step on each rank."""
-        waves = [self._wave_bytes(number) for number in range(len(self.waves))]
-        found = []
-        for rank, of_rank in enumerate(zip(*waves, strict=True)):
-            batches = list(map(self._batch_bytes, self.batches[rank]))
-            found.append(Buffers.of(of_rank, batches, apart=self.sizes.apart).nbytes)
-        return np.array(found)
+        packing = Packing(self.layout, self.teams, self.sizes)
+        buffers = packing.buffers(self.waves, self.batches)
+        return np.array([each.nbytes for each in buffers])
 
     @cached_property
     def state_bytes(self) -> Ints:
@@ -128,47 +129,6 @@ class Plan:
             numels = self.sizes.method.state_numels(matrix)
             found[owner] += STATE_BYTES * numels.total()
         return found
-
-    def _wave_bytes(self, number: int) -> list[WaveBytes]:
-        """Bytes of a wave on each rank."""
-        ranks = self.layout.world_size
-        numel, largest = np.zeros((2, ranks), dtype=np.int64)
-        for index in self.waves[number]:
-            shards = self.layout.matrices[index].shards
-            elements = shards.elements[shards.numbers]
-            numel[shards.ranks] += elements
-            largest[shards.ranks] = np.maximum(largest[shards.ranks], elements)
-        slots: dict[int, list[BlockSlice]] = defaultdict(list)
-        for slot in self.slices(self.waves[number]):
-            slots[slot.rank].append(slot)
-        rows, updates = self.all_to_alls[number]
-        owned = np.maximum(rows.received(ranks), updates.sent(ranks))
-        if self.sizes.broadcast:
-            owned[:] = 0
-        found = []
-        for rank in range(ranks):
-            shares = Shares(int(numel[rank]), int(largest[rank]))
-            stacks = make_stacks(slots[rank], self.sizes.method.scale)
-            used = self.sizes.wave(
-                shares.numel,
-                int(owned[rank]),
-                shares,
-                stacks,
-            )
-            found.append(used)
-        return found
-
-    def _batch_bytes(self, batch: Sequence[int]) -> WaveBytes:
-        """Bytes of a batch on its rank."""
-        numels = [self.layout.matrices[index].numel for index in batch]
-        stacks = make_stacks(
-            list(self.slices(batch)),
-            self.sizes.method.scale,
-        )
-        return self.sizes.batch(
-            Shares(sum(numels), max(numels)),
-            stacks,
-        )
 
 
 def make_plan(
@@ -195,59 +155,28 @@ def make_plan(
         [0] * layout.world_size,
         size=1,
     )
-    needs = _fitting_needs(layout, costs, rules, sizes, buffer_bytes)
-    loads = np.zeros(layout.world_size)
-    for team in needs.teams:
-        loads[list(team.ranks)] += team.loads
-    if buffer_bytes is None:
-        buffer_bytes = auto_bytes(needs)
-    waves, left = cut_waves(needs, buffer_bytes - needs.gaps)
-    plan = Plan(
-        layout,
-        tuple(needs.teams),
-        waves,
-        tuple(loads.tolist()),
-        sizes,
-        buffer_bytes,
-        make_batches(needs, left, math.ceil(len(waves) / 2)),
-    )
-    largest = max(waves, key=len)
-    peers = Traffic(layout, needs.teams).gathered(largest).peers(layout.world_size)
-    return replace(
-        plan,
-        by_pairs=2 * int(peers.max()) < layout.world_size - 1,
-    )
-
-
-def _fitting_needs(
-    layout: Layout, costs: Sequence[float], rules: TeamRules, sizes: Sizes, buffer_bytes: int | None
-) -> Needs:
-    """Owners with whom a step fits its buffer; if the fastest do not fit, others that take less."""
-
-    def of(rules: TeamRules, allowed: int | None) -> Needs:
-        return Needs(layout, assign(layout, costs, rules, sizes, allowed), sizes)
-
-    needs = of(rules, buffer_bytes)
-    if buffer_bytes is None or needs.smallest <= buffer_bytes:
-        return needs
-    needs = of(rules, buffer_bytes // 2)
-    if needs.smallest <= buffer_bytes:
-        return needs
-    smaller = [rules]
-    if not rules.size:
-        smaller += [replace(rules, size=size) for size in rules.sizes]
-    needs = min(
-        (of(each, 1) for each in smaller),
-        key=lambda each: each.smallest,
-    )
-    if needs.smallest <= buffer_bytes:
-        return needs
+    attempts = [(rules, buffer_bytes)]
+    if buffer_bytes is not None and not rules.size:
+        attempts.append((rules, buffer_bytes // 2))
+        attempts += [(replace(rules, size=size), None) for size in rules.sizes]
+    least = math.inf
+    for each, allowed in attempts:
+        teams = assign(layout, costs, each, sizes.dtype.itemsize, allowed)
+        packing = Packing(layout, teams, replace(sizes, apart=False))
+        packed, limit = packing.fit(buffer_bytes)
+        if packed.nbytes <= limit:
+            waves, batches, _ = packed
+            busiest = max(waves, key=len)
+            peers = Traffic(layout, teams).gathered(busiest).peers(layout.world_size)
+            by_pairs = 2 * int(peers.max()) < layout.world_size - 1
+            return Plan(layout, tuple(teams), waves, sizes, limit, batches, by_pairs)
+        least = min(least, packed.nbytes)
     largest = max(layout.matrices, key=lambda matrix: matrix.numel)
     rows, cols = largest.shape
-    needed = math.ceil(needs.smallest * 1000 / 2**20) / 1000
+    needed = math.ceil(least * 1000 / 2**20) / 1000
     raise SettingError(
         "muon_exchange_buffer_mb",
-        buffer_bytes / 2**20,
+        limit / 2**20,
         f"is too small: {largest.name} of {rows} x {cols} needs {needed:.3f}",
         "give at least that, or leave it out",
     )

@@ -99,11 +99,6 @@ def make_stacks(
     return stacks
 
 
-def stacked_elements(stacks: Sequence[Stack]) -> int:
-    """Elements of all stacks, with the gaps between them."""
-    return sum(aligned_elements(stack.numel) for stack in stacks)
-
-
 class Leg(NamedTuple):
     """The way of a wave's rows to their owners, or of updates back.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from megatron_muon.core.buffers import (
     ROW_BYTES,
     Buffers,
-    Shares,
+    Contents,
     Sizes,
     StepMemory,
     WaveBytes,
@@ -30,10 +31,17 @@ from megatron_muon.core.whole import WholeUpdate
 def route_bytes(route: Route, sizes: Sizes) -> WaveBytes:
     """Bytes of the buffers of a wave, or a batch, on this rank."""
     shards = [held.shard.numel for held in route.rows]
-    shares = Shares(sum(shards), max(shards, default=0))
-    if route.is_batch:
-        return sizes.batch(shares, route.stacks)
-    return sizes.wave(route.rows_numel, route.owned_numel, shares, route.stacks)
+    by_matrix = Counter[int]()
+    for slot in route.slots:
+        by_matrix[slot.index] += slot.numel
+    contents = Contents(
+        max(sum(shards), route.rows_numel),
+        max(shards, default=0),
+        tuple((stack.kind, len(stack.slots)) for stack in route.stacks),
+        max(by_matrix.values(), default=0),
+        None if route.is_batch else route.owned_numel,
+    )
+    return sizes.of(contents)
 
 
 @dataclass(frozen=True)

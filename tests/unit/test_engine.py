@@ -86,7 +86,7 @@ def two_ranks(*rules: str) -> Plan:
     sizes = sizes_of(method, AUTO, kinds, processor=True)
     waves = tuple((number,) for number in range(WAVES))
     layout = Layout(2, tuple(matrices))
-    return Plan(layout, tuple(teams), waves, (2.0, 2.0), sizes, 2**22, ((), ()))
+    return Plan(layout, tuple(teams), waves, sizes, 2**22, ((), ()))
 
 
 def arrived(received: torch.Tensor, *_: Any, **__: Any) -> Any:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from megatron_muon import cpu
 from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.buffers import AUTO_BYTES
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, RowSplit
 from megatron_muon.core.packing import MIN_WAVES
@@ -110,11 +111,12 @@ def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_byt
     assert plan.buffer_bytes == smallest + more
     assert most_bytes(plan) <= plan.buffer_bytes
     by_default = planned(layout)
-    assert by_default.buffer_bytes == 256 * 2**20
+    assert by_default.buffer_bytes == AUTO_BYTES
     assert most_bytes(by_default) <= by_default.buffer_bytes
-    if smallest > 2000:
+    gaps = 6000  # of three lanes and a scratch: fewer waves may leave some out
+    if smallest > gaps:
         with pytest.raises(UserError, match="is too small"):
-            planned(layout, smallest - 2000, element_bytes)
+            planned(layout, smallest - gaps, element_bytes)
 
 
 @given(
@@ -163,7 +165,7 @@ def test_experts_that_leave_a_remainder_are_not_padded_to_all_ranks(limit_mb: in
     buffer_bytes = None if limit_mb is None else limit_mb * 2**20
     rules = TeamRules(sizes.method.cost, [rank // 8 for rank in range(ranks)])
     plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, sizes=sizes, rules=rules)
-    assert plan.buffer_bytes == (buffer_bytes or 256 * 2**20)
+    assert plan.buffer_bytes == (buffer_bytes or AUTO_BYTES)
     assert most_bytes(plan) <= plan.buffer_bytes
     assert imbalance(plan) <= 2.0 * ranks / count  # two matrices at most
 

@@ -59,7 +59,7 @@ def one_wave(params: list[torch.nn.Parameter], rules: list[str]) -> Plan:
     for rank in range(2):
         own = [index for index, team in enumerate(teams) if team.ranks == (rank,)]
         batches.append((tuple(own),) if own else ())
-    return Plan(layout, tuple(teams), ((),), (1.0, 1.0), sizes, 2**20, tuple(batches))
+    return Plan(layout, tuple(teams), ((),), sizes, 2**20, tuple(batches))
 
 
 def parameters() -> list[torch.nn.Parameter]:
