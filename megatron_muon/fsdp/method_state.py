@@ -7,8 +7,8 @@ the parameter's mesh. So any number of ranks can load it, with other owners.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ class MethodState:
     """State of the blocks that this rank owns, and the way to and from its shares in checkpoints.
 
     Args:
-        parameters: of all matrices.
+        numbers: of the matrices of each parameter.
 
     Attributes:
         nbytes: of this rank's blocks.
@@ -36,7 +36,8 @@ class MethodState:
         SettingError: matrices are parts of parameters.
     """
 
-    def __init__(self, waves: Waves, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, waves: Waves, numbers: Mapping[Tensor, Sequence[int]]) -> None:
+        self._numbers = numbers
         self._scheme = waves.scheme
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -50,7 +51,7 @@ class MethodState:
             for each in (wave, *wave.batches):
                 self._find(each)
         ranks = self._group.size()
-        sharded = [p for p in parameters if isinstance(p, DTensor)]
+        sharded = [p for p in numbers if isinstance(p, DTensor)]
         if self._scheme != LOCAL and any(p.device_mesh.size() != ranks for p in sharded):
             raise SettingError(
                 "muon_tp_mode",
@@ -69,125 +70,96 @@ class MethodState:
                     self._owned[slot, block.index][block.block] = state[number]
                     self.nbytes += state[number].nbytes
 
-    def numels(self, numbers: Sequence[int]) -> dict[str, int]:
-        """Elements of the state of a parameter with these matrices, by slot name."""
-        found: dict[str, int] = {}
-        for number in numbers:
-            for slot, numel in self._numels[number].items():
-                found[slot] = found.get(slot, 0) + numel
-        return found
+    def numels(self, p: Tensor) -> dict[str, int]:
+        """Elements of the state of a parameter, by slot name."""
+        found = Counter[str]()
+        for number in self._numbers[p]:
+            found += self._numels[number]
+        return dict(found)
 
-    def save(
-        self,
-        p: Tensor,
-        numbers: Sequence[int],
-        *,
-        empty: bool = False,
-    ) -> dict[str, Tensor]:
-        """State of a parameter's matrices by slot name, sharded as in checkpoints.
+    def save(self, *, empty: bool = False) -> dict[Tensor, dict[str, Tensor]]:
+        """State of each parameter's matrices by slot name, sharded as in checkpoints.
 
         Collective unless it is `empty`, which leaves zeros.
         """
-        found = {}
-        for slot, numel in self.numels(numbers).items():
-            found[slot], first = self._zeros(p, numel)
-            if not empty:
-                share = local_part(found[slot])
-                for number, start in self._starts(slot, numbers):
-                    whole = self._collect(slot, number)
-                    here, there = _common(share, first, whole, start)
-                    here.copy_(there)
-        return found
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        for p in self._numbers:
+            state[p] = {}
+            for slot, numel in self.numels(p).items():
+                flat = self._zeros(p, numel)
+                state[p][slot] = flat
+                if empty:
+                    continue
+                for saved, loaded, whole, blocks in self._matrices(p, slot, flat):
+                    for part, owned in blocks:
+                        part.copy_(owned)
+                    if self._scheme != GATHERED:  # where every rank owns all
+                        self._add_up(whole)
+                    saved.copy_(loaded)
+        return state
 
-    def load(
-        self,
-        p: Tensor,
-        numbers: Sequence[int],
-        saved: Mapping[str, Tensor],
-    ) -> None:
-        """Take state that `save` has returned, here or on other ranks. Collective."""
-        for slot, numel in self.numels(numbers).items():
-            if slot not in saved:
-                continue
-            _, first = self._zeros(p, numel)
-            share = local_part(saved[slot])
-            for number, start in self._starts(slot, numbers):
-                whole = self._whole(slot, number)
-                here, there = _common(share, first, whole, start)
-                there.copy_(here)
-                self._add_up(whole)
-                for part, owned in self._parts(whole, slot, number):
-                    owned.copy_(part)
+    def load(self, p: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Take a parameter's state that `save` has returned, here or on other ranks. Collective."""
+        for slot in self.numels(p):
+            if slot in saved:
+                for share, common, whole, blocks in self._matrices(p, slot, saved[slot]):
+                    common.copy_(share)
+                    self._add_up(whole)
+                    for part, owned in blocks:
+                        owned.copy_(part)
 
-    def _zeros(self, p: Tensor, numel: int) -> tuple[Tensor, int]:
-        """Zeros that are sharded as in checkpoints, and the first element that this rank has."""
+    def _zeros(self, p: Tensor, numel: int) -> Tensor:
+        """Zeros that are sharded as in checkpoints."""
         if not isinstance(p, DTensor):
-            return torch.zeros(numel, dtype=torch.float32, device=p.device), 0
+            return torch.zeros(numel, dtype=torch.float32, device=p.device)
         mesh = p.device_mesh
         placements = [Replicate() if self._scheme == LOCAL else Shard(0)] * mesh.ndim
-        made = dtensors.zeros(
+        return dtensors.zeros(
             numel,
             dtype=torch.float32,
             device_mesh=mesh,
             placements=placements,
         )
-        _, (first,) = dtensor_utils.compute_local_shape_and_global_offset(
-            made.shape,
-            mesh,
-            placements,
-        )
-        return made, first
 
-    def _starts(self, slot: str, numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Matrices, with the first element of each in the state of their parameter."""
+    def _matrices(
+        self, p: Tensor, slot: str, flat: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, list[tuple[Tensor, Tensor]]]]:
+        """Zeros for the state of each matrix, on every rank, as views of them and of `flat`.
+
+        Yields the elements that this rank has of `flat`, the same ones among the zeros, all of
+        these, and the parts that are blocks of this rank, with their state.
+        """
+        share = local_part(flat)
+        first = 0
+        if isinstance(flat, DTensor):
+            _, (first,) = dtensor_utils.compute_local_shape_and_global_offset(
+                flat.shape,
+                flat.device_mesh,
+                flat.placements,
+            )
         start = 0
-        for number in numbers:
-            yield number, start
-            start += self._numels[number][slot]
-
-    def _whole(self, slot: str, number: int) -> Tensor:
-        """Zeros for the state of a matrix."""
-        return torch.zeros(
-            self._numels[number][slot],
-            dtype=torch.float32,
-            device=self._device,
-        )
-
-    def _collect(self, slot: str, number: int) -> Tensor:
-        """The state of a matrix, flat, on every rank. Collective."""
-        whole = self._whole(slot, number)
-        for part, owned in self._parts(whole, slot, number):
-            part.copy_(owned)
-        if self._scheme != GATHERED:  # where every rank owns all
-            self._add_up(whole)
-        return whole
-
-    def _parts(
-        self,
-        whole: Tensor,
-        slot: str,
-        number: int,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The blocks of a matrix in a flat tensor, with their state, if this rank owns them."""
-        start = 0
-        for _, owned in sorted(self._owned.get((slot, number), {}).items()):
-            end = start + owned.numel()
-            yield whole[start:end].view(owned.shape), owned
-            start = end
+        for number in self._numbers[p]:
+            whole = torch.zeros(
+                self._numels[number][slot],
+                dtype=torch.float32,
+                device=self._device,
+            )
+            blocks = []
+            end = 0
+            for _, owned in sorted(self._owned.get((slot, number), {}).items()):
+                begin, end = end, end + owned.numel()
+                blocks.append((whole[begin:end].view(owned.shape), owned))
+            low = max(first, start)
+            high = max(low, min(first + len(share), start + len(whole)))
+            yield (
+                share[low - first : high - first],
+                whole[low - start : high - start],
+                whole,
+                blocks,
+            )
+            start += len(whole)
 
     def _add_up(self, whole: Tensor) -> None:
         """Sum over all ranks as integers: of an element all but one are 0, so no bit changes."""
         if self._group.size() > 1:
             dist.all_reduce(whole.view(torch.int32), group=self._group)
-
-
-def _common(
-    share: Tensor,
-    first: int,
-    whole: Tensor,
-    start: int,
-) -> tuple[Tensor, Tensor]:
-    """The elements that two flat tensors have in common, which begin at `first` and `start`."""
-    low = max(first, start)
-    high = max(low, min(first + len(share), start + len(whole)))
-    return share[low - first : high - first], whole[low - start : high - start]

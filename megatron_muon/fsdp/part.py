@@ -131,6 +131,7 @@ class Part:
         skip_missing: as for `Rows`.
 
     Attributes:
+        device: of the parameters.
         state: of each parameter, of its shape and sharded alike, without momentum in a store.
         settings: defaults of parameter groups that rules add.
         captured: replays the step, once it is captured.
@@ -151,6 +152,7 @@ class Part:
     ) -> None:
         self.viewed = {each.parameter: each for each in viewed}
         self.names = names
+        self.device = viewed[0].parameter.device
         self.rules = rules
         self.store = store
         self.waves = waves
@@ -158,7 +160,7 @@ class Part:
         self.captured: Any = None
         self.state: State = {each.parameter: {} for each in viewed}
         self.settings: dict[str, float] = {}
-        self.method_state = MethodState(waves, self.viewed)
+        self.method_state = MethodState(waves, {each.parameter: each.numbers for each in viewed})
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._members: dict[int, tuple[Sequence[torch.Tensor], int, list[int]]] = {}
@@ -173,15 +175,11 @@ class Part:
             store=store,
             skip_missing=skip_missing,
         )
+        self.skipped_updates = self.rows.skipped_updates
         self.engine = Engine(waves, Passes(self.rows, rules, **passing))
         if store is None:
             self._show_momentum()
         self._make_slots()
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return next(iter(self.viewed)).device
 
     @property
     def probe(self) -> Probe:
@@ -313,10 +311,6 @@ class Part:
         (self.captured or self.engine.step)()
         self.rows.end_step()
 
-    def skipped_updates(self) -> dict[str, int]:
-        """As `Rows.skipped_updates`."""
-        return self.rows.skipped_updates()
-
     def check_weights(self) -> None:
         """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
         for each in self.viewed.values():
@@ -353,25 +347,6 @@ class Part:
                     rows.copy_(self.store.read(number))
         return state
 
-    def slots_of_method(self, p: torch.Tensor) -> dict[str, int]:
-        """Elements of a parameter's state of the method, by slot name."""
-        return self.method_state.numels(self.viewed[p].numbers)
-
-    def state_of_method(
-        self,
-        *,
-        empty: bool = False,
-    ) -> State:
-        """State of the method as a checkpoint holds it. Collective, as `MethodState.save` is."""
-        found = {}
-        for p, each in self.viewed.items():
-            found[p] = self.method_state.save(
-                p,
-                each.numbers,
-                empty=empty,
-            )
-        return found
-
     def load(self, saved: State, steps: int) -> None:
         """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store.
 
@@ -385,6 +360,6 @@ class Part:
                 for number, rows in self.viewed[p].rows_of(slots[MOMENTUM]):
                     if rows.numel():
                         self.store.write(number, rows)
-            self.method_state.load(p, self.viewed[p].numbers, slots)
+            self.method_state.load(p, slots)
         if self.store is not None:
             self.store.steps = steps

@@ -97,7 +97,7 @@ class MuonState(torch.optim.Optimizer):
             for p, momentum in self.momentum_state().items():
                 self.state[p] = {MOMENTUM: momentum, **before[p]}
             for part in self.parts:
-                for p, slots in part.state_of_method().items():
+                for p, slots in part.method_state.save().items():
                     self.state[p].update(slots)
             return super().state_dict()  # with the hooks that frameworks add
         finally:
@@ -151,7 +151,7 @@ class MuonState(torch.optim.Optimizer):
                 saved[p] = others.pop(keys.get(p), {})
                 if p.requires_grad or saved[p]:
                     shapes = {slot: tensor.shape for slot, tensor in own.items()}
-                    for slot, numel in part.slots_of_method(p).items():
+                    for slot, numel in part.method_state.numels(p).items():
                         shapes[slot] = torch.Size([numel])
                     self._check_slots(p, {MOMENTUM: p.shape, **shapes}, saved[p])
         return saved, copy.deepcopy(others)

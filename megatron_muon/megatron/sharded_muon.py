@@ -66,14 +66,14 @@ class ShardedMuon(torch.optim.Optimizer):
     def kept_slots(self, p: torch.Tensor) -> list[str]:
         """Slots of a parameter that are not in `state`: momentum in a store, and the method's."""
         momentum = [] if self.store is None else [MOMENTUM]
-        return [*momentum, *self.part.slots_of_method(p)]
+        return [*momentum, *self.part.method_state.numels(p)]
 
     def kept_state(self, *, empty: bool = False) -> State:
         """State in these slots as a checkpoint holds it; `empty` leaves out the values.
 
         Collective if the method has state.
         """
-        state = self.part.state_of_method(empty=empty)
+        state = self.part.method_state.save(empty=empty)
         if self.store is not None:
             for p, momentum in self.momentum_state(empty=empty).items():
                 state[p][MOMENTUM] = momentum
