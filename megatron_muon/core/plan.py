@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from megatron_muon.core.assignment import TeamRules, assign
 from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.packing import Packing
-from megatron_muon.core.slices import BlockSlice, Team
+from megatron_muon.core.slices import Team
 from megatron_muon.core.traffic import Traffic, Transfers
 from megatron_muon.errors import SettingError
 
@@ -77,14 +77,6 @@ class Plan:
         first = math.ceil(wave * len(batches) / count)
         end = math.ceil((wave + 1) * len(batches) / count)
         return batches[first:end]
-
-    def slices(self, indices: Sequence[int]) -> Iterator[BlockSlice]:
-        """The slices of matrices that ranks orthogonalize."""
-        for index in indices:
-            yield from self.teams[index].slices(
-                index,
-                self.layout.matrices[index],
-            )
 
     def digest(self) -> str:
         """A short hash of who does what, equal for equal plans on any machine."""
