@@ -68,7 +68,7 @@ class ToOwners:
         self._scale = scale
         self._by_pairs = by_pairs
 
-    def units(self, indices: Sequence[int], *, from_first: bool = False) -> Units:
+    def units(self, indices: Sequence[int]) -> Units:
         """The units of a wave of these matrices."""
         return Units(
             self.layout,
@@ -76,7 +76,6 @@ class ToOwners:
             self.teams,
             self.rank,
             self._scale,
-            from_first=from_first,
         )
 
     def route(self, indices: Sequence[int]) -> Route:

@@ -33,14 +33,14 @@ class ToEveryRank(ToOwners):
 
     def route(self, indices: Sequence[int]) -> Route:
         """This rank's part in the wave of one matrix."""
-        units = self.units(indices, from_first=True)
+        units = self.units(indices)
         (index,) = indices
         padded = max(shard.numel for shard in self.layout.matrices[index].shards)
         kept, updates = laid_out(units.ranks, [(self.rank, unit) for unit in units.kept])
         rows = units.order_rows(updates)
         start = aligned_elements(max(sum(kept), padded))
-        out = [(0, unit) for unit in units.owned if unit.source == self.rank]
-        arrived = [(start + unit.source * padded, unit) for unit in units.owned]
+        out = [(0, unit) for unit in units.owned if unit.shard.rank == self.rank]
+        arrived = [(start + unit.shard.rank * padded, unit) for unit in units.owned]
         return Route(
             indices,
             rows,

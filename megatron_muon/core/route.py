@@ -182,7 +182,6 @@ class Units:
     Args:
         teams: owners of each matrix of the layout.
         scale: factor of a block's update by its shape.
-        from_first: an owner has a shard from its first holder, not from one of its choice.
     """
 
     def __init__(
@@ -192,13 +191,10 @@ class Units:
         teams: Sequence[Team],
         rank: int,
         scale: Callable[[tuple[int, int]], float],
-        *,
-        from_first: bool = False,
     ) -> None:
         self.ranks = layout.world_size
         self.rank = rank
         self.indices = indices
-        self._from_first = from_first
         self._starts: dict[int, int] = {}
         mine = []
         for index in indices:
@@ -222,7 +218,7 @@ class Units:
         for part in [None] if team.cuts is None else team.slices(index, matrix):
             owner = team.ranks[0] if part is None else part.rank
             for shard in matrix.shards if owner == self.rank else here:
-                source = shard.rank if self._from_first else shard.source(owner, self.ranks)
+                source = shard.source(owner, self.ranks)
                 for piece in [_whole(shard)] if part is None else part.runs(shard):
                     numel = piece.repeats * piece.rows * piece.cols
                     far: list[Copy] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -73,21 +72,6 @@ class Part:
         return self.scratch[: rows.numel()].view(rows.shape)
 
 
-class Storage:
-    """Rows where they are, fp32, borrowed all at once; `of_shard` finds those of a shard."""
-
-    def __init__(self, of_shard: Callable[[int], Tensor]) -> None:
-        self._of_shard = of_shard
-
-    def borrow(self, indices: Sequence[int]) -> Borrowed:
-        """The rows of these shards, in parts that fit where they are staged, in order."""
-        if indices:
-            yield range(len(indices)), [self._of_shard(index) for index in indices]
-
-    def end_step(self) -> None:
-        """Every shard has been borrowed once."""
-
-
 class InOrder:
     """Rows are prepared in the order of the step's stream."""
 
@@ -105,34 +89,25 @@ class InOrder:
         """All that reads `chunk.prepared` has been enqueued."""
 
 
-class MomentumStore(Storage, ABC):
-    """Keeps momentum, or other state, outside of the optimizer's; see `offload.store`.
+class Storage:
+    """Rows where they are, fp32, borrowed all at once; `of_shard` finds those of a shard.
 
     Attributes:
-        rounds: momentum is rounded for storage, so a count of steps is kept with it.
-        steps: the count of the training's steps; stochastic rounding depends on it.
         beside: prepares rows, on a stream of its own if there is one.
     """
 
-    rounds: bool
-    steps: int
-    beside: InOrder
+    beside = InOrder()
 
-    @abstractmethod
-    def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Memory for fp32 tensors of so many elements, for as long as they are used."""
+    def __init__(self, of_shard: Callable[[int], Tensor]) -> None:
+        self._of_shard = of_shard
 
-    @abstractmethod
-    def read(self, index: int) -> Tensor:
-        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps."""
+    def borrow(self, indices: Sequence[int]) -> Borrowed:
+        """The rows of these shards, in parts that fit where they are staged, in order."""
+        if indices:
+            yield range(len(indices)), [self._of_shard(index) for index in indices]
 
-    @abstractmethod
-    def write(
-        self,
-        index: int,
-        values: Tensor,
-    ) -> None:
-        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""
+    def end_step(self) -> None:
+        """Every shard has been borrowed once."""
 
 
 class Rows:
@@ -164,7 +139,7 @@ class Rows:
         *,
         outside: Storage | None = None,
         momentum: Mapping[int, Tensor] | None = None,
-        store: MomentumStore | None = None,
+        store: Storage | None = None,
         skip_missing: bool = False,
     ) -> None:
         self.names = names
@@ -172,10 +147,10 @@ class Rows:
         self.groups: Sequence[dict[str, Any]] = ()
         self.gradients: Sequence[Tensor | None] = ()
         self.state: Callable[[str], list[Tensor]] = lambda slot: []
-        self.beside = InOrder() if store is None else store.beside
         self.momentum = dict(momentum or {})
         self._weights = outside or Storage(weights)
         self._momentum = store or Storage(self.momentum.__getitem__)
+        self.beside = self._momentum.beside
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
         self._skip_missing = skip_missing

@@ -13,12 +13,13 @@ from megatron_muon.core.engine import Engine
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.passes import Passes
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.rows import MOMENTUM, MomentumStore, Rows, Storage
+from megatron_muon.core.rows import MOMENTUM, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.method_state import MethodState
 from megatron_muon.fsdp.read_numbers import read_group
 from megatron_muon.matrices.views import View
+from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part, sharded_like
 
 type State = dict[torch.Tensor, dict[str, torch.Tensor]]
@@ -146,7 +147,7 @@ class Part:
         rules: Sequence[Rule],
         passing: Mapping[str, Any],
         *,
-        store: MomentumStore | None = None,
+        store: RecordStore | None = None,
         outside: Storage | None = None,
         skip_missing: bool = False,
     ) -> None:

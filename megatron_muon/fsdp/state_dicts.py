@@ -41,7 +41,7 @@ class MuonState(torch.optim.Optimizer):
     @property
     def stores(self) -> list[RecordStore]:
         """The stores of momentum that is not in the state."""
-        return [part.store for part in self.parts if isinstance(part.store, RecordStore)]
+        return [part.store for part in self.parts if part.store is not None]
 
     def initialize_state(self) -> None:
         """Give every parameter that has none its state, on every rank alike."""

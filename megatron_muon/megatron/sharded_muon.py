@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.core.rows import MOMENTUM, STEPS, MomentumStore
+from megatron_muon.core.rows import MOMENTUM, STEPS
 from megatron_muon.fsdp.part import NUMBERS, Part, State, refuse_copy
+from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part
 
 
@@ -34,7 +35,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self.initialize_state()
 
     @property
-    def store(self) -> MomentumStore | None:
+    def store(self) -> RecordStore | None:
         """The store of momentum, if it is not state."""
         return self.part.store
 

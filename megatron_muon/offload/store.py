@@ -26,7 +26,7 @@ from typing import Any, override
 import torch
 
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.rows import Borrowed, InOrder, MomentumStore
+from megatron_muon.core.rows import Borrowed, InOrder, Storage
 from megatron_muon.core.wave import Chunk
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.disk import (
@@ -110,7 +110,7 @@ class PrepareStream(InOrder):
         self._read[chunk.prepared.data_ptr()] = self._products.record_event()
 
 
-class RecordStore(MomentumStore):
+class RecordStore(Storage):
     """Keeps momentum of this rank's shards; those without elements are never requested.
 
     Args:
@@ -218,7 +218,6 @@ class RecordStore(MomentumStore):
         self._order, self._requested = self._requested, []
         self._read_ahead()
 
-    @override
     def read(self, index: int) -> torch.Tensor:
         """Read momentum; NaN, and a message in `disk.failure`, if a disk fails."""
         self._settle()
@@ -228,7 +227,6 @@ class RecordStore(MomentumStore):
         self.disk.read(index, record)
         return self._decode(index, record)
 
-    @override
     def write(self, index: int, values: torch.Tensor) -> None:
         """Write momentum; it is lost, with a message in `disk.failure`, if a disk fails."""
         self._settle()
@@ -238,7 +236,6 @@ class RecordStore(MomentumStore):
         if on_disk:
             self.disk.write(index, record)
 
-    @override
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Take memory: on the disk that momentum is on, if any."""
         if self.disk.file is None:
