@@ -123,11 +123,11 @@ def test_bf16_products_are_summed_in_fp32_and_the_switch_is_put_back(
         name = "allow_bf16_reduced_precision_reduction"
         return getattr(switches, name), getattr(switches, f"{name}_split_k")
 
-    def product(*_: object) -> torch.Tensor:
+    def product(*_: object, **__: object) -> torch.Tensor:
         seen.append(found())
         raise KeyError
 
-    monkeypatch.setattr(symmetric.SymmetricProducts, "gram", product)
+    monkeypatch.setattr(symmetric.SymmetricProducts, "product", product)
     at_first = found()
     try:
         switches.allow_bf16_reduced_precision_reduction = before
