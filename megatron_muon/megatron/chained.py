@@ -119,7 +119,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
         with span("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
                 with span("muon" if member in self._muons else self.config.muon_scalar_optimizer):
-                    self._scalar_state.get(member, member.optimizer).step()
+                    # the inner optimizer: the wrapper would install weights after each of them
+                    inner = self._scalar_state.get(member, member.optimizer)
+                    inner.step()
             self._look_for_failures()
             if self.qk_clip is not None:
                 with span("qk-clip"):
