@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_muon.core.copies import Copies
 from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.rows import Part, Rows
+from megatron_muon.core.rows import HeldRows, Rows
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.wave import Wave
 
@@ -163,7 +163,7 @@ class Passes:
                     for group, rows, weights in by_group:
                         add_scaled(weights, rows, -group["lr"])
 
-    def _couple(self, part: Part) -> None:
+    def _couple(self, part: HeldRows) -> None:
         """Add decay to the gradient."""
         for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
             if acts(group["weight_decay"]):
@@ -177,7 +177,7 @@ def copy_all(copies: Copies) -> None:
         torch._foreach_copy_(*copies)
 
 
-def _keep(part: Part, failed: Tensor) -> None:
+def _keep(part: HeldRows, failed: Tensor) -> None:
     """Put the momentum of matrices that fail in the place of their gradients: it stays then.
 
     One pass over neighbors of one size. A mask of elements would cost more than the iteration:

@@ -29,7 +29,7 @@ fp32, to be changed in place. When the next part is requested, the one before go
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldRows:
     """Consecutive matrices of a wave, of which this rank has rows.
 
     Attributes:
@@ -245,7 +245,7 @@ class Rows:
         if self._device.type != "cpu" or failed.isnan().any():
             self.failed = failed
 
-    def with_momentum(self, chunk: Chunk) -> Iterator[tuple[range, Part]]:
+    def with_momentum(self, chunk: Chunk) -> Iterator[tuple[range, HeldRows]]:
         """Gradients of a chunk, in its prepared rows, with momentum; in parts that fit its staging.
 
         Rows of a matrix without a gradient keep their values.
@@ -272,7 +272,7 @@ class Rows:
                 ),
             )
 
-    def with_weights(self, chunk: Chunk) -> Iterator[Part]:
+    def with_weights(self, chunk: Chunk) -> Iterator[HeldRows]:
         """Updates of a chunk with their weights, likewise; they go where the weights are.
 
         Keeps the first element of each for `end`.
@@ -298,13 +298,13 @@ class Rows:
         rows: list[Tensor],
         state: list[Tensor],
         flat_state: Tensor | None = None,
-    ) -> Part:
+    ) -> HeldRows:
         """The matrices of a chunk, as rules see them."""
         groups = [self.groups[index] for index in chunk.indices]
         scratch = chunk.spare
         if flat.device != chunk.updates.device:
             scratch = None
-        return Part(
+        return HeldRows(
             chunk.indices,
             groups,
             flat,

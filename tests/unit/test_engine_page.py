@@ -14,7 +14,7 @@ import torch
 from megatron_muon import Muon
 from megatron_muon.core import engine
 from megatron_muon.core.passes import Passes
-from megatron_muon.core.rows import Part
+from megatron_muon.core.rows import HeldRows
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.wave import Wave
 from megatron_muon.fsdp import options
@@ -77,7 +77,7 @@ def test_a_rule_may_change_gradients_before_momentum_takes_them(page: Page) -> N
     """`before` was documented, and no step called it."""
 
     class Negated(Rule):
-        def before(self, part: Part) -> None:
+        def before(self, part: HeldRows) -> None:
             part.flat.neg_()
 
     held: Any = None

@@ -15,7 +15,7 @@ from megatron_muon import Muon
 from megatron_muon.core.build import OWNER, StepOptions, make_waves
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
-from megatron_muon.core.rows import Part
+from megatron_muon.core.rows import HeldRows
 from megatron_muon.core.rules import RULES, make_rules
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.second_moments import MOMENT2
@@ -156,7 +156,7 @@ def test_an_update_along_the_matrix_does_not_throw_it_far() -> None:
     weight.grad = torch.empty_like(weight)
     hyperball.begin(SimpleNamespace(groups=[{"lr": 0.99999}], gradients=[weight.grad]))
     rows = [update.view(64, 64)]
-    part = Part([0], [{}], update, rows, [weight.data])
+    part = HeldRows([0], [{}], update, rows, [weight.data])
     with torch.no_grad():
         hyperball.after(part)
         hyperball.end()

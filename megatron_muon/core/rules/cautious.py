@@ -17,7 +17,7 @@ from megatron_muon.core.group_numbers import acts
 from megatron_muon.core.rules.rule import Rule
 
 if TYPE_CHECKING:
-    from megatron_muon.core.rows import Part
+    from megatron_muon.core.rows import HeldRows
 
 
 class CautiousDecay(Rule):
@@ -26,7 +26,7 @@ class CautiousDecay(Rule):
     scratch = True
 
     @override
-    def after(self, part: Part) -> None:
+    def after(self, part: HeldRows) -> None:
         memory = torch.empty_like(part.flat) if part.scratch is None else part.scratch
         flats = memory.split([rows.numel() for rows in part.rows])
         products = []

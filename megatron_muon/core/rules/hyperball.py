@@ -25,7 +25,7 @@ from megatron_muon.core.rules.rule import Groups, Options, Rule
 from megatron_muon.errors import SettingError
 
 if TYPE_CHECKING:
-    from megatron_muon.core.rows import Part, Rows
+    from megatron_muon.core.rows import HeldRows, Rows
 
 EPS = 1e-8
 """The least norm of an update that is divided by; the default of emerging-optimizers."""
@@ -89,7 +89,7 @@ class Hyperball(Rule):
         self._sums.zero_()
 
     @override
-    def after(self, part: Part) -> None:
+    def after(self, part: HeldRows) -> None:
         """Replace gradients by updates, zero if not finite, of matrices that have a gradient."""
         part.flat.nan_to_num_(
             nan=0.0,

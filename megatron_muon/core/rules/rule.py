@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_muon.core.rules.held import Held
 
 if TYPE_CHECKING:
-    from megatron_muon.core.rows import Part, Rows
+    from megatron_muon.core.rows import HeldRows, Rows
 
 type Tensors = list[Tensor]
 type Groups = Sequence[dict[str, Any]]
@@ -33,7 +33,7 @@ class Rule:
     Attributes:
         slots: names of the state that it keeps for each parameter, beside momentum.
         unscaled: it takes updates unscaled, and multiplies them by `Held.scales`.
-        scratch: it uses `Part.scratch`.
+        scratch: it uses `HeldRows.scratch`.
         moves_weights: its `after` or `end` takes the place of descent along the updates.
         normalize: changes the update `(rows, cols)` fp32 of a matrix in place, on the rank that
             orthogonalizes it; arguments are the index of the matrix, the update, a bool that is
@@ -87,10 +87,10 @@ class Rule:
         """Begin a step. Collective if numbers of other ranks are needed."""
         self.step = step
 
-    def before(self, part: Part) -> None:
+    def before(self, part: HeldRows) -> None:
         """Change gradients in `part.rows` in place, before momentum takes them."""
 
-    def after(self, part: Part) -> None:
+    def after(self, part: HeldRows) -> None:
         """Change updates in `part.rows`, or weights, in place."""
 
     def end(self) -> None:

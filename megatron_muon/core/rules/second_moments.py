@@ -19,7 +19,7 @@ from megatron_muon.core.rules.rule import Options, Rule, Tensors
 from megatron_muon.shards import local_part
 
 if TYPE_CHECKING:
-    from megatron_muon.core.rows import Part, Rows
+    from megatron_muon.core.rows import HeldRows, Rows
 
 MOMENT2 = "moment2_buffer"
 """The second moment's slot, upstream's name."""
@@ -58,7 +58,7 @@ class AdaMuon(SecondMoment):
             self._scales.append(mine)
 
     @override
-    def after(self, part: Part) -> None:
+    def after(self, part: HeldRows) -> None:
         for index, group, rows in zip(part.indices, part.groups, part.rows, strict=True):
             moment = self.moments[index]
             squares = part.scratch_like(rows)
