@@ -36,7 +36,7 @@ def compare_settings(
     values = dict(settings)
     for number, group in enumerate(groups):
         values |= {f"{name} of parameter group {number}": group[name] for name in group}
-    shown: dict[str, str] = {}
+    shown = {}
     for name, value in values.items():
         if not name.startswith(_OF_RANKS) and not callable(value):
             shown[name] = repr(number_of(value))
@@ -61,7 +61,7 @@ class NoScaler:
 
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """This rank's shape of a parameter, its dtype, device and placements."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    placements = getattr(parameter, "placements", ())
     return local_part(parameter).shape, parameter.dtype, parameter.device, placements
 
 
@@ -78,8 +78,9 @@ def check_parameters(
     for p, was in placed.items():
         now = placement_of(p)
         if now != was:
+            name = selection.choices[p].name
             raise UserError(
-                f"{selection.name(p)} was {was} when the optimizer was made and is {now} now; make"
+                f"{name} was {was} when the optimizer was made and is {now} now; make"
                 " the optimizer after the model is sharded, of its dtype and on its device"
             )
     for p, choice in selection.choices.items():
@@ -90,10 +91,9 @@ def check_parameters(
             raise UserError(
                 f"the gradient of {choice.name} is sparse; make its module with sparse=False"
             )
-        if not isinstance(gradient, DTensor) or not isinstance(p, DTensor):
-            continue
-        if gradient.placements != p.placements:
-            p.grad = gradient.redistribute(placements=p.placements)
+        placements = getattr(p, "placements", None)
+        if isinstance(gradient, DTensor) and gradient.placements != placements:
+            p.grad = gradient.redistribute(placements=placements)
     for p, name in selection.frozen.items():
         if p.requires_grad:
             raise UserError(

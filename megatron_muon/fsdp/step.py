@@ -26,11 +26,9 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a group as floats, by torch's names; a UserError unless each is finite."""
-    numbers = {}
-    for name in ("lr", "weight_decay", "eps"):
-        numbers[name] = as_float(f"{name} of a parameter group", group[name])
+    numbers = {name: as_float(name, group[name]) for name in ("lr", "weight_decay", "eps")}
     for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True):
-        numbers[name] = as_float("betas of a parameter group", beta)
+        numbers[name] = as_float("betas", beta)
     return numbers
 
 
