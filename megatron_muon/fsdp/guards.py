@@ -61,7 +61,7 @@ class NoScaler:
 
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """This rank's shape of a parameter, its dtype, device and placements."""
-    placements = getattr(parameter, "placements", ())
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
     return local_part(parameter).shape, parameter.dtype, parameter.device, placements
 
 
@@ -91,9 +91,10 @@ def check_parameters(
             raise UserError(
                 f"the gradient of {choice.name} is sparse; make its module with sparse=False"
             )
-        placements = getattr(p, "placements", None)
-        if isinstance(gradient, DTensor) and gradient.placements != placements:
-            p.grad = gradient.redistribute(placements=placements)
+        if not isinstance(gradient, DTensor) or not isinstance(p, DTensor):
+            continue
+        if gradient.placements != p.placements:
+            p.grad = gradient.redistribute(placements=p.placements)
     for p, name in selection.frozen.items():
         if p.requires_grad:
             raise UserError(
@@ -117,5 +118,5 @@ def check_first_gradients(members: Sequence[torch.Tensor]) -> None:
 def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
     """True if gradients are zero or missing on every rank of `group`. Collective."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    is_any = any(bool(gradient.any()) for gradient in gradients)
+    is_any = any(gradient.any() for gradient in gradients)
     return not any(map(any, numbers_of_all_ranks([is_any], group)))

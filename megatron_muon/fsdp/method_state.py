@@ -8,7 +8,8 @@ the parameter's mesh. So any number of ranks can load it, with other owners.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class MethodState:
     """State of the blocks that this rank owns, and the way to and from its shares in checkpoints.
 
     Args:
-        numbers: of the matrices of each parameter.
+        viewed: parameters with the `numbers` of their matrices.
 
     Attributes:
         nbytes: of this rank's blocks.
@@ -36,8 +37,8 @@ class MethodState:
         SettingError: matrices are parts of parameters.
     """
 
-    def __init__(self, waves: Waves, numbers: Mapping[Tensor, Sequence[int]]) -> None:
-        self._numbers = numbers
+    def __init__(self, waves: Waves, viewed: Mapping[Tensor, Any]) -> None:
+        self._viewed = viewed
         self._scheme = waves.scheme
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -50,7 +51,7 @@ class MethodState:
         for wave in waves.all:
             for each in (wave, *wave.batches):
                 self._find(each)
-        sizes = {p.device_mesh.size() for p in numbers if isinstance(p, DTensor)}
+        sizes = {p.device_mesh.size() for p in viewed if isinstance(p, DTensor)}
         if self._scheme != LOCAL and sizes - {self._group.size()}:
             raise SettingError(
                 "muon_tp_mode",
@@ -71,7 +72,7 @@ class MethodState:
 
     def numels(self, p: Tensor) -> dict[str, int]:
         """Elements of the state of a parameter, by slot name."""
-        numbers = self._numbers[p]  # of equal matrices
+        numbers = self._viewed[p].numbers  # of equal matrices
         return {slot: numel * len(numbers) for slot, numel in self._numels[numbers[0]].items()}
 
     def save(self, *, empty: bool = False) -> dict[Tensor, dict[str, Tensor]]:
@@ -80,7 +81,7 @@ class MethodState:
         Collective unless it is `empty`, which leaves zeros.
         """
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for p in self._numbers:
+        for p in self._viewed:
             state[p] = {}
             for slot, numel in self.numels(p).items():
                 flat = self._zeros(p, numel)
@@ -134,7 +135,7 @@ class MethodState:
                 flat.device_mesh,
                 flat.placements,
             )
-        for number in self._numbers[p]:
+        for number in self._viewed[p].numbers:
             whole = torch.zeros(
                 self._numels[number][slot],
                 dtype=torch.float32,

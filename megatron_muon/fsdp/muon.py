@@ -196,7 +196,7 @@ class Muon(MuonState):
         groups = [each.group(given) for each in sets]
         for group in groups:
             guards.compare_settings(given, self.param_groups, group)
-        self.group = largest_of(groups, is_measured=given["metrics_interval"] > 0)
+        self.group = largest_of(groups, given["metrics_interval"])
         # ranks of no mesh agree over this group on what their files have lost
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
         self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]

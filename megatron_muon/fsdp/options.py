@@ -106,11 +106,9 @@ def method_of(given: Mapping[str, Any], device: torch.device) -> NewtonSchulz:
 def with_defaults(
     groups: Sequence[dict[str, Any]], given: Mapping[str, Any]
 ) -> Sequence[dict[str, Any]]:
-    """The groups of a selection with all their numbers."""
+    """The groups of a selection with the numbers of AdamW, whose defaults torch does not have."""
     for group in groups:
         if group[OPTIMIZER] == MUON:
-            for name in NUMBERS:
-                group.setdefault(name, given[name])
             continue
         for name in ("lr", "weight_decay", "betas", "eps"):
             value = given[f"adamw_{name}"]

@@ -125,9 +125,9 @@ def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
         for index, member in enumerate(members):
             given, parameter = member if isinstance(member, tuple) else ("", member)
             if not isinstance(parameter, torch.Tensor):
+                kind = type(parameter).__name__
                 raise TypeError(
-                    f"a parameter is a {type(parameter).__name__}, not a tensor; pass"
-                    " model.named_parameters()"
+                    f"a parameter is a {kind}, not a tensor; pass model.named_parameters()"
                 )
             name = given or f"group {number}, parameter {index}"
             if parameter in found or name in names:

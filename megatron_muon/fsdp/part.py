@@ -85,8 +85,7 @@ class ViewedParameter:
         local = local_part(self.parameter.detach())
         self._address = local.data_ptr()
         self._rows = self.view.tensors(local)
-        rows = self._rows
-        if rows and rows[0].numel() and rows[0].data_ptr() != self._address:
+        if local.numel() and self._rows[0].data_ptr() != self._address:
             raise UserError(
                 f"{self.name} is not contiguous, strides {local.stride()}; make it so, or leave it"
                 " out of flatten="
@@ -154,7 +153,7 @@ class Part:
         self.captured: Any = None
         self.state: State = {each.parameter: {} for each in viewed}
         self.settings: dict[str, float] = {}
-        self.method_state = MethodState(waves, {each.parameter: each.numbers for each in viewed})
+        self.method_state = MethodState(waves, self.viewed)
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._members: dict[tuple[int, int], tuple[Any, list[int]]] = {}

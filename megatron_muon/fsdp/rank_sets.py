@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class RankSet:
     """
 
     ranks: tuple[int, ...]
-    matrices: dict[torch.Tensor, Choice] = field(default_factory=dict)
+    matrices: dict[torch.Tensor, Choice]
 
     @property
     def replicated(self) -> bool:
@@ -54,7 +54,7 @@ def rank_sets(selection: Selection) -> list[RankSet]:
     found: dict[tuple[int, ...], RankSet] = {}
     for p, choice in selection.matrices.items():
         ranks = _ranks_of(choice.name, p)
-        found.setdefault(ranks, RankSet(ranks)).matrices[p] = choice
+        found.setdefault(ranks, RankSet(ranks, {})).matrices[p] = choice
     return [found[ranks] for ranks in sorted(found)]
 
 
@@ -74,7 +74,7 @@ def _ranks_of(
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def largest_of(groups: Sequence[Any], *, is_measured: bool) -> Any:
+def largest_of(groups: Sequence[Any], metrics_interval: int) -> Any:
     """The largest of these groups, which metrics are summed over.
 
     Raises a UserError if they would miss ranks.
@@ -82,7 +82,7 @@ def largest_of(groups: Sequence[Any], *, is_measured: bool) -> Any:
     largest = max(groups, key=lambda group: group.size())
     sharing = [group for group in groups if not isinstance(group, Alone)]
     every = set().union(*map(dist.get_process_group_ranks, sharing))
-    if is_measured and len(every) > largest.size():
+    if metrics_interval and len(every) > largest.size():
         raise UserError(
             "metrics_interval needs a mesh with the ranks of all others; use metrics_interval=0"
         )
