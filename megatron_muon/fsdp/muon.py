@@ -157,7 +157,6 @@ class Muon(MuonState):
         given = dict(locals())
         for name in ("self", "params", "__class__"):
             del given[name]
-        self._run = None
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)

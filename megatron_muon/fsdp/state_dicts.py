@@ -25,7 +25,7 @@ class MuonState(torch.optim.Optimizer):
 
     parts: list[Part]  # the matrices of each set of ranks
     selection: Selection
-    _run: OffloadRun | None  # keeps momentum off the device; None once it is closed
+    _run: OffloadRun | None = None  # keeps momentum off the device; None once it is closed
     _is_fresh: bool  # neither stepped nor loaded
     _state_groups: list[Any]  # the ranks that agree on failures, in one order on all of them
 
