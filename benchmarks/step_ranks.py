@@ -36,7 +36,7 @@ from megatron_muon.core.rules.held import Held
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError, end_alone
 from megatron_muon.fsdp.part import Part, view_parameters
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.run_device import refuse_unusable_gpu
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.metrics import PhaseTimer, synchronize
@@ -125,12 +125,12 @@ class Bench:
             options,
             rules,
         )
-        matrices = self.layout.matrices
-        names = {one: matrix.name for one, matrix in zip(parameters, matrices, strict=True)}
-        views = {one: View(matrix.shape) for one, matrix in zip(parameters, matrices, strict=True)}
-        viewed = view_parameters(names, views, self.held.rectangles)
+        read = {}
+        for one, matrix in zip(parameters, self.layout.matrices, strict=True):
+            read[one] = Matrices(name=matrix.name, view=View(matrix.shape))
+        viewed = view_parameters(read, self.held.rectangles)
         decay = BY_RULE if method == "cautious" else DECOUPLED
-        return Part(viewed, list(names.values()), waves, rules, {"decay": decay})
+        return Part(viewed, waves, rules, {"decay": decay})
 
     def seconds(self, optimizer: Steps) -> float:
         """Seconds of one step on this rank, from a barrier on."""

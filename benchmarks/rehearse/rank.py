@@ -28,7 +28,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.held import Held
 from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.part import view_parameters
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap
@@ -115,8 +115,7 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
         ranks = group.members(trace.rank)
         process_group = dist.new_group(ranks)
         key = group.name, node_pattern(ranks, rehearsal.hardware)
-        names = _parameters(group, process_group.rank())
-        matrices = group.layout.matrices
+        read = _parameters(group, process_group.rank())
         place = process_group.rank()
         held = Held(
             group.layout,
@@ -125,10 +124,9 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
             [shard.rectangle for shard in group.layout.held(place)],
             over_tp=config.muon_tp_mode != "blockwise",
         )
-        views = {p: View(matrix.shape) for p, matrix in zip(names, matrices, strict=True)}
-        viewed = view_parameters(names, views, held.rectangles)
+        viewed = view_parameters(read, held.rectangles)
         beside = Beside(plan=rehearsal.plans.get(key), memory=memory)
-        parameters = [{"params": list(names)}]
+        parameters = [{"params": list(read)}]
         muon: Any = make_muon(parameters, viewed, held, config, beside, machine.DEVICE)
         part = muon.part
         memory, plan = part.waves.memory.tensor, part.waves.plan
@@ -136,7 +134,7 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
         assert plan is not None
         rehearsal.plans.setdefault(key, plan)
         digests.append(plan.digest())
-        part.probe = OrthogonalizedParts(recorder, list(names.values()))
+        part.probe = OrthogonalizedParts(recorder, part.names)
         in_group = recorder.group(group.name, part.waves.memory.nbytes)
         part.step = in_group(part.step)
     trace.digest = "-".join(digests)
@@ -147,12 +145,12 @@ def run(rehearsal: Rehearsal, recorder: Recorder) -> None:
             chain.step_with_ready_grads()
 
 
-def _parameters(group: Group, rank: int) -> dict[torch.Tensor, str]:
-    """Parameters of a rank's shards, with gradients, and the names of their matrices."""
-    names: dict[torch.Tensor, str] = {}
+def _parameters(group: Group, rank: int) -> dict[torch.Tensor, Matrices]:
+    """Parameters of a rank's shards, with gradients, and their matrices."""
+    read: dict[torch.Tensor, Matrices] = {}
     for shard, matrix in zip(group.layout.held(rank), group.layout.matrices, strict=True):
         empty = torch.empty(shard.rows, shard.cols, device=machine.DEVICE)
         parameter = torch.nn.Parameter(empty)
         parameter.grad = torch.empty_like(parameter) if parameter.numel() else None
-        names[parameter] = matrix.name
-    return names
+        read[parameter] = Matrices(name=matrix.name, view=View(matrix.shape))
+    return read

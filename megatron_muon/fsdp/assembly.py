@@ -73,13 +73,21 @@ def make_part(
         method: on the device of momentum and iteration; unscaled with a second moment.
     """
     names = [matrix.name for matrix in held.layout.matrices]
-    scheme = scheme_of(settings, replicated=held.replicated)
+    scheme = _scheme_of(settings, held)
     held = replace(held, repeated=scheme in (LOCAL, GATHERED))
     rules = _rules(held, settings, method, variant.moment2)
     store = None
     if beside.offload is not None:
         store = beside.offload.make_records(names, held.shards, method.device)
-    options = _step_options(settings, method.device, store, beside.memory)
+    options = StepOptions(
+        method.device,
+        settings.muon_exchange_dtype,
+        settings.muon_exchange_buffer_mb,
+        settings.muon_team_size,
+        shared=beside.memory,
+        is_freed=settings.muon_free_buffers,
+        is_apart=store is not None and store.is_apart,
+    )
     group = beside.group or held.group
     waves = make_waves(scheme, held.layout, group, method, options, rules, beside.plan)
     outside = None
@@ -87,7 +95,6 @@ def make_part(
         outside = beside.keep_weights(store, viewed)
     part = Part(
         viewed,
-        names,
         waves,
         rules,
         {"nesterov": variant.nesterov, "decay": _decay(settings, variant)},
@@ -95,26 +102,15 @@ def make_part(
         outside=outside,
         skip_missing=variant.skip_missing,
     )
-    if scheme == LOCAL:
-        part.copies = held.group.size()
+    part.copies = held.group.size() if scheme == LOCAL else 1
     return part
 
 
-def _step_options(
-    settings: MuonSettings,
-    device: torch.device,
-    store: RecordStore | None,
-    memory: torch.Tensor | None,
-) -> StepOptions:
-    return StepOptions(
-        device,
-        settings.muon_exchange_dtype,
-        settings.muon_exchange_buffer_mb,
-        settings.muon_team_size,
-        shared=memory,
-        is_freed=settings.muon_free_buffers,
-        is_apart=store is not None and store.is_apart,
-    )
+def _scheme_of(settings: MuonSettings, held: Held) -> str:
+    """The scheme of the exchange; replicated matrices need none, except to share the work."""
+    if held.replicated:
+        return SHARED if settings.muon_share_replicated else LOCAL
+    return settings.muon_exchange
 
 
 def _decay(settings: MuonSettings, variant: Variant) -> str:
@@ -124,30 +120,21 @@ def _decay(settings: MuonSettings, variant: Variant) -> str:
 
 
 def _rules(held: Held, settings: MuonSettings, method: Method, moment2: str | None) -> list[Rule]:
-    chosen = {
-        moment2: True,
-        "cautious": settings.muon_cautious_weight_decay,
-        "hyperball": settings.muon_hyperball,
-    }
-    names = [name for name, is_chosen in chosen.items() if name and is_chosen]
+    names = [moment2] if moment2 else []
+    if settings.muon_cautious_weight_decay:
+        names.append("cautious")
+    if settings.muon_hyperball:
+        names.append("hyperball")
     if any(RULES[name].unscaled for name in names):
-        scales = [method.row_scales(matrix) for matrix in held.layout.matrices]
-        held = replace(held, scales=[scale.to(held.device) for scale in scales])
+        matrices = held.layout.matrices
+        scales = [method.row_scales(matrix).to(held.device) for matrix in matrices]
+        held = replace(held, scales=scales)
     options = {"beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
     return make_rules(names, held, options)
 
 
-def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
-    """The scheme of the exchange; replicated matrices need none, except to share the work."""
-    if replicated:
-        return SHARED if settings.muon_share_replicated else LOCAL
-    return settings.muon_exchange
-
-
-def offload_run(
-    settings: MuonSettings, group: dist.ProcessGroup | None = None
-) -> OffloadRun | None:
-    """The stores of momentum, unless it is fp32 on the device. `group`: their ranks; None: all."""
+def offload_run(settings: MuonSettings) -> OffloadRun | None:
+    """The stores of momentum, of all ranks, unless it is fp32 on the device."""
     if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
         return None
     return OffloadRun(
@@ -156,5 +143,4 @@ def offload_run(
         fraction=settings.muon_offload_fraction,
         directory=settings.muon_offload_dir,
         buffer_mb=settings.muon_offload_buffer_mb,
-        group=group,
     )

@@ -36,7 +36,7 @@ def compare_settings(
     values = dict(settings)
     for number, group in enumerate(groups):
         values |= {f"{name} of parameter group {number}": group[name] for name in group}
-    shown: dict[str, str] = {}
+    shown = {}
     for name, value in values.items():
         if not name.startswith(_OF_RANKS) and not callable(value):
             shown[name] = repr(number_of(value))
@@ -78,8 +78,9 @@ def check_parameters(
     for p, was in placed.items():
         now = placement_of(p)
         if now != was:
+            name = selection.choices[p].name
             raise UserError(
-                f"{selection.name(p)} was {was} when the optimizer was made and is {now} now; make"
+                f"{name} was {was} when the optimizer was made and is {now} now; make"
                 " the optimizer after the model is sharded, of its dtype and on its device"
             )
     for p, choice in selection.choices.items():
@@ -117,5 +118,5 @@ def check_first_gradients(members: Sequence[torch.Tensor]) -> None:
 def are_zero(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:
     """True if gradients are zero or missing on every rank of `group`. Collective."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    is_any = any(bool(gradient.any()) for gradient in gradients)
+    is_any = any(gradient.any() for gradient in gradients)
     return not any(map(any, numbers_of_all_ranks([is_any], group)))

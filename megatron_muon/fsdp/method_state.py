@@ -7,8 +7,9 @@ the parameter's mesh. So any number of ranks can load it, with other owners.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ class MethodState:
     """State of the blocks that this rank owns, and the way to and from its shares in checkpoints.
 
     Args:
-        numbers: of the matrices of each parameter.
+        viewed: parameters with the `numbers` of their matrices.
 
     Attributes:
         nbytes: of this rank's blocks.
@@ -36,8 +37,8 @@ class MethodState:
         SettingError: matrices are parts of parameters.
     """
 
-    def __init__(self, waves: Waves, numbers: Mapping[Tensor, Sequence[int]]) -> None:
-        self._numbers = numbers
+    def __init__(self, waves: Waves, viewed: Mapping[Tensor, Any]) -> None:
+        self._viewed = viewed
         self._scheme = waves.scheme
         self._group = waves.transport.group
         self._device = waves.memory.tensor.device
@@ -50,9 +51,8 @@ class MethodState:
         for wave in waves.all:
             for each in (wave, *wave.batches):
                 self._find(each)
-        ranks = self._group.size()
-        sharded = [p for p in numbers if isinstance(p, DTensor)]
-        if self._scheme != LOCAL and any(p.device_mesh.size() != ranks for p in sharded):
+        sizes = {p.device_mesh.size() for p in viewed if isinstance(p, DTensor)}
+        if self._scheme != LOCAL and sizes - {self._group.size()}:
             raise SettingError(
                 "muon_tp_mode",
                 "blockwise",
@@ -72,10 +72,8 @@ class MethodState:
 
     def numels(self, p: Tensor) -> dict[str, int]:
         """Elements of the state of a parameter, by slot name."""
-        found = Counter[str]()
-        for number in self._numbers[p]:
-            found += self._numels[number]
-        return dict(found)
+        numbers = self._viewed[p].numbers  # of equal matrices
+        return {slot: numel * len(numbers) for slot, numel in self._numels[numbers[0]].items()}
 
     def save(self, *, empty: bool = False) -> dict[Tensor, dict[str, Tensor]]:
         """State of each parameter's matrices by slot name, sharded as in checkpoints.
@@ -83,7 +81,7 @@ class MethodState:
         Collective unless it is `empty`, which leaves zeros.
         """
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for p in self._numbers:
+        for p in self._viewed:
             state[p] = {}
             for slot, numel in self.numels(p).items():
                 flat = self._zeros(p, numel)
@@ -137,8 +135,7 @@ class MethodState:
                 flat.device_mesh,
                 flat.placements,
             )
-        start = 0
-        for number in self._numbers[p]:
+        for number in self._viewed[p].numbers:
             whole = torch.zeros(
                 self._numels[number][slot],
                 dtype=torch.float32,
@@ -149,15 +146,10 @@ class MethodState:
             for _, owned in sorted(self._owned.get((slot, number), {}).items()):
                 begin, end = end, end + owned.numel()
                 blocks.append((whole[begin:end].view(owned.shape), owned))
-            low = max(first, start)
-            high = max(low, min(first + len(share), start + len(whole)))
-            yield (
-                share[low - first : high - first],
-                whole[low - start : high - start],
-                whole,
-                blocks,
-            )
-            start += len(whole)
+            low = max(first, 0)
+            high = max(low, min(first + len(share), len(whole)))
+            yield share[low - first : high - first], whole[low:high], whole, blocks
+            first -= len(whole)
 
     def _add_up(self, whole: Tensor) -> None:
         """Sum over all ranks as integers: of an element all but one are 0, so no bit changes."""

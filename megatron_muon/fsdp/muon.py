@@ -20,14 +20,13 @@ from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
-from megatron_muon.fsdp.rank_sets import RankSet, check_within_largest, rank_sets
+from megatron_muon.fsdp.rank_sets import RankSet, largest_of, rank_sets
 from megatron_muon.fsdp.selection import Patterns, Predicate, Selection, select, warn_of_stacks
 from megatron_muon.fsdp.state_dicts import MuonState
 from megatron_muon.fsdp.step import adamw_numbers, step_adamw
 from megatron_muon.matrices import cuts
 from megatron_muon.matrices.fused import Split
 from megatron_muon.metrics import Sampler
-from megatron_muon.offload.run import OffloadRun
 from megatron_muon.ranges import number_of
 from megatron_muon.ranks import Alone
 from megatron_muon.settings import MuonSettings
@@ -158,7 +157,6 @@ class Muon(MuonState):
         given = dict(locals())
         for name in ("self", "params", "__class__"):
             del given[name]
-        self._run: OffloadRun | None = None
         self._settings = {name: number_of(value) for name, value in given.items()}
         with word_as_arguments():
             options.check_options(self._settings)
@@ -193,13 +191,11 @@ class Muon(MuonState):
     def _build_parts(self) -> None:
         """Make exchange, plan and state of the matrices on each set of ranks. Collective."""
         given = self._settings
-        sets = rank_sets(self.selection, given)
-        check_within_largest(sets, given)
+        sets = rank_sets(self.selection)
         groups = [each.group(given) for each in sets]
         for group in groups:
             guards.compare_settings(given, self.param_groups, group)
-        sizes = [len(each.ranks) for each in sets]
-        self.group = groups[sizes.index(max(sizes))]
+        self.group = largest_of(groups, given["metrics_interval"])
         # ranks of no mesh agree over this group on what their files have lost
         agreeing = given["process_group"] if isinstance(self.group, Alone) else self.group
         self._state_groups = [agreeing if isinstance(each, Alone) else each for each in groups]
@@ -218,11 +214,7 @@ class Muon(MuonState):
         given = self._settings
         matrices = rank_set.matrices
         layout, mine = cuts.layout_of(matrices, group, remedy=_REMEDY)
-        viewed = view_parameters(
-            {p: choice.name for p, choice in matrices.items()},
-            {p: choice.view for p, choice in matrices.items()},
-            mine,
-        )
+        viewed = view_parameters(matrices, mine)
         device = viewed[0].parameter.device
         part = make_part(
             viewed,
@@ -296,8 +288,11 @@ class Muon(MuonState):
 
     def _update(self) -> None:
         """Update weights and state, once nothing is left to refuse."""
-        groups = [group for group in self.param_groups if group[OPTIMIZER] == ADAMW]
-        numbers = [adamw_numbers(group) for group in groups]
+        read = [
+            (group, adamw_numbers(group))
+            for group in self.param_groups
+            if group[OPTIMIZER] == ADAMW
+        ]
         with self.metrics.step():
             for part in self.parts:
                 part.step(self.param_groups)
@@ -305,8 +300,8 @@ class Muon(MuonState):
                 if group[OPTIMIZER] == MUON:
                     group[STEPS] += 1
             self.refuse_lost_state()
-            for group, of_group in zip(groups, numbers, strict=True):
-                step_adamw(group, of_group, self.state, counts_empty=self._from_megatron_fsdp)
+            for group, numbers in read:
+                step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates skipped since the last call, by matrix, if this rank holds rows of it.

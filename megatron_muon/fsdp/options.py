@@ -12,6 +12,7 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError, word_settings
 from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, check_range
+from megatron_muon.fsdp.part import NUMBERS
 from megatron_muon.proven import check_iteration, check_steps_for
 from megatron_muon.ranges import check_numbers
 from megatron_muon.settings import MuonSettings, choices_of
@@ -105,23 +106,15 @@ def method_of(given: Mapping[str, Any], device: torch.device) -> NewtonSchulz:
 def with_defaults(
     groups: Sequence[dict[str, Any]], given: Mapping[str, Any]
 ) -> Sequence[dict[str, Any]]:
-    """The groups of a selection with all their numbers."""
-    muon = {name: given[name] for name in ("lr", "momentum", "weight_decay")}
-    adamw = {
-        name: given[f"adamw_{name}"]
-        for name in (
-            "lr",
-            "weight_decay",
-            "betas",
-            "eps",
-        )
-    }
-    for name, value in adamw.items():
-        if value is None:
-            adamw[name] = muon[name]
+    """The groups of a selection with the numbers of AdamW, whose defaults torch does not have."""
     for group in groups:
-        defaults = muon if group[OPTIMIZER] == MUON else adamw
-        group.update(defaults | group)
+        if group[OPTIMIZER] == MUON:
+            continue
+        for name in ("lr", "weight_decay", "betas", "eps"):
+            value = given[f"adamw_{name}"]
+            if value is None and name in NUMBERS:
+                value = given[name]
+            group.setdefault(name, value)
     return groups
 
 
@@ -139,9 +132,9 @@ def settings_of(given: Mapping[str, Any]) -> MuonSettings:
 def check_options(given: Mapping[str, Any]) -> None:
     """Raise a UserError for values that nothing later refuses."""
     settings = settings_of(given)
-    choices = {argument_of(setting): choices_of(setting) for setting in vars(settings)}
+    choices = {argument_of(setting): choices_of(setting) for setting in vars(settings)} | _CHOICES
     for name, value in given.items():
-        allowed = _CHOICES.get(name) or choices.get(name)
+        allowed = choices.get(name)
         if allowed and value not in allowed:
             shown = ", ".join(map(repr, allowed))
             raise UserError(f"{name}={value!r} does not exist; choose one of {shown}")

@@ -8,12 +8,12 @@ from typing import Any, override
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.errors import UserError
 from megatron_muon.matrices.fused import note_of
 from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.ranges import check_number
+from megatron_muon.shards import local_part
 
 MUON = "muon"
 ADAMW = "adamw"
@@ -32,6 +32,7 @@ _NUMBERS = {
 """Numbers that a group may have, with the settings whose ranges hold for them."""
 
 FOR_OTHER: dict[Any, tuple[str, ...]] = {
+    None: (),
     MUON: ("betas", "eps", DECAY_VECTORS),
     ADAMW: ("momentum",),
 }
@@ -87,11 +88,6 @@ class Choice(Matrices):
     options: dict[str, Any]
     why: str = ""
 
-    @property
-    def optimizer(self) -> str | None:
-        """The optimizer that its group names."""
-        return self.options.get(OPTIMIZER)
-
     def options_for(self, optimizer: str) -> dict[str, Any]:
         """The settings of the group that concern this optimizer."""
         options = {**self.options, OPTIMIZER: optimizer}
@@ -127,7 +123,12 @@ def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
         if isinstance(members, torch.Tensor):
             members = [members]
         for index, member in enumerate(members):
-            given, parameter = _named(member)
+            given, parameter = member if isinstance(member, tuple) else ("", member)
+            if not isinstance(parameter, torch.Tensor):
+                kind = type(parameter).__name__
+                raise TypeError(
+                    f"a parameter is a {kind}, not a tensor; pass model.named_parameters()"
+                )
             name = given or f"group {number}, parameter {index}"
             if parameter in found or name in names:
                 raise UserError(
@@ -142,33 +143,20 @@ def read_parameters(params: Any) -> dict[torch.Tensor, Choice]:
                 is_named=bool(given),
                 group=number,
                 options=options,
+                why="its group says so" if options.get(OPTIMIZER) == ADAMW else "",
             )
     return found
 
 
-def _named(member: Any) -> tuple[str, torch.Tensor]:
-    """The name, empty if there is none, and the parameter."""
-    match member:
-        case torch.Tensor():
-            return "", member
-        case [str(name), torch.Tensor() as parameter]:
-            return name, parameter
-    kind = type(member).__name__
-    raise TypeError(f"a parameter is a {kind}, not a tensor; pass model.named_parameters()")
-
-
-def _options(
-    group: Mapping[str, Any],
-    number: int,
-) -> dict[str, Any]:
+def _options(group: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The settings of a group; a UserError for one without effect."""
     options = {name: value for name, value in group.items() if name != "params"}
     optimizer = options.get(OPTIMIZER)
-    if optimizer not in (None, MUON, ADAMW):
+    if optimizer not in FOR_OTHER:
         raise UserError(
             f"parameter group {number} has optimizer={optimizer!r}; choose 'muon' or 'adamw'"
         )
-    known = [name for name in KNOWN if name not in FOR_OTHER.get(optimizer, ())]
+    known = [name for name in KNOWN if name not in FOR_OTHER[optimizer]]
     for name, value in options.items():
         if name not in known and name not in _NOTES:
             raise UserError(
@@ -193,7 +181,7 @@ def check_tensor(name: str, parameter: torch.Tensor) -> None:
     for mark, kind in _MARKS.items():
         if getattr(parameter, mark, None) is not None:
             raise UserError(f"{name} is {kind}; {_REMEDY}")
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     dispatches = type(local).__torch_dispatch__ != torch.Tensor.__torch_dispatch__
     if dispatches and type(local).__name__ not in _READABLE:
         raise UserError(f"{name} is a {type(local).__name__}; {_REMEDY}")

@@ -12,13 +12,13 @@ from megatron_muon.core.build import Waves
 from megatron_muon.core.engine import Engine
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.passes import Passes
-from megatron_muon.core.probe import Probe
+from megatron_muon.core.probe import SILENT
 from megatron_muon.core.rows import MOMENTUM, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.method_state import MethodState
 from megatron_muon.fsdp.read_numbers import read_group
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.views import Matrices
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part, sharded_like
 
@@ -42,36 +42,34 @@ class ViewedParameter:
     Attributes:
         first: number of its first matrix among all of the layout.
         numbers: of its matrices.
-        is_row: it is a matrix, of which this rank holds elements.
+        is_itself: it is a matrix.
         held: numbers of matrices of which this rank holds rows.
     """
 
     def __init__(
         self,
-        name: str,
         parameter: torch.Tensor,
-        view: View,
+        matrices: Matrices,
         rectangles: Sequence[Rectangle],
         first: int,
     ) -> None:
-        self.name = name
+        self.name = matrices.name
         self.parameter = parameter
-        self.view = view
+        self.view = matrices.view
         self.first = first
-        self.numbers = range(first, first + view.count)
-        self.is_itself = view.is_itself
-        self.is_row = self.is_itself and local_part(parameter).numel() > 0
-        self._address = 0
+        self.numbers = range(first, first + self.view.count)
+        self.is_itself = self.view.is_itself
+        self._address = -1  # that of an empty part is 0
         self._rows: list[torch.Tensor] = []
         if self.is_itself:
             self.held = [first]
             return
         self._look()
         # also of no rows: it may have numbers of columns
-        numbers = [number for number, rectangle in enumerate(rectangles) if any(rectangle)]
+        cuts = zip(self.numbers, rectangles, strict=True)
+        held = [number for number, cut in cuts if any(cut)]
         # any will do for matrices without either
-        numbers = numbers or list(range(len(self._rows)))
-        self.held = [first + number for number in numbers]
+        self.held = held or list(self.numbers[: len(self._rows)])
 
     def rows_of(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The numbers of held matrices, with this rank's rows in a tensor like the parameter."""
@@ -79,8 +77,6 @@ class ViewedParameter:
 
     def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The same of the parameter itself, wherever its memory is now."""
-        if self.is_itself:
-            return iter([(self.first, local_part(self.parameter))])
         if local_part(self.parameter).data_ptr() != self._address:
             self._look()
         return zip(self.held, self._rows, strict=True)
@@ -89,8 +85,7 @@ class ViewedParameter:
         local = local_part(self.parameter.detach())
         self._address = local.data_ptr()
         self._rows = self.view.tensors(local)
-        rows = self._rows
-        if rows and rows[0].numel() and rows[0].data_ptr() != self._address:
+        if local.numel() and self._rows[0].data_ptr() != self._address:
             raise UserError(
                 f"{self.name} is not contiguous, strides {local.stride()}; make it so, or leave it"
                 " out of flatten="
@@ -98,18 +93,15 @@ class ViewedParameter:
 
 
 def view_parameters(
-    names: Mapping[torch.Tensor, str],
-    views: Mapping[torch.Tensor, View],
+    matrices: Mapping[torch.Tensor, Matrices],
     rectangles: Sequence[Rectangle],
 ) -> list[ViewedParameter]:
     """Parameters with their matrices, of which this rank holds these rectangles."""
     viewed = []
     first = 0
-    for p, name in names.items():
-        end = first + views[p].count
-        viewed.append(
-            ViewedParameter(name, p, views[p], rectangles[first:end], first),
-        )
+    for p, several in matrices.items():
+        end = first + several.view.count
+        viewed.append(ViewedParameter(p, several, rectangles[first:end], first))
         first = end
     return viewed
 
@@ -123,7 +115,6 @@ class Part:
 
     Args:
         viewed: the parameters, in the order of their matrices in the layout.
-        names: of all matrices.
         waves: of the step.
         rules: variants of Muon, in the order of a step.
         passing: arguments of `Passes`.
@@ -136,13 +127,13 @@ class Part:
         state: of each parameter, of its shape and sharded alike, without momentum in a store.
         settings: defaults of parameter groups that rules add.
         captured: replays the step, once it is captured.
+        probe: measures a step.
         copies: ranks that hold these matrices alike and share nothing; measurements count one.
     """
 
     def __init__(
         self,
         viewed: Sequence[ViewedParameter],
-        names: Sequence[str],
         waves: Waves,
         rules: Sequence[Rule],
         passing: Mapping[str, Any],
@@ -152,23 +143,24 @@ class Part:
         skip_missing: bool = False,
     ) -> None:
         self.viewed = {each.parameter: each for each in viewed}
-        self.names = names
+        self.names = [matrix.name for matrix in waves.transport.layout.matrices]
         self.device = viewed[0].parameter.device
         self.rules = rules
         self.store = store
         self.waves = waves
         self.copies = 1
+        self.probe = SILENT
         self.captured: Any = None
         self.state: State = {each.parameter: {} for each in viewed}
         self.settings: dict[str, float] = {}
-        self.method_state = MethodState(waves, {each.parameter: each.numbers for each in viewed})
+        self.method_state = MethodState(waves, self.viewed)
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
-        self._members: dict[int, tuple[Sequence[torch.Tensor], int, list[int]]] = {}
+        self._members: dict[tuple[int, int], tuple[Any, list[int]]] = {}
         self._with_rows = [each for each in viewed if local_part(each.parameter).numel()]
         self._own = [self.state[each.parameter] for each in self._with_rows]
         self.rows = Rows(
-            names,
+            self.names,
             waves,
             self._weights.__getitem__,
             outside=outside,
@@ -178,40 +170,24 @@ class Part:
         )
         self.skipped_updates = self.rows.skipped_updates
         self.engine = Engine(waves, Passes(self.rows, rules, **passing))
-        if store is None:
-            self._show_momentum()
-        self._make_slots()
-
-    @property
-    def probe(self) -> Probe:
-        """Measures a step."""
-        return self.engine.probe
-
-    @probe.setter
-    def probe(self, probe: Probe) -> None:
-        self.engine.probe = probe
+        self._show_state()
 
     def _momentum_of_views(self) -> dict[int, torch.Tensor]:
         """Momentum of parameters that are not held matrices themselves, in their own order."""
         momentum: dict[int, torch.Tensor] = {}
         for p, each in self.viewed.items():
-            if self.store is None and not each.is_row:
+            is_row = each.is_itself and local_part(p).numel()
+            if self.store is None and not is_row:
                 zeros = torch.zeros_like(p.detach(), dtype=torch.float32)
                 self.state[p][MOMENTUM] = zeros
                 momentum.update(each.rows_of(zeros))
         return momentum
 
-    def _show_momentum(self) -> None:
-        """Have the momentum of other parameters as state."""
-        for p, each in self.viewed.items():
-            if each.is_row:
-                self.state[p][MOMENTUM] = sharded_like(
-                    p,
-                    self.rows.momentum[each.first],
-                )
-
-    def _make_slots(self) -> None:
-        """Make the state of rules."""
+    def _show_state(self) -> None:
+        """Have the momentum of other parameters as state, and make that of rules."""
+        for p, slots in self.state.items():
+            if self.store is None and MOMENTUM not in slots:
+                slots[MOMENTUM] = sharded_like(p, self.rows.momentum[self.viewed[p].first])
         for rule in self.rules:
             self.settings |= rule.settings
             for slot in rule.slots:
@@ -275,12 +251,13 @@ class Part:
 
     def _matrices_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Numbers of the matrices of parameters, of those that this part has."""
-        known, size, numbers = self._members.get(id(parameters), (None, 0, []))
-        if known is not parameters or size != len(parameters):
+        key = id(parameters), len(parameters)
+        if key not in self._members:
             own = (self.viewed[p] for p in parameters if p in self.viewed)
             numbers = [number for each in own for number in each.numbers]
-            self._members[id(parameters)] = parameters, len(parameters), numbers
-        return numbers
+            # with the list, so that no other has its id
+            self._members[key] = parameters, numbers
+        return self._members[key][1]
 
     def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """One update of every matrix, outside of any autocast. Collective.
@@ -309,6 +286,7 @@ class Part:
                     gradients[number] = rows
         self.rows.gradients = gradients
         self.rows.groups = groups
+        self.engine.probe = self.probe
         (self.captured or self.engine.step)()
         self.rows.end_step()
 
@@ -333,17 +311,11 @@ class Part:
         """
         if self.store is None:
             return {p: slots[MOMENTUM] for p, slots in self.state.items()}
-        memory = self.store.scratch(
-            [local_part(p).numel() for p in self.viewed],
-        )
+        memory = self.store.scratch([local_part(p).numel() for p in self.viewed])
         state = {}
-        for (p, each), flat in zip(
-            self.viewed.items(),
-            memory,
-            strict=True,
-        ):
+        for p, flat in zip(self.viewed, memory, strict=True):
             state[p] = sharded_like(p, flat)
-            for number, rows in each.rows_of(state[p]):
+            for number, rows in self.viewed[p].rows_of(state[p]):
                 if rows.numel() and not empty:
                     rows.copy_(self.store.read(number))
         return state

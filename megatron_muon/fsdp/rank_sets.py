@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.errors import UserError
@@ -25,42 +26,35 @@ class RankSet:
     """
 
     ranks: tuple[int, ...]
-    matrices: dict[torch.Tensor, Choice] = field(default_factory=dict)
+    matrices: dict[torch.Tensor, Choice]
 
     @property
     def replicated(self) -> bool:
         """True if every rank holds whole matrices."""
-        sharded = [p for p in self.matrices if isinstance(p, DTensor)]
-        return all(cut.is_replicate() for p in sharded for cut in p.placements)
+        placements = [getattr(p, "placements", ()) for p in self.matrices]
+        return all(cut.is_replicate() for cuts in placements for cut in cuts)
 
     def group(self, given: Mapping[str, Any]) -> Any:
         """The process group, or `Alone`. Collective over the ranks."""
         first = next(iter(self.matrices))
-        world = dist.group.WORLD
-        if isinstance(first, DTensor):
-            if first.device_mesh.ndim == 1:
-                return first.device_mesh.get_group()
-            assert world is not None
-            if len(self.ranks) == world.size():
-                return world
-            return group_among(self.ranks, world)
-        if given["share_replicated"]:
-            return given["process_group"] or world
-        return Alone()
+        if not isinstance(first, DTensor):
+            if given["share_replicated"]:
+                return given["process_group"] or c10d._get_default_group()
+            return Alone()
+        if first.device_mesh.ndim == 1:
+            return first.device_mesh.get_group()
+        world = c10d._get_default_group()
+        if len(self.ranks) == world.size():
+            return world
+        return group_among(self.ranks, world)
 
 
-def rank_sets(
-    selection: Selection,
-    given: Mapping[str, Any],
-) -> list[RankSet]:
+def rank_sets(selection: Selection) -> list[RankSet]:
     """The sets of ranks in one order on all of them, as what follows is collective."""
     found: dict[tuple[int, ...], RankSet] = {}
     for p, choice in selection.matrices.items():
         ranks = _ranks_of(choice.name, p)
-        found.setdefault(ranks, RankSet(ranks)).matrices[p] = choice
-    if () in found and given["share_replicated"]:
-        sharing = dist.get_process_group_ranks(given["process_group"])
-        found[()].ranks = tuple(sharing)
+        found.setdefault(ranks, RankSet(ranks, {})).matrices[p] = choice
     return [found[ranks] for ranks in sorted(found)]
 
 
@@ -80,15 +74,16 @@ def _ranks_of(
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def check_within_largest(
-    sets: Sequence[RankSet],
-    given: Mapping[str, Any],
-) -> None:
-    """Raise a UserError if metrics would be summed over ranks that do not hold all matrices."""
-    every = set().union(*(each.ranks for each in sets))
-    largest = max(len(each.ranks) for each in sets)
-    if given["metrics_interval"] and len(every) > largest:
+def largest_of(groups: Sequence[Any], metrics_interval: int) -> Any:
+    """The largest of these groups, which metrics are summed over.
+
+    Raises a UserError if they would miss ranks.
+    """
+    largest = max(groups, key=lambda group: group.size())
+    sharing = [group for group in groups if not isinstance(group, Alone)]
+    every = set().union(*map(dist.get_process_group_ranks, sharing))
+    if metrics_interval and len(every) > largest.size():
         raise UserError(
-            f"metrics_interval={given['metrics_interval']!r} needs a mesh with the ranks of all"
-            " others; use metrics_interval=0"
+            "metrics_interval needs a mesh with the ranks of all others; use metrics_interval=0"
         )
+    return largest

@@ -40,12 +40,15 @@ def as_float(name: str, value: Any) -> float:
     """A number of a group as a float.
 
     Raises:
-        UserError: it is not one finite number; the message calls it `name`.
+        UserError: it is not one finite number.
     """
     number = number_of(value)
     is_real = isinstance(number, Real) and not isinstance(number, bool)
     if not is_real or not math.isfinite(number):
-        raise UserError(f"{name} is {value!r}; give one finite number, or a tensor of one element")
+        raise UserError(
+            f"{name} of a parameter group is {value!r}; give one finite number, or a tensor of one"
+            " element"
+        )
     return float(number)
 
 
@@ -63,5 +66,5 @@ def read_group(
         if stays_on_device(value, name, device):
             read[name] = value.detach().view(())
         else:
-            read[name] = as_float(f"{name} of a parameter group", value)
+            read[name] = as_float(name, value)
     return read

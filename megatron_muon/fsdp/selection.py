@@ -59,10 +59,6 @@ class Selection:
         """Muon's parameters."""
         return {p: choice for p, choice in self.choices.items() if not choice.why}
 
-    def name(self, parameter: torch.Tensor) -> str:
-        """The name of a parameter of the groups."""
-        return self.choices[parameter].name
-
     def with_parameters(
         self,
         before: Sequence[torch.Tensor],
@@ -95,11 +91,12 @@ def warn_of_stacks(selection: Selection) -> None:
     """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
     stacks: dict[str, int] = {}
     for p, choice in selection.choices.items():
-        is_unknown = choice.why == f"{p.ndim}D" and _may_be_stack(choice.name, p)
-        if is_unknown and min(p.shape[-2:]) > _LARGEST_KERNEL:
+        is_stack = _may_be_stack(choice.name, p)
+        if is_stack and min(p.shape[-2:]) > _LARGEST_KERNEL and choice.why == f"{p.ndim}D":
             stacks[choice.name] = p.numel()
     elements = sum(stacks.values())
-    if elements > sum(p.numel() for p in selection.matrices):
+    taken = sum(p.numel() for p in selection.matrices)
+    if elements > taken:
         warnings.warn(
             f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
             f" than Muon takes of all; the first is {next(iter(stacks))}: name them in stacks= or"
@@ -135,14 +132,20 @@ def select(params: Any, **patterns: Any) -> Selection:
     given = Patterns(**patterns)
     model = params if isinstance(params, nn.Module) else nn.Module()
     parameters = read_parameters(params)
-    choices = {p: each for p, each in parameters.items() if p.requires_grad}
-    frozen = {p: each.name for p, each in parameters.items() if not p.requires_grad}
+    choices = {}
+    frozen = {}
+    for p, each in parameters.items():
+        if p.requires_grad:
+            choices[p] = each
+        else:
+            frozen[p] = each.name
     read_as = _flatten_or_stack(choices, given)
-    free = {each.name: p for p, each in choices.items() if each.is_named and each.optimizer is None}
-    reasons = _reasons(free, read_as, roles_of(model), given)
+    free = {}
     for p, each in choices.items():
-        by_group = "its group says so" if each.optimizer == ADAMW else ""
-        each.why = reasons.get(each.name, by_group)
+        if each.is_named and each.options.get(OPTIMIZER) is None:
+            free[each.name] = p
+    _give_reasons(choices, free, read_as, roles_of(model), given)
+    for p, each in choices.items():
         if not each.why and each.name not in read_as:
             _check_shape(p, each)
     selection = Selection(_groups(choices), choices, frozen)
@@ -167,37 +170,32 @@ def _flatten_or_stack(choices: Mapping[torch.Tensor, Choice], given: Patterns) -
     return {name for name in flat if flat[name]}.union(stacked)
 
 
-def _reasons(
+def _give_reasons(
+    choices: Mapping[torch.Tensor, Choice],
     free: Mapping[str, torch.Tensor],
     read_as: Collection[str],
     roles: Mapping[str, str],
     given: Patterns,
-) -> dict[str, str]:
-    """Why AdamW takes parameters about which their groups say nothing; empty for Muon's."""
-    reasons = {}
-    for name, p in free.items():
-        role = roles.get(name, "")
-        reasons[name] = why_not_muon(name, p, is_named=name in read_as, role=role)
-    if given.matrices is not None:
-        wanted = _wanted(free, given.matrices, read_as)
-        for name, why in reasons.items():
-            reasons[name] = "" if name in wanted else why or "not among matrices"
-    taken = [name for name, why in reasons.items() if not why]
-    excluded = matching("exclude", given.exclude, taken, others=free)
-    return reasons | dict.fromkeys(excluded, "exclude")
-
-
-def _wanted(
-    free: Mapping[str, torch.Tensor], matrices: Sequence[str] | Predicate, read_as: Collection[str]
-) -> Collection[str]:
-    """The names that `matrices=` finds."""
-    if callable(matrices):
-        return [name for name, p in free.items() if matrices(name, p)]
+) -> None:
+    """Set why AdamW takes some of the parameters about which their groups say nothing."""
     possible = []
     for name, p in free.items():
-        if name in read_as or p.ndim == 2 or _may_be_stack(name, p):
+        role = roles.get(name, "")
+        is_named = name in read_as
+        choices[p].why = why_not_muon(name, p, is_named=is_named, role=role)
+        if is_named or p.ndim == 2 or _may_be_stack(name, p):
             possible.append(name)
-    return matching("matrices", matrices, possible, others=free)
+    if given.matrices is not None:
+        if callable(given.matrices):
+            wanted = [name for name, p in free.items() if given.matrices(name, p)]
+        else:
+            wanted = matching("matrices", given.matrices, possible, others=free)
+        for name, p in free.items():
+            why = choices[p].why or "not among matrices"
+            choices[p].why = "" if name in wanted else why
+    taken = [name for name, p in free.items() if not choices[p].why]
+    for name in matching("exclude", given.exclude, taken, others=free):
+        choices[free[name]].why = "exclude"
 
 
 def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
@@ -213,7 +211,10 @@ def _may_be_stack(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _read(
-    taken: Mapping[str, Choice], free: Collection[str], modules: fused.Modules, given: Patterns
+    taken: Mapping[str, Choice],
+    free: Collection[str],
+    modules: fused.Modules,
+    given: Patterns,
 ) -> None:
     """Set how matrices are stored, as modules show it, their blocks and their steps."""
     turned = matching("transposed", given.transposed, taken, others=free)
@@ -221,7 +222,8 @@ def _read(
     steps = values_of(taken, given.ns_steps_for or {}, argument="ns_steps_for")
     for name, choice in taken.items():
         is_flat = choice.view.flat
-        if name in turned or (fused.is_stored_transposed(name, modules) and not is_flat):
+        is_turned = fused.is_stored_transposed(name, modules) and not is_flat
+        if is_turned or name in turned:
             choice.view = replace(choice.view, transposed=True)
         rows, _ = choice.view.matrix
         if name in splits:
@@ -236,20 +238,17 @@ def _groups(choices: Mapping[torch.Tensor, Choice]) -> list[dict[str, Any]]:
     with_muon = {each.group for each in choices.values() if not each.why}
     groups: dict[tuple[bool, int], dict[str, Any]] = {}
     for p, each in choices.items():
-        optimizer = ADAMW if each.why else MUON
-        is_second = optimizer == ADAMW and each.group in with_muon
-        key = is_second, each.group
-        if key not in groups:
-            # Megatron-FSDP's fully_shard_optimizer reads the first key as the parameters
-            groups[key] = {"params": [], **each.options_for(optimizer)}
-        groups[key]["params"].append(p)
+        is_second = bool(each.why) and each.group in with_muon
+        # Megatron-FSDP's fully_shard_optimizer reads the first key as the parameters
+        empty = {"params": [], **each.options_for(ADAMW if each.why else MUON)}
+        groups.setdefault((is_second, each.group), empty)["params"].append(p)
     return [groups[key] for key in sorted(groups)]
 
 
 def _check_shape(p: torch.Tensor, choice: Choice) -> None:
     """Raise a UserError for what Muon cannot read as a matrix or a stack."""
     # without a name or group nothing tells a stack from its shape
-    is_said = choice.is_named or choice.optimizer
+    is_said = choice.is_named or choice.options.get(OPTIMIZER)
     is_stack = is_said and _may_be_stack(choice.name, p)
     if not p.numel() or not (p.ndim == 2 or is_stack):
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from megatron_muon.core.build import LOCAL, SHARED
 from megatron_muon.core.rows import MOMENTUM, STEPS
 from megatron_muon.errors import OffloadError, UserError
-from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER
+from megatron_muon.fsdp.parameter_groups import MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import Part, State, refuse_copy
 from megatron_muon.fsdp.selection import Selection
 from megatron_muon.fsdp.step import CapturedStep, make_state, put_on_device
@@ -25,8 +25,7 @@ class MuonState(torch.optim.Optimizer):
 
     parts: list[Part]  # the matrices of each set of ranks
     selection: Selection
-    _settings: dict[str, Any]  # the arguments of `Muon`
-    _run: OffloadRun | None  # keeps momentum off the device; None once it is closed
+    _run: OffloadRun | None = None  # keeps momentum off the device; None once it is closed
     _is_fresh: bool  # neither stepped nor loaded
     _state_groups: list[Any]  # the ranks that agree on failures, in one order on all of them
 
@@ -35,7 +34,7 @@ class MuonState(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _require_open(self) -> None:
-        if self._run is None and any(part.store is not None for part in self.parts):
+        if self._run is None and self.stores:
             raise UserError("this optimizer was closed, and its momentum with it; make another one")
 
     @property
@@ -57,13 +56,13 @@ class MuonState(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p].update(make_state(p))
 
-    def refuse_lost_state(self, group: Any = None) -> None:
+    def refuse_lost_state(self, groups: Sequence[Any] | None = None) -> None:
         """Raise an OffloadError on every rank if one has lost state.
 
-        Collective over `group`, or all ranks that have matrices together, where momentum is in
+        Collective over `groups`, or all ranks that have matrices together, where momentum is in
         files.
         """
-        groups = self._state_groups if group is None else [group]
+        groups = groups or self._state_groups
         for failure in [first_failure(self.stores, each) for each in groups]:
             if failure is not None:
                 raise OffloadError(failure)
@@ -79,7 +78,7 @@ class MuonState(torch.optim.Optimizer):
             state |= part.momentum_state()
         # one rank alone may save whole matrices
         is_whole = all(part.waves.scheme in (LOCAL, SHARED) for part in self.parts)
-        self.refuse_lost_state(Alone() if is_whole else None)
+        self.refuse_lost_state([Alone()] if is_whole else None)
         return state
 
     @override
@@ -128,7 +127,7 @@ class MuonState(torch.optim.Optimizer):
             part.load({p: saved[p] for p in part.viewed}, steps)
         self.initialize_state()
         self._is_fresh = False
-        if any(part.captured is not None for part in self.parts):
+        if self.parts[0].captured is not None:
             self._capture()  # other tensors have the numbers of groups
 
     def _saved(
@@ -141,31 +140,31 @@ class MuonState(torch.optim.Optimizer):
         Muon's, and shares tensors with what it is given, which may be another optimizer's. State is
         keyed by numbers, or by names in torch's distributed checkpoints, in the order of groups.
         """
-        keys: dict[torch.Tensor, Any] = {}
-        for ours, theirs in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            keys.update(zip(ours["params"], theirs["params"], strict=False))
+        ours = members_of(self.param_groups)
+        theirs = members_of(state_dict["param_groups"])
+        keys = dict(zip(ours, theirs, strict=False))  # torch refuses other groups
         others = dict(state_dict["state"])
         saved: State = {}
         for part in self.parts:
             for p, own in part.state.items():
-                saved[p] = others.pop(keys.get(p), {})
-                if p.requires_grad or saved[p]:
-                    shapes = {slot: tensor.shape for slot, tensor in own.items()}
-                    for slot, numel in part.method_state.numels(p).items():
-                        shapes[slot] = torch.Size([numel])
-                    self._check_slots(p, {MOMENTUM: p.shape, **shapes}, saved[p])
+                name = self.selection.choices[p].name
+                slots = others.pop(keys.get(p), {})
+                saved[p] = slots
+                if not p.requires_grad and not slots:
+                    continue
+                shapes = {MOMENTUM: tuple(p.shape)}
+                for slot, tensor in own.items():
+                    shapes[slot] = tuple(tensor.shape)
+                for slot, numel in part.method_state.numels(p).items():
+                    shapes[slot] = (numel,)
+                for slot, shape in shapes.items():
+                    found = tuple(slots[slot].shape) if slot in slots else "no"
+                    if found != shape:
+                        raise UserError(
+                            f"the state to load has {found} {slot} of {name}, which"
+                            f" here is {shape}; was it saved by Muon with these settings?"
+                        )
         return saved, copy.deepcopy(others)
-
-    def _check_slots(
-        self, p: torch.Tensor, shapes: Mapping[str, torch.Size], saved: Mapping[str, torch.Tensor]
-    ) -> None:
-        for slot, shape in shapes.items():
-            found = tuple(saved[slot].shape) if slot in saved else "no"
-            if found != tuple(shape):
-                raise UserError(
-                    f"the state to load has {found} {slot} of {self.selection.name(p)}, which here"
-                    f" is {tuple(shape)}; was it saved by Muon with these settings?"
-                )
 
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""
@@ -175,7 +174,7 @@ class MuonState(torch.optim.Optimizer):
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
         put_on_device(groups, device)
         for part in self.parts:
-            part.captured = CapturedStep(part.engine.step, list(part.viewed), groups)
+            part.captured = CapturedStep(part.engine.step, part.viewed, groups)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.parameter_groups import decays
-from megatron_muon.fsdp.read_numbers import as_float, stays_on_device
+from megatron_muon.fsdp.read_numbers import ON_DEVICE, as_float, stays_on_device
 from megatron_muon.ranges import number_of
 from megatron_muon.shards import local_part
 
@@ -26,11 +26,9 @@ def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def adamw_numbers(group: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a group as floats, by torch's names; a UserError unless each is finite."""
-    numbers = {}
-    for name in ("lr", "weight_decay", "eps"):
-        numbers[name] = as_float(f"{name} of a parameter group", group[name])
+    numbers = {name: as_float(name, group[name]) for name in ("lr", "weight_decay", "eps")}
     for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True):
-        numbers[name] = as_float("betas of a parameter group", beta)
+        numbers[name] = as_float("betas", beta)
     return numbers
 
 
@@ -86,7 +84,7 @@ def put_on_device(groups: Sequence[dict[str, Any]], device: torch.device) -> Non
     A decay of zero stays a number, as no operation reads it.
     """
     for group in groups:
-        for name in ("lr", "weight_decay"):
+        for name in ON_DEVICE:
             if name == "lr" or group[name]:
                 group[name] = torch.tensor(
                     float(group[name]),
@@ -108,7 +106,7 @@ class CapturedStep:
     def __init__(
         self,
         enqueue: Callable[[], None],
-        parameters: Sequence[torch.Tensor],
+        parameters: Iterable[torch.Tensor],
         groups: Sequence[dict[str, Any]],
     ) -> None:
         self._enqueue = enqueue

@@ -72,8 +72,7 @@ def build_muon(
     if device.type != "cpu" and config.muon_ns_device == "cpu":
         device = torch.device("cpu")
         beside = replace(beside, group=mp.over_gloo(group))
-    views = {p: several.view for p, several in matrices.items()}
-    viewed = view_parameters({p: names[p] for p in parameters}, views, mine)
+    viewed = view_parameters(matrices, mine)
     return make_muon(groups, viewed, held, config, beside, device), matrices
 
 

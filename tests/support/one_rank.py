@@ -15,7 +15,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.teams import TeamGroup
 from megatron_muon.fsdp.part import Part, view_parameters
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 
 CPU = torch.device("cpu")
@@ -72,12 +72,10 @@ def muon_of(
 ) -> ShardedMuon:
     """The Muon of a rank's rows of each matrix; `passing` are arguments of `Passes`."""
     transport = waves.transport
-    names = {}
-    views = {}
+    matrices = {}
     for p, matrix in zip(parameters, transport.layout.matrices, strict=True):
-        names[p] = matrix.name
-        views[p] = View(matrix.shape)
+        matrices[p] = Matrices(name=matrix.name, view=View(matrix.shape))
     held = [shard.rectangle for shard in transport.layout.held(transport.rank)]
-    viewed = view_parameters(names, views, held)
-    part = Part(viewed, list(names.values()), waves, rules, passing, store=store)
+    viewed = view_parameters(matrices, held)
+    part = Part(viewed, waves, rules, passing, store=store)
     return ShardedMuon([{"params": list(parameters)}], part, settings)

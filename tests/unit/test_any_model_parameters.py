@@ -30,7 +30,7 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
 
     def taken(**given: Any) -> list[str]:
         selection = select(model.named_parameters(), **given)
-        return [selection.name(p) for p in selection.matrices]
+        return [choice.name for choice in selection.matrices.values()]
 
     assert taken() == ["layers.0.weight", "layers.1.weight"]
     assert taken(matrices=["layers.*.weight", "lm_head"]) == [
@@ -56,7 +56,7 @@ TAKEN = """
 def test_names_of_tables_outputs_and_matrices() -> None:
     names = [*LEFT.split(), *TAKEN.split()]
     selection = select([(name, of(3, 4)) for name in names])
-    assert [selection.name(p) for p in selection.matrices] == TAKEN.split()
+    assert [choice.name for choice in selection.matrices.values()] == TAKEN.split()
 
 
 def wrong(**given: Any) -> Callable[[], Any]:

@@ -23,7 +23,7 @@ from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.muon import Muon
 from megatron_muon.fsdp.part import view_parameters
 from megatron_muon.fsdp.step import CapturedStep, put_on_device
-from megatron_muon.matrices.views import View
+from megatron_muon.matrices.views import Matrices, View
 from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.megatron.sharded_muon import ShardedMuon
@@ -114,9 +114,10 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         config = MuonOptimizerConfig(**{**SETTINGS, **settings})
-        names = {parameter: f"w{i}" for i, parameter in enumerate(parameters)}
-        views = {parameter: View(tuple(parameter.shape)) for parameter in parameters}
-        viewed = view_parameters(names, views, held.rectangles)
+        read = {}
+        for number, parameter in enumerate(parameters):
+            read[parameter] = Matrices(name=f"w{number}", view=View(tuple(parameter.shape)))
+        viewed = view_parameters(read, held.rectangles)
         groups = [{"params": parameters}]
         yield make_muon(groups, viewed, held, config, Beside(), machine.DEVICE)
 
