@@ -53,10 +53,7 @@ class TeamRules:
     def sizes(self) -> tuple[int, ...]:
         """Sizes that teams may have, from 1 on."""
         sizes = sorted({1, self.size}) if self.size else TEAM_SIZES
-        most = max(
-            Counter(self.nodes).values(),
-            default=1,
-        )
+        most = max(Counter(self.nodes).values())
         return tuple(size for size in sizes if size <= most)
 
     def unmet(self) -> SettingError | None:
@@ -123,13 +120,8 @@ def assign(
     step may take on a rank, None as much as is usual, or as whole blocks need.
     """
     kinds = []
-    for matrix, cost in zip(
-        layout.matrices,
-        costs,
-        strict=True,
-    ):
-        blocks = tuple(matrix.blocks)
-        kinds.append(_Kind(blocks, matrix.steps, cost))
+    for matrix, cost in zip(layout.matrices, costs, strict=True):
+        kinds.append(_Kind(tuple(matrix.blocks), matrix.steps, cost))
     counts = Counter(kinds)
     options = {kind: _options(rules, kind) for kind in counts}
     if not rules.size:
@@ -222,20 +214,12 @@ def _choices(
         chosen = []
         total = 0.0
         for kind, found in options.items():
-            fastest = min(found, key=lambda each: each.heaviest)
-            fitting = (each for each in found if each.heaviest <= limit)
-            chosen.append(next(fitting, fastest))
+            chosen.append(min(found, key=lambda each: max(each.heaviest, limit)))
             total += sum(chosen[-1].loads) * counts[kind]
         heaviest = max(each.heaviest for each in chosen)
         bounds[tuple(chosen)] = max(total / ranks, heaviest)
     best = sorted(bounds, key=bounds.__getitem__)[:_TRIED]
-    return [
-        (
-            bounds[chosen],
-            dict(zip(options, chosen, strict=True)),
-        )
-        for chosen in best
-    ]
+    return [(bounds[chosen], dict(zip(options, chosen, strict=True))) for chosen in best]
 
 
 class _Held(NamedTuple):
@@ -249,14 +233,8 @@ def _held(shards: Shards, nodes: Ints) -> _Held:
     ranks = shards.ranks
     elements = shards.elements[shards.numbers]
     here = nodes[ranks]
-    by_node = np.bincount(
-        here,
-        elements,
-        int(nodes.max()) + 1,
-    )
-    order = np.lexsort(
-        (ranks, -elements, -by_node[here]),
-    )
+    by_node = np.bincount(here, elements, int(nodes.max()) + 1)
+    order = np.lexsort((ranks, -elements, -by_node[here]))
     return _Held(by_node, ranks[order])
 
 
@@ -273,10 +251,7 @@ class _Placement:
 
     def __init__(self, layout: Layout, rules: TeamRules) -> None:
         self._matrices = layout.matrices
-        self._nodes = np.array(
-            rules.nodes,
-            dtype=np.int64,
-        )
+        self._nodes = np.array(rules.nodes, dtype=np.int64)
         by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
         held = {key: _held(shards, self._nodes) for key, shards in by_cut.items()}
         self._held = [held[id(matrix.shards)] for matrix in layout.matrices]
@@ -295,7 +270,7 @@ class _Placement:
         ranks = len(self._nodes)
         work = [(each.heaviest, len(each.loads)) for each in divisions]
         mean = sum(sum(each.loads) for each in divisions) / ranks
-        fair = max(mean, max(heaviest for heaviest, _ in work))
+        fair = max(mean, max(work)[0])
         self._loads = np.zeros(ranks)
         self._received = np.zeros(int(self._nodes.max()) + 1)
         far = np.zeros(ranks)
@@ -322,8 +297,7 @@ class _Placement:
         # first, on the rank that receives most: that link is the slowest.
         unevenness = max(heaviest / fair, 1.03) if fair else 0.0
         merit = unevenness, float(far.max()), near
-        in_order = [teams[index] for index in range(len(teams))]
-        return _Placed(merit, in_order, heaviest)
+        return _Placed(merit, [teams[index] for index in range(len(teams))], heaviest)
 
     def _owners(
         self,
@@ -333,14 +307,9 @@ class _Placement:
     ) -> list[int]:
         """The owners of a matrix, by the work of each."""
         is_team = len(loads) > 1
-        if is_team:
-            places = self._places[len(loads)]
-            after = (self._loads[places] + loads).max(axis=1)
-            least = after.min()
-        else:
-            places = held.ranks[:, None]
-            after = self._loads[held.ranks] + loads[0]
-            least = self._loads.min() + loads[0]
+        places = self._places[len(loads)] if is_team else held.ranks[:, None]
+        after = (self._loads[places] + loads).max(axis=1)
+        least = after.min() if is_team else self._loads.min() + loads[0]
         fits = after <= max(cap, least)
         if not fits.any():
             return [int(self._loads.argmin())]
@@ -349,11 +318,7 @@ class _Placement:
         missing = np.where(fits, missing, np.inf)
         chosen = missing.argmin()
         if is_team:
-            chosen = np.where(
-                missing == missing[chosen],
-                after,
-                np.inf,
-            ).argmin()
+            chosen = np.where(missing == missing[chosen], after, np.inf).argmin()
         return list(places[chosen].tolist())
 
 
@@ -363,7 +328,5 @@ def _places(nodes: Ints, size: int) -> Ints:
     for node in np.unique(nodes):
         ranks = np.flatnonzero(nodes == node)
         full = len(ranks) // size * size
-        places.append(
-            ranks[:full].reshape(-1, size),
-        )
+        places.append(ranks[:full].reshape(-1, size))
     return np.concatenate(places)

@@ -6,9 +6,8 @@ dimension; what follows on without a gap is one run.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,23 +41,12 @@ class Copy(NamedTuple):
     @property
     def reversed(self) -> Copy:
         """The copy back."""
-        dims = tuple(
-            (
-                size,
-                target,
-                source,
-            )
-            for size, source, target in self.dims
-        )
+        dims = tuple((size, target, source) for size, source, target in self.dims)
         return Copy(self.target, self.source, dims)
 
     def moved(self, source: int, target: int) -> Copy:
         """The same copy with both ends moved by so many elements."""
-        return Copy(
-            self.source + source,
-            self.target + target,
-            self.dims,
-        )
+        return Copy(self.source + source, self.target + target, self.dims)
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
@@ -86,44 +74,38 @@ def _joined(copies: Sequence[Copy]) -> list[Copy]:
     """Join runs that follow each other at both ends, whatever their lengths."""
     found: list[Copy] = []
     for copy in sorted(copies):
-        if found and copy.run and found[-1].run:
-            last = found[-1]
-            if last.moved(last.run, last.run)[:2] == copy[:2]:
-                copy = last._replace(dims=((last.run + copy.run, 1, 1),))
-                found.pop()
-        found.append(copy)
+        last = found[-1] if found else None
+        if last and last.run and copy.run and last.moved(last.run, last.run)[:2] == copy[:2]:
+            found[-1] = last._replace(dims=((last.run + copy.run, 1, 1),))
+        else:
+            found.append(copy)
     return found
 
 
-def _stepped(copies: Sequence[Copy]) -> list[Copy]:
+def _stepped(copies: Iterable[Copy]) -> list[Copy]:
     """Join copies of equal shape and strides at equal distances by a further dimension."""
-    alike: dict[Dims, list[tuple[int, int]]] = defaultdict(list)
-    for copy in copies:
-        alike[copy.dims].append((copy.source, copy.target))
-    found = []
-    for dims, starts in alike.items():
-        for start, count, step in _progressions(sorted(starts), len(dims)):
-            more = ((count, *step),) if count > 1 else ()
-            found.append(Copy(*start, more + dims))
+    found: list[Copy] = []
+    for copy in sorted(copies, key=itemgetter(2, 0, 1)):
+        longer = _continued(found[-1], copy) if found else None
+        if longer:
+            found[-1] = longer
+        else:
+            found.append(copy._replace(dims=((1, 0, 0), *copy.dims)))
     return found
 
 
-def _progressions(
-    starts: Sequence[tuple[int, int]], dims: int
-) -> Iterable[tuple[tuple[int, int], int, tuple[int, int]]]:
-    """Pairs of elements as arithmetic progressions: first pair, number of pairs, and step."""
-    steps = []
-    for one, after in itertools.pairwise(starts):
-        steps.append((after[0] - one[0], after[1] - one[1]))
-    first = 0
-    while first < len(starts):
-        last = first
-        step = steps[first] if first < len(steps) else (0, 0)
-        if dims < MAX_DIMS and step[1] > 0:  # torch's strides are not negative
-            while last < len(steps) and steps[last] == step:
-                last += 1
-        yield starts[first], last - first + 1, step
-        first = last + 1
+def _continued(series: Copy, copy: Copy) -> Copy | None:
+    """A series of equal copies, its first dimension, and the next one, if its distance is theirs."""
+    (count, *steps), *dims = series.dims
+    ahead = [copy.source - series.source, copy.target - series.target]
+    if count == 1:
+        steps = ahead
+    if tuple(dims) != copy.dims or len(dims) == MAX_DIMS:
+        return None
+    # torch's strides are not negative
+    if steps[1] <= 0 or ahead != [count * steps[0], count * steps[1]]:
+        return None
+    return series._replace(dims=((count + 1, steps[0], steps[1]), *dims))
 
 
 class Copies(NamedTuple):

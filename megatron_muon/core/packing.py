@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,9 +74,7 @@ class Packing:
         known: dict[Any, list[tuple[int, BlockKind]]] = {}
         self.travelling: dict[int, InLane] = {}
         self.local: list[list[int]] = [[] for _ in range(self._ranks)]
-        for index, (matrix, team) in enumerate(
-            zip(layout.matrices, teams, strict=True),
-        ):
+        for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
             key = team.ranks, team.cuts, matrix.shape, matrix.split, matrix.steps
             if key not in known:
                 slots = team.slices(index, matrix)
@@ -153,11 +149,7 @@ class Packing:
             free = min(buffer_bytes - buffers.scratch_start, 3 * buffer_bytes // 4)
             batches.append(self._cut_batches(rank, free, math.ceil(len(waves) / 2)))
         every = self.buffers(waves, batches)
-        return Packed(
-            waves,
-            tuple(batches),
-            max(buffers.nbytes for buffers in every),
-        )
+        return Packed(waves, tuple(batches), max(buffers.nbytes for buffers in every))
 
     def _cut_waves(self, lane: int) -> Parts:
         """The matrices in waves in which owners have their share of work, in lanes of so many bytes.
@@ -183,11 +175,7 @@ class Packing:
         teams = self._teams
         order = sorted(
             self.travelling,
-            key=lambda index: (
-                -max(teams[index].loads),
-                self._matrices[index].shape,
-                index,
-            ),
+            key=lambda index: (-max(teams[index].loads), self._matrices[index].shape),
         )
         total = np.zeros(self._ranks)
         for index in order:
@@ -197,37 +185,23 @@ class Packing:
         shares = {}
         for index in order:
             owners = list(teams[index].ranks)
-            shares[index] = float(
-                (before[owners] / total[owners]).max(),
-            )
+            shares[index] = float((before[owners] / total[owners]).max())
             before[owners] += teams[index].loads
-        return sorted(
-            shares,
-            key=lambda index: (shares[index], index),
-        )
+        return sorted(self.travelling, key=shares.__getitem__)
 
     def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
         """A rank's own matrices in so many batches, or as many more as fit so many bytes.
 
         Batches have as many elements, and equal shapes together.
         """
-        order = sorted(
-            self.local[rank],
-            key=lambda index: (self._matrices[index].shape, index),
-        )
-        numels = np.array(
-            [self._matrices[index].numel for index in order],
-            dtype=np.int64,
-        )
+        order = sorted(self.local[rank], key=lambda index: self._matrices[index].shape)
+        numels = np.array([self._matrices[index].numel for index in order])
         middles = 2 * numels.cumsum() - numels
 
         def cut(count: int) -> Parts:
             numbers = middles * count // (2 * numels.sum())
-            grouped = itertools.groupby(
-                zip(numbers.tolist(), order, strict=True),
-                itemgetter(0),
-            )
-            return tuple(tuple(index for _, index in part) for _, part in grouped)
+            starts = np.flatnonzero(np.diff(numbers)) + 1
+            return tuple(tuple(part.tolist()) for part in np.split(order, starts))
 
         def fits(count: int) -> bool:
             return all(self._batch_bytes(part).scratch <= free for part in cut(count))
@@ -244,9 +218,7 @@ class Packing:
         found = []
         for rank, of_rank in enumerate(zip(*by_wave, strict=True)):
             own = map(self._batch_bytes, batches[rank] if batches else ())
-            found.append(
-                Buffers.of(of_rank, list(own), apart=self._sizes.apart),
-            )
+            found.append(Buffers.of(of_rank, list(own), apart=self._sizes.apart))
         return found
 
     def _add_wave(self, wave: tuple[int, ...]) -> list[WaveBytes]:
@@ -269,7 +241,4 @@ class Packing:
         numels = [self._matrices[index].numel for index in batch]
         blocks = Counter(kind for index in batch for _, kind in self._kinds[index])
         kinds = tuple(sorted(blocks.items()))
-        largest = max(numels)
-        return self._bytes_of(
-            Contents(sum(numels), largest, kinds, largest),
-        )
+        return self._bytes_of(Contents(sum(numels), max(numels), kinds, max(numels)))

@@ -90,21 +90,14 @@ class Plan:
             self.batches,
             self.by_pairs,
         ]
-        return hashlib.sha256(
-            json.dumps(content).encode(),
-        ).hexdigest()[:DIGEST_LENGTH]
+        digest = hashlib.sha256(json.dumps(content).encode())
+        return digest.hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
     def all_to_alls(self) -> list[tuple[Transfers, Transfers]]:
         """The transfers of each wave: its rows, and its updates."""
         traffic = Traffic(self.layout, self.teams)
-        return [
-            (
-                traffic.gathered(wave),
-                traffic.returned(wave),
-            )
-            for wave in self.waves
-        ]
+        return [(traffic.gathered(wave), traffic.returned(wave)) for wave in self.waves]
 
     @cached_property
     def step_bytes(self) -> Ints:
@@ -142,11 +135,7 @@ def make_plan(
     Raises:
         SettingError: the buffer is too small.
     """
-    rules = rules or TeamRules(
-        sizes.method.cost,
-        [0] * layout.world_size,
-        size=1,
-    )
+    rules = rules or TeamRules(sizes.method.cost, [0] * layout.world_size, size=1)
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
         attempts.append((rules, buffer_bytes // 2))

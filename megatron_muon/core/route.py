@@ -7,6 +7,7 @@ fill the stacks of their owner; updates are drained from the stacks into a lane 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Stack(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the stack."""
-        return len(self.slots) * self.kind.smaller * self.kind.length
+        return math.prod(self.shape)
 
     def copy(
         self,
@@ -221,48 +222,23 @@ class Units:
                 source = shard.source(owner, self.ranks)
                 for piece in [_whole(shard)] if part is None else part.runs(shard):
                     numel = piece.repeats * piece.rows * piece.cols
-                    far: list[Copy] = []
+                    near = _from_shard(shard, piece)
+                    unit = Unit(index, owner, source, shard, numel, near, [])
                     if owner == self.rank:
-                        far = self._to_stacks(index, part, shard, piece)
-                    yield Unit(
-                        index,
-                        owner,
-                        source,
-                        shard,
-                        numel,
-                        _from_shard(shard, piece),
-                        far,
-                    )
+                        unit.far.extend(self._to_stacks(unit, part, piece))
+                    yield unit
 
-    def _to_stacks(
-        self, index: int, part: BlockSlice | None, shard: Shard, piece: Piece
-    ) -> list[Copy]:
+    def _to_stacks(self, unit: Unit, part: BlockSlice | None, piece: Piece) -> Iterator[Copy]:
         """Copies from a unit to this rank's stacks."""
-        copies = []
         cols = piece.cols
-        for stack, number in self._slots[index]:
+        for stack, number in self._slots[unit.of]:
             slot = stack.slots[number]
-            if part is None:
-                for run in slot.runs(shard):
+            if part == slot:
+                yield stack.copy(number, piece, 0, (piece.rows * cols, cols))
+            elif part is None:
+                for run in slot.runs(unit.shard):
                     first = (run.row - piece.row) * cols + run.col - piece.col
-                    copies.append(
-                        stack.copy(
-                            number,
-                            run,
-                            first,
-                            (run.stride * cols, cols),
-                        )
-                    )
-            elif part == slot:
-                copies.append(
-                    stack.copy(
-                        number,
-                        piece,
-                        0,
-                        (piece.rows * cols, cols),
-                    )
-                )
-        return copies
+                    yield stack.copy(number, run, first, (run.stride * cols, cols))
 
     def order_rows(self, updates: Placed) -> list[HeldShard]:
         """Put the rows in the order in which their updates come back."""
@@ -280,14 +256,7 @@ class Units:
 
 
 def _whole(shard: Shard) -> Piece:
-    return Piece(
-        shard.row_start,
-        shard.rows,
-        shard.col_start,
-        shard.cols,
-        0,
-        0,
-    )
+    return Piece(*shard.rectangle, 0, 0)
 
 
 def _from_shard(shard: Shard, piece: Piece) -> Copy:
