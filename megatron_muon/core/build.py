@@ -118,7 +118,7 @@ def make_waves(
     team_rules = None
     if scheme == OWNER:
         team_rules = _team_rules(options.team_size, group, method, rules)
-    plan = plan or _plan_of(layout, method, sizes, options, team_rules)
+    plan = plan or _plan_of(layout, sizes, options, team_rules)
     _compare(plan, group)
     connect([group], options.device)
     teams = make_teams(group, plan.teams)
@@ -149,7 +149,6 @@ def _check_state(scheme: str, method: Method) -> None:
 
 def _plan_of(
     layout: Layout,
-    method: Method,
     sizes: Sizes,
     options: StepOptions,
     team_rules: TeamRules | None,
@@ -158,7 +157,7 @@ def _plan_of(
     mebibytes = options.buffer_mb
     return make_plan(
         layout,
-        [method.flops(matrix) for matrix in layout.matrices],
+        [sizes.method.flops(matrix) for matrix in layout.matrices],
         sizes=sizes,
         buffer_bytes=None if mebibytes is None else int(mebibytes * 2**20),
         rules=team_rules and team_rules.possible(),
@@ -221,13 +220,12 @@ def _lay_out(
 
 def _compare(plan: Plan, group: ProcessGroup) -> None:
     """Raise a RuntimeError on every rank where ranks have different plans. Collective."""
-    digests = []
-    for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group):
-        digests.append(f"{number:0{DIGEST_LENGTH}x}")
-    for other, digest in enumerate(digests):
-        if digest != digests[0]:
+    digest = plan.digest()
+    for rank, (number,) in enumerate(numbers_of_all_ranks([int(digest, 16)], group)):
+        other = f"{number:0{DIGEST_LENGTH}x}"
+        if other != digest:
             raise RuntimeError(
-                f"rank 0 of the group has plan {digests[0]} and rank {other} has {digest}: they"
+                f"this rank has plan {digest} and rank {rank} of its group has {other}: they"
                 " would wait for each other; start all ranks with the same settings, software and"
                 " devices"
             )

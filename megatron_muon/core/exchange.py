@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,8 +145,8 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
 def exchange_pairs(
     received: Tensor,
     sent: Tensor,
-    received_counts: Sequence[int],
-    sent_counts: Sequence[int],
+    received_counts: list[int],
+    sent_counts: list[int],
     group: ProcessGroup,
 ) -> Any:
     """An asynchronous all-to-all without empty messages.
@@ -161,9 +160,7 @@ def exchange_pairs(
         (dist.irecv, received, received_counts),
         (dist.isend, sent, sent_counts),
     ):
-        ends = itertools.accumulate(counts)
-        for peer, (count, end) in enumerate(zip(counts, ends, strict=True)):
-            if count:
-                part = flat.narrow(0, end - count, count)
+        for peer, part in enumerate(flat.split(counts)):
+            if part.numel():
                 messages.append(dist.P2POp(start, part, group=group, group_peer=peer))
     return Works(dist.batch_isend_irecv(messages) if messages else [])

@@ -97,7 +97,7 @@ class Plan:
     def all_to_alls(self) -> list[tuple[Transfers, Transfers]]:
         """The transfers of each wave: its rows, and its updates."""
         traffic = Traffic(self.layout, self.teams)
-        return [(traffic.gathered(wave), traffic.returned(wave)) for wave in self.waves]
+        return [traffic.of(wave) for wave in self.waves]
 
     @cached_property
     def step_bytes(self) -> Ints:
@@ -148,16 +148,17 @@ def make_plan(
         if packed.nbytes <= limit:
             waves, batches, _ = packed
             busiest = max(waves, key=len)
-            peers = Traffic(layout, teams).gathered(busiest).peers(layout.world_size)
+            rows, _ = Traffic(layout, teams).of(busiest)
+            peers = rows.peers(layout.world_size)
             by_pairs = 2 * int(peers.max()) < layout.world_size - 1
             return Plan(layout, tuple(teams), waves, sizes, limit, batches, by_pairs)
         least = min(least, packed.nbytes)
     largest = max(layout.matrices, key=lambda matrix: matrix.numel)
-    rows, cols = largest.shape
+    shape = " x ".join(map(str, largest.shape))
     needed = math.ceil(least * 1000 / 2**20) / 1000
     raise SettingError(
         "muon_exchange_buffer_mb",
         limit / 2**20,
-        f"is too small: {largest.name} of {rows} x {cols} needs {needed:.3f}",
+        f"is too small: {largest.name} of {shape} needs {needed:.3f}",
         "give at least that, or leave it out",
     )

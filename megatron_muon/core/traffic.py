@@ -60,33 +60,29 @@ class Traffic:
         self._layout = layout
         self._teams = teams
 
-    def gathered(self, indices: Iterable[int]) -> Transfers:
-        """Rows of these matrices, from a holder to those that orthogonalize them."""
-        found = []
+    def of(self, indices: Iterable[int]) -> tuple[Transfers, Transfers]:
+        """Rows of these matrices, from one holder each, and updates, to all holders."""
+        rows = []
+        updates = []
         for index in indices:
             shards = self._layout.matrices[index].shards
             for owner, elements in self.owned(index):
-                holders = shards.sources(owner, self._layout.world_size)
-                found.append(
+                sources = shards.sources(owner, self._layout.world_size)
+                rows.append(
                     Transfers(
-                        holders,
-                        np.full(len(holders), owner),
+                        sources,
+                        np.full_like(sources, owner),
                         elements,
-                    ),
+                    )
                 )
-        return _joined(found)
-
-    def returned(self, indices: Iterable[int]) -> Transfers:
-        """Update rows of these matrices, from there to all holders."""
-        found = []
-        for index in indices:
-            shards = self._layout.matrices[index].shards
-            for owner, elements in self.owned(index):
-                owners = np.full(len(shards.ranks), owner)
-                found.append(
-                    Transfers(owners, shards.ranks, elements[shards.numbers]),
+                updates.append(
+                    Transfers(
+                        np.full_like(shards.ranks, owner),
+                        shards.ranks,
+                        elements[shards.numbers],
+                    )
                 )
-        return _joined(found)
+        return _joined(rows), _joined(updates)
 
     def owned(self, index: int) -> Iterator[tuple[int, Ints]]:
         """The rank of each slice of a matrix, and the elements of it in each shard."""
