@@ -175,9 +175,9 @@ class Buffers:
         cls, waves: Sequence[WaveBytes], batches: Sequence[WaveBytes], *, apart: bool = False
     ) -> Buffers:
         """The buffers that waves and batches share."""
-        lanes = [0] * LANES
-        for number, wave in enumerate(waves):
-            lanes[number % LANES] = max(lanes[number % LANES], wave.lane)
+        lanes = []
+        for number in range(LANES):
+            lanes.append(max((wave.lane for wave in waves[number::LANES]), default=0))
         every = [*waves, *batches]
         scratch = max(each.scratch for each in every)
         chunk = max(each.chunk for each in every) if apart else 0

@@ -21,6 +21,7 @@ from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.replicas import ToReplicas
 from megatron_muon.core.route import Route
 from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.slices import Team
 from megatron_muon.core.teams import Agreement, Teams, make_teams
 from megatron_muon.core.wave import Chunk, Space, Wave, route_bytes
 from megatron_muon.core.whole import whole_updates
@@ -109,7 +110,8 @@ def make_waves(
     sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
     sizes = replace(sizes, broadcast=scheme == SHARED)
     if scheme == GATHERED:
-        gathering = ToEveryRank(layout, group, method.scale)
+        owners = [Team((group.rank(),), (0.0,))] * len(layout.matrices)
+        gathering = ToEveryRank(layout, owners, group, method.scale)
         waves = [(index,) for index in range(len(layout.matrices))]
         return _lay_out(scheme, gathering, waves, {}, sizes, options)
     if scheme == LOCAL:
@@ -199,8 +201,12 @@ def _lay_out(
         [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
         apart=sizes.apart,
     )
-    nbytes = int(buffers.nbytes)
-    memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)
+    memory = StepMemory(
+        options.device,
+        buffers.nbytes,
+        options.shared,
+        is_freed=options.is_freed,
+    )
     space = Space(memory, buffers, sizes)
 
     def make(number: int, route: Route) -> Wave:

@@ -38,19 +38,13 @@ class Copy(NamedTuple):
         (size, *strides), *others = self.dims
         return 0 if others or strides != [1, 1] else size
 
-    @property
-    def reversed(self) -> Copy:
-        """The copy back."""
-        dims = tuple((size, target, source) for size, source, target in self.dims)
-        return Copy(self.target, self.source, dims)
-
     def moved(self, source: int, target: int) -> Copy:
         """The same copy with both ends moved by so many elements."""
         return Copy(self.source + source, self.target + target, self.dims)
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
-    """The same elements in fewer copies, in any order. Targets must not overlap."""
+    """The same elements in fewer copies, in any order. Sources, or targets, must not overlap."""
     found = _joined([_collapsed(copy) for copy in copies])
     while True:
         fewer = [_collapsed(copy) for copy in _stepped(found)]
@@ -103,7 +97,7 @@ def _continued(series: Copy, copy: Copy) -> Copy | None:
     if tuple(dims) != copy.dims or len(dims) == MAX_DIMS:
         return None
     # torch's strides are not negative
-    if steps[1] <= 0 or ahead != [count * steps[0], count * steps[1]]:
+    if steps[1] < 0 or ahead != [count * steps[0], count * steps[1]]:
         return None
     return series._replace(dims=((count + 1, steps[0], steps[1]), *dims))
 
@@ -114,18 +108,18 @@ class Copies(NamedTuple):
     targets: list[Tensor]
     sources: list[Tensor]
 
+    @property
+    def reversed(self) -> Copies:
+        """The copies back."""
+        return Copies(self.sources, self.targets)
+
 
 def copies_between(
     copies: Iterable[Copy],
     source: Tensor,
     target: Tensor,
-    *,
-    back: bool = False,
 ) -> Copies:
-    """Copies between two flat tensors, `back` from targets to sources."""
-    if back:
-        copies = [copy.reversed for copy in copies]
-        source, target = target, source
+    """Copies between two flat tensors."""
     made = Copies([], [])
     for copy in merged(copies):
         shape, from_strides, to_strides = zip(*copy.dims, strict=True)

@@ -120,11 +120,8 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
     rank = units.rank
 
     def by_owner(chosen: Sequence[Unit]) -> tuple[list[int], Placed]:
-        places = [own if unit.owner == rank else unit.owner for unit in chosen]
-        return laid_out(units.ranks + 1, list(zip(places, chosen, strict=True)))
-
-    def owned(placed: Placed) -> Placed:
-        return [(at, unit) for at, unit in placed if unit.owner == rank]
+        places = [(own if unit.owner == rank else unit.owner, unit) for unit in chosen]
+        return laid_out(units.ranks + 1, places)
 
     sent, out = by_owner([unit for unit in units.all if unit.source == rank])
     returned, updates = by_owner(units.kept)
@@ -137,8 +134,8 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
         units.indices,
         rows,
         units.stacks,
-        Leg(sent, received, units.from_rows(out), to_stacks(owned(out) + arrived)),
-        Leg(returned, back, units.from_rows(updates), to_stacks(leaving + owned(updates))),
+        Leg(sent, received, units.from_rows(out), to_stacks(out + arrived)),
+        Leg(returned, back, units.from_rows(updates), to_stacks(leaving + updates)),
     )
 
 

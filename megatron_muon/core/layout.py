@@ -254,8 +254,7 @@ class Layout:
             matrix.check_tiling()
             rows = matrix.split.rows
             if rows != matrix.shape[0]:
-                text = f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}"
-                raise LayoutError(text)
+                raise LayoutError(f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}")
 
     def digest(self) -> int:
         """A hash of the layout, 0 <= digest < 2**63, the same on any rank."""

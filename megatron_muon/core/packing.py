@@ -7,14 +7,15 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_muon.core.buffers import AUTO_BYTES, Buffers, Contents, Sizes, WaveBytes
-from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.layout import Ints, Layout, Matrix
 from megatron_muon.core.slices import BlockKind, Team
-from megatron_muon.core.traffic import Traffic
+from megatron_muon.core.traffic import owned_elements
 
 MIN_WAVES = 7
 """Waves with which one can arrive and one can leave while one is worked on, and in which the first
@@ -28,16 +29,9 @@ Parts = tuple[tuple[int, ...], ...]
 """Matrices that are worked on together."""
 
 
-class InLane(NamedTuple):
-    """Elements of a matrix in lanes.
-
-    Attributes:
-        ranks: in whose lanes it is, each once.
-        elements: `(ranks, 3)`, in the regions of rows and of owned matrices, and in stacks.
-    """
-
-    ranks: Ints
-    elements: Ints
+InLane = tuple[Ints, Ints]
+"""Elements of a matrix in lanes: the ranks in whose lanes it is, each once, and for these
+`(ranks, 3)` elements in the regions of rows and of owned matrices, and in stacks."""
 
 
 class Packed(NamedTuple):
@@ -66,7 +60,6 @@ class Packing:
         self._matrices = layout.matrices
         self._teams = teams
         self._sizes = sizes
-        self._traffic = Traffic(layout, teams)
         self._bytes_of = functools.cache(sizes.of)
         self._wave_bytes = functools.cache(self._add_wave)
         self._batch_bytes = functools.cache(self._add_batch)
@@ -75,7 +68,7 @@ class Packing:
         self.travelling: dict[int, InLane] = {}
         self.local: list[list[int]] = [[] for _ in range(self._ranks)]
         for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
-            key = team.ranks, team.cuts, matrix.shape, matrix.split, matrix.steps
+            key = team, matrix.shape, matrix.split, matrix.steps
             if key not in known:
                 slots = team.slices(index, matrix)
                 known[key] = [(each.rank, each.kind(sizes.method.scale(each.of))) for each in slots]
@@ -83,25 +76,25 @@ class Packing:
             if team.has_whole(matrix):
                 self.local[team.ranks[0]].append(index)
             else:
-                self.travelling[index] = self._in_lane(index)
+                self.travelling[index] = self._in_lane(matrix, team)
 
-    def _in_lane(self, index: int) -> InLane:
+    def _in_lane(self, matrix: Matrix, team: Team) -> InLane:
         """The elements of a matrix in lanes.
 
         A rank's rows leave and their updates come back; an owner gets the rows of others, and sends
         updates to all of these.
         """
-        shards = self._matrices[index].shards
-        others = [rank for rank in self._teams[index].ranks if rank not in shards.by_rank]
+        shards = matrix.shards
+        others = [rank for rank in team.ranks if rank not in shards.by_rank]
         ranks = np.append(shards.ranks, others).astype(np.int64)
         found = np.zeros((len(ranks), 3), dtype=np.int64)
         found[: len(shards.ranks), 0] = shards.elements[shards.numbers]
-        for owner, elements in self._traffic.owned(index):
+        for owner, elements in owned_elements(matrix, team):
             found[ranks == owner, 2] += elements.sum()
             if not self._sizes.broadcast:
                 sent = elements[shards.numbers]
                 found[ranks == owner, 1] += sent[shards.ranks != owner].sum()
-        return InLane(ranks, found)
+        return ranks, found
 
     def fit(self, buffer_bytes: int | None) -> tuple[Packed, int]:
         """Waves and batches of a step of at most so many bytes, or the fewest possible.
@@ -127,18 +120,16 @@ class Packing:
         most = int(filled.max())
         if most > min(SMALL_BYTES, lane):
             lane = min(lane, max(math.ceil(most / MIN_WAVES), busy))
-        best = None
-        while True:
-            packed = self._packed(lane, buffer_bytes)
-            if best is None or packed.nbytes < best.nbytes:
-                best = packed
-            if best.nbytes <= buffer_bytes or lane <= smallest:
-                return best, buffer_bytes
+        best = packed = self._packed(lane, buffer_bytes)
+        while best.nbytes > buffer_bytes and lane > smallest:
             # the same lanes are tried below `busy` whatever the limit is, to name the least for all
             least, share = smallest, 0.9
             if lane > busy:
                 least, share = busy, min(0.9, buffer_bytes / packed.nbytes)
             lane = max(least, int(share * lane))
+            packed = self._packed(lane, buffer_bytes)
+            best = min(best, packed, key=attrgetter("nbytes"))
+        return best, buffer_bytes
 
     def _packed(self, lane: int, buffer_bytes: int) -> Packed:
         """Waves with lanes of so many bytes, and batches that fit the rest of the buffer."""

@@ -21,7 +21,7 @@ from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.packing import Packing
 from megatron_muon.core.slices import Team
-from megatron_muon.core.traffic import Traffic, Transfers
+from megatron_muon.core.traffic import Transfers, transfers
 from megatron_muon.errors import SettingError
 
 STATE_BYTES = 4
@@ -96,8 +96,7 @@ class Plan:
     @cached_property
     def all_to_alls(self) -> list[tuple[Transfers, Transfers]]:
         """The transfers of each wave: its rows, and its updates."""
-        traffic = Traffic(self.layout, self.teams)
-        return [traffic.of(wave) for wave in self.waves]
+        return [transfers(self.layout, self.teams, wave) for wave in self.waves]
 
     @cached_property
     def step_bytes(self) -> Ints:
@@ -148,7 +147,7 @@ def make_plan(
         if packed.nbytes <= limit:
             waves, batches, _ = packed
             busiest = max(waves, key=len)
-            rows, _ = Traffic(layout, teams).of(busiest)
+            rows, _ = transfers(layout, teams, busiest)
             peers = rows.peers(layout.world_size)
             by_pairs = 2 * int(peers.max()) < layout.world_size - 1
             return Plan(layout, tuple(teams), waves, sizes, limit, batches, by_pairs)

@@ -161,7 +161,7 @@ class Unit(NamedTuple):
     Attributes:
         numel: its elements, which travel without gaps.
         near: copy from the shard to the unit.
-        far: copies from the unit to this rank's stacks.
+        far: copies from the unit to this rank's stacks, if it is the owner.
     """
 
     of: int
