@@ -149,7 +149,13 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
 
     Where a size is given, over teams of that size alone.
     """
-    found = [_Division(None, (kind.cost,), sum(map(math.prod, kind.blocks)))]
+    found = [
+        _Division(
+            None,
+            (kind.cost,),
+            sum(map(math.prod, kind.blocks)),
+        )
+    ]
     for size in rules.sizes[1:]:
         for parts in (1, size, math.inf):
             found.append(_divide(rules, kind, size, parts))
@@ -158,7 +164,12 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
     return list(dict.fromkeys(found))
 
 
-def _divide(rules: TeamRules, kind: _Kind, size: int, parts: float) -> _Division:
+def _divide(
+    rules: TeamRules,
+    kind: _Kind,
+    size: int,
+    parts: float,
+) -> _Division:
     """Divide a matrix over a team: the costliest block in so many parts, others by their cost.
 
     No block has more parts than the team ranks; costly ones choose their ranks first.
@@ -167,13 +178,31 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, parts: float) -> _Division
     loads = np.zeros(size)
     elements = np.zeros(size, dtype=np.int64)
     cuts = [(0, 1)] * len(whole)
-    for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
+    for number in sorted(
+        range(len(whole)),
+        key=lambda number: -whole[number],
+    ):
         block = kind.blocks[number]
-        most = min(size, max(block), parts * whole[number] / max(whole))
+        most = min(
+            size,
+            max(block),
+            parts * whole[number] / max(whole),
+        )
         count = max(count for count in TEAM_SIZES if count <= max(most, 1))
-        first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
-        loads[first : first + count] += rules.cost(*block, count, kind.steps)
-        elements[first : first + count] += math.ceil(math.prod(block) / count)
+        first = (
+            int(
+                loads.reshape(-1, count).max(axis=1).argmin(),
+            )
+            * count
+        )
+        loads[first : first + count] += rules.cost(
+            *block,
+            count,
+            kind.steps,
+        )
+        elements[first : first + count] += math.ceil(
+            math.prod(block) / count,
+        )
         cuts[number] = first, count
     return _Division(
         tuple(cuts),
@@ -187,16 +216,15 @@ def _that_fit(options: _Options, element_bytes: int, buffer_bytes: int | None) -
 
     A step takes lanes twice as large as an owner's stacks, and a scratch like a lane.
     """
-    nbytes = 2 * (LANES + 1) * element_bytes
+    wholes = [0]
     if buffer_bytes is None:
         buffer_bytes = AUTO_BYTES
         for found in options.values():
-            whole = min(each.elements for each in found if not each.is_cut)
-            buffer_bytes = max(buffer_bytes, nbytes * whole)
+            wholes.append(min(each.elements for each in found if not each.is_cut))
+    allowed = max(buffer_bytes // (2 * (LANES + 1) * element_bytes), *wholes)
     fitting = {}
     for kind, found in options.items():
-        least = min(each.elements for each in found)
-        most = max(buffer_bytes // nbytes, least)
+        most = max(allowed, min(each.elements for each in found))
         fitting[kind] = [each for each in found if each.elements <= most]
     return fitting
 
@@ -214,12 +242,20 @@ def _choices(
         chosen = []
         total = 0.0
         for kind, found in options.items():
-            chosen.append(min(found, key=lambda each: max(each.heaviest, limit)))
+            chosen.append(
+                min(found, key=lambda each: max(each.heaviest, limit)),
+            )
             total += sum(chosen[-1].loads) * counts[kind]
         heaviest = max(each.heaviest for each in chosen)
         bounds[tuple(chosen)] = max(total / ranks, heaviest)
     best = sorted(bounds, key=bounds.__getitem__)[:_TRIED]
-    return [(bounds[chosen], dict(zip(options, chosen, strict=True))) for chosen in best]
+    return [
+        (
+            bounds[chosen],
+            dict(zip(options, chosen, strict=True)),
+        )
+        for chosen in best
+    ]
 
 
 class _Held(NamedTuple):
@@ -277,7 +313,11 @@ class _Placement:
         near = 0
         teams: dict[int, Team] = {}
         # of equal loads those of teams go first: they have fewer places to choose from
-        for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        for index in sorted(
+            range(len(work)),
+            key=work.__getitem__,
+            reverse=True,
+        ):
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]
@@ -297,7 +337,11 @@ class _Placement:
         # first, on the rank that receives most: that link is the slowest.
         unevenness = max(heaviest / fair, 1.03) if fair else 0.0
         merit = unevenness, float(far.max()), near
-        return _Placed(merit, [teams[index] for index in range(len(teams))], heaviest)
+        return _Placed(
+            merit,
+            [teams[index] for index in range(len(teams))],
+            heaviest,
+        )
 
     def _owners(
         self,
@@ -318,7 +362,11 @@ class _Placement:
         missing = np.where(fits, missing, np.inf)
         chosen = missing.argmin()
         if is_team:
-            chosen = np.where(missing == missing[chosen], after, np.inf).argmin()
+            chosen = np.where(
+                missing == missing[chosen],
+                after,
+                np.inf,
+            ).argmin()
         return list(places[chosen].tolist())
 
 

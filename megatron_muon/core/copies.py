@@ -57,22 +57,28 @@ def _collapsed(copy: Copy) -> Copy:
     """Drop dimensions of one element, and join those without a gap between them at both ends."""
     dims: list[tuple[int, int, int]] = []
     for size, source, target in copy.dims:
-        if dims and dims[-1][1:] == (size * source, size * target):
+        if dims and dims[-1][1:] == (
+            size * source,
+            size * target,
+        ):
             dims[-1] = dims[-1][0] * size, source, target
         elif size > 1:
             dims.append((size, source, target))
-    return copy._replace(dims=tuple(dims) or ((1, 1, 1),))
+    return copy._replace(
+        dims=tuple(dims) or ((1, 1, 1),),
+    )
 
 
 def _joined(copies: Sequence[Copy]) -> list[Copy]:
     """Join runs that follow each other at both ends, whatever their lengths."""
     found: list[Copy] = []
     for copy in sorted(copies):
-        last = found[-1] if found else None
-        if last and last.run and copy.run and last.moved(last.run, last.run)[:2] == copy[:2]:
-            found[-1] = last._replace(dims=((last.run + copy.run, 1, 1),))
-        else:
-            found.append(copy)
+        if found and copy.run and found[-1].run:
+            last = found[-1]
+            if last.moved(last.run, last.run)[:2] == copy[:2]:
+                copy = last._replace(dims=((last.run + copy.run, 1, 1),))
+                found.pop()
+        found.append(copy)
     return found
 
 
@@ -84,7 +90,11 @@ def _stepped(copies: Iterable[Copy]) -> list[Copy]:
         if longer:
             found[-1] = longer
         else:
-            found.append(copy._replace(dims=((1, 0, 0), *copy.dims)))
+            found.append(
+                copy._replace(
+                    dims=((1, 0, 0), *copy.dims),
+                ),
+            )
     return found
 
 
@@ -99,7 +109,12 @@ def _continued(series: Copy, copy: Copy) -> Copy | None:
     # torch's strides are not negative
     if steps[1] < 0 or ahead != [count * steps[0], count * steps[1]]:
         return None
-    return series._replace(dims=((count + 1, steps[0], steps[1]), *dims))
+    return series._replace(
+        dims=(
+            (count + 1, steps[0], steps[1]),
+            *dims,
+        ),
+    )
 
 
 class Copies(NamedTuple):

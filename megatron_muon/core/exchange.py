@@ -89,7 +89,10 @@ class ToOwners:
     def batch(self, indices: Sequence[int]) -> Route:
         """The route of matrices that are whole on this rank, their owner."""
         units = self.units(indices)
-        _, placed = laid_out(1, [(0, unit) for unit in units.owned])
+        _, placed = laid_out(
+            1,
+            [(0, unit) for unit in units.owned],
+        )
         rows = units.order_rows(placed)
         leg = Leg([], [], to_stacks(placed), [])
         return Route(indices, rows, units.stacks, leg, leg, is_batch=True)
@@ -107,7 +110,12 @@ class ToOwners:
     """Start to send updates, likewise."""
 
 
-def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) -> Route:
+def make_route(
+    units: Units,
+    others: Sequence[tuple[int, Unit]],
+    *,
+    own: int,
+) -> Route:
     """A rank's part in a wave with owners.
 
     Args:
@@ -120,10 +128,18 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
     rank = units.rank
 
     def by_owner(chosen: Sequence[Unit]) -> tuple[list[int], Placed]:
-        places = [(own if unit.owner == rank else unit.owner, unit) for unit in chosen]
+        places = [
+            (
+                own if unit.owner == rank else unit.owner,
+                unit,
+            )
+            for unit in chosen
+        ]
         return laid_out(units.ranks + 1, places)
 
-    sent, out = by_owner([unit for unit in units.all if unit.source == rank])
+    sent, out = by_owner(
+        [unit for unit in units.all if unit.source == rank],
+    )
     returned, updates = by_owner(units.kept)
     start = aligned_elements(sum(returned))
     arriving = [(unit.source, unit) for unit in units.owned if unit.source != rank]

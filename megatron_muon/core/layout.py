@@ -127,7 +127,9 @@ class Shard:
         return owner if owner in holders else holders[owner * len(holders) // world_size]
 
 
-def _corners(rectangles: Iterable[Rectangle]) -> dict[tuple[int, int], int]:
+def _corners(
+    rectangles: Iterable[Rectangle],
+) -> dict[tuple[int, int], int]:
     """Corners of rectangles, counted with signs, without those that cancel.
 
     Two sets of rectangles cover the same elements, equally often, if these are equal.
@@ -217,7 +219,13 @@ class Matrix:
     def blocks(self) -> list[tuple[int, int]]:
         """Shapes of the blocks that are orthogonalized alone."""
         cols = self.shape[1]
-        return [(self.split.groups * part, cols) for part in self.split.parts]
+        return [
+            (
+                self.split.groups * part,
+                cols,
+            )
+            for part in self.split.parts
+        ]
 
     def held_by(self, rank: int) -> Shard:
         """The shard that `rank` holds; one without rows where it holds nothing."""
@@ -229,7 +237,8 @@ class Matrix:
     def check_tiling(self) -> None:
         """Raise a LayoutError for the first gap, overlap or overhang of the shards."""
         rows, cols = self.shape
-        faults = self.shards.corners.items() ^ _corners([(0, rows, 0, cols)]).items()
+        expected = _corners([(0, rows, 0, cols)])
+        faults = self.shards.corners.items() ^ expected.items()
         if faults:
             (row, col), _ = min(faults)
             raise LayoutError(
@@ -254,15 +263,24 @@ class Layout:
             matrix.check_tiling()
             rows = matrix.split.rows
             if rows != matrix.shape[0]:
-                raise LayoutError(f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}")
+                raise LayoutError(
+                    f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}",
+                )
 
     def digest(self) -> int:
         """A hash of the layout, 0 <= digest < 2**63, the same on any rank."""
-        content = hashlib.sha256(repr(self.world_size).encode())
-        for matrix in self.matrices:
-            described = matrix.name, matrix.shape, matrix.steps, matrix.split
-            content.update(repr(described).encode())
-            content.update(matrix.shards.digest)
+        described = []
+        for one in self.matrices:
+            described.append(
+                (
+                    one.name,
+                    one.shape,
+                    one.steps,
+                    one.split,
+                    one.shards.digest,
+                ),
+            )
+        content = hashlib.sha256(repr((self.world_size, described)).encode())
         return int.from_bytes(content.digest()[:8]) >> 1
 
     def held(self, rank: int) -> list[Shard]:
@@ -297,5 +315,11 @@ def replicated_layout(
     ranks: int,
 ) -> tuple[Layout, list[Rectangle]]:
     """The layout of matrices that every rank holds whole, and the rectangles of each rank."""
-    whole = [replace(one, shards=everywhere(one.shape, ranks)) for one in matrices]
+    whole = [
+        replace(
+            one,
+            shards=everywhere(one.shape, ranks),
+        )
+        for one in matrices
+    ]
     return Layout(ranks, tuple(whole)), [one.shards[0].rectangle for one in whole]

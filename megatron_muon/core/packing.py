@@ -67,11 +67,19 @@ class Packing:
         known: dict[Any, list[tuple[int, BlockKind]]] = {}
         self.travelling: dict[int, InLane] = {}
         self.local: list[list[int]] = [[] for _ in range(self._ranks)]
-        for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
+        for index, (matrix, team) in enumerate(
+            zip(layout.matrices, teams, strict=True),
+        ):
             key = team, matrix.shape, matrix.split, matrix.steps
             if key not in known:
                 slots = team.slices(index, matrix)
-                known[key] = [(each.rank, each.kind(sizes.method.scale(each.of))) for each in slots]
+                known[key] = [
+                    (
+                        each.rank,
+                        each.kind(sizes.method.scale(each.of)),
+                    )
+                    for each in slots
+                ]
             self._kinds.append(known[key])
             if team.has_whole(matrix):
                 self.local[team.ranks[0]].append(index)
@@ -110,7 +118,11 @@ class Packing:
             taken = size * elements[:, :2].sum(axis=1)
             filled[ranks] += taken
             single = max(single, int(taken.max()))
-            busy = max(busy, single, 2 * size * int(elements[:, 2].max()))
+            busy = max(
+                busy,
+                single,
+                2 * size * int(elements[:, 2].max()),
+            )
         smallest = single
         if buffer_bytes is None:
             smallest = busy
@@ -138,7 +150,9 @@ class Packing:
         for rank, buffers in enumerate(self.buffers(waves)):
             # where nothing travels, more than that would save few kernels
             free = min(buffer_bytes - buffers.scratch_start, 3 * buffer_bytes // 4)
-            batches.append(self._cut_batches(rank, free, math.ceil(len(waves) / 2)))
+            batches.append(
+                self._cut_batches(rank, free, math.ceil(len(waves) / 2)),
+            )
         every = self.buffers(waves, batches)
         return Packed(waves, tuple(batches), max(buffers.nbytes for buffers in every))
 
@@ -153,7 +167,14 @@ class Packing:
         for index in self._interleaved:
             ranks, elements = self.travelling[index]
             rows, owned, stacks = (filled[ranks] + elements).T
-            if not waves or np.maximum(rows + owned, 1.5 * stacks).max() > most:
+            if (
+                not waves
+                or np.maximum(
+                    rows + owned,
+                    1.5 * stacks,
+                ).max()
+                > most
+            ):
                 waves.append([])
                 filled[:] = 0
             waves[-1].append(index)
@@ -166,7 +187,10 @@ class Packing:
         teams = self._teams
         order = sorted(
             self.travelling,
-            key=lambda index: (-max(teams[index].loads), self._matrices[index].shape),
+            key=lambda index: (
+                -max(teams[index].loads),
+                self._matrices[index].shape,
+            ),
         )
         total = np.zeros(self._ranks)
         for index in order:
@@ -176,7 +200,9 @@ class Packing:
         shares = {}
         for index in order:
             owners = list(teams[index].ranks)
-            shares[index] = float((before[owners] / total[owners]).max())
+            shares[index] = float(
+                (before[owners] / total[owners]).max(),
+            )
             before[owners] += teams[index].loads
         return sorted(self.travelling, key=shares.__getitem__)
 
@@ -185,7 +211,10 @@ class Packing:
 
         Batches have as many elements, and equal shapes together.
         """
-        order = sorted(self.local[rank], key=lambda index: self._matrices[index].shape)
+        order = sorted(
+            self.local[rank],
+            key=lambda index: self._matrices[index].shape,
+        )
         numels = np.array([self._matrices[index].numel for index in order])
         middles = 2 * numels.cumsum() - numels
 
@@ -203,18 +232,27 @@ class Packing:
             return cut(counts[place])
         return tuple((index,) for index in order)
 
-    def buffers(self, waves: Parts, batches: Sequence[Parts] = ()) -> list[Buffers]:
+    def buffers(
+        self,
+        waves: Parts,
+        batches: Sequence[Parts] = (),
+    ) -> list[Buffers]:
         """The buffers of a step on each rank."""
         by_wave = map(self._wave_bytes, waves)
         found = []
         for rank, of_rank in enumerate(zip(*by_wave, strict=True)):
             own = map(self._batch_bytes, batches[rank] if batches else ())
-            found.append(Buffers.of(of_rank, list(own), apart=self._sizes.apart))
+            found.append(
+                Buffers.of(of_rank, list(own), apart=self._sizes.apart),
+            )
         return found
 
     def _add_wave(self, wave: tuple[int, ...]) -> list[WaveBytes]:
         """Bytes of a wave on each rank."""
-        sums, most = np.zeros((2, self._ranks, 3), dtype=np.int64)
+        sums, most = np.zeros(
+            (2, self._ranks, 3),
+            dtype=np.int64,
+        )
         blocks = [Counter[BlockKind]() for _ in range(self._ranks)]
         for index in wave:
             ranks, elements = self.travelling[index]
@@ -225,11 +263,18 @@ class Packing:
         rows, owned, _ = sums.T.tolist()
         shards, _, matrices = most.T.tolist()
         kinds = [tuple(sorted(each.items())) for each in blocks]
-        return list(map(self._bytes_of, map(Contents, rows, shards, kinds, matrices, owned)))
+        return list(
+            map(
+                self._bytes_of,
+                map(Contents, rows, shards, kinds, matrices, owned),
+            ),
+        )
 
     def _add_batch(self, batch: tuple[int, ...]) -> WaveBytes:
         """Bytes of a batch on its rank."""
         numels = [self._matrices[index].numel for index in batch]
         blocks = Counter(kind for index in batch for _, kind in self._kinds[index])
         kinds = tuple(sorted(blocks.items()))
-        return self._bytes_of(Contents(sum(numels), max(numels), kinds, max(numels)))
+        return self._bytes_of(
+            Contents(sum(numels), max(numels), kinds, max(numels)),
+        )

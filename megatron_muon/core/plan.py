@@ -61,11 +61,6 @@ class Plan:
             loads[list(team.ranks)] += team.loads
         return tuple(loads.tolist())
 
-    @cached_property
-    def owners(self) -> tuple[int, ...]:
-        """The first owner of each matrix: the only one where there are no teams."""
-        return tuple(team.ranks[0] for team in self.teams)
-
     def beside(
         self,
         rank: int,
@@ -109,9 +104,13 @@ class Plan:
     def state_bytes(self) -> Ints:
         """Bytes of the method's state on each rank."""
         found = np.zeros(self.layout.world_size, dtype=np.int64)
-        for owner, matrix in zip(self.owners, self.layout.matrices, strict=True):
+        for team, matrix in zip(
+            self.teams,
+            self.layout.matrices,
+            strict=True,
+        ):
             numels = self.sizes.method.state_numels(matrix)
-            found[owner] += STATE_BYTES * numels.total()
+            found[team.ranks[0]] += STATE_BYTES * numels.total()
         return found
 
 
@@ -134,11 +133,21 @@ def make_plan(
     Raises:
         SettingError: the buffer is too small.
     """
-    rules = rules or TeamRules(sizes.method.cost, [0] * layout.world_size, size=1)
+    rules = rules or TeamRules(
+        sizes.method.cost,
+        [0] * layout.world_size,
+        size=1,
+    )
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
         attempts.append((rules, buffer_bytes // 2))
-        attempts += [(replace(rules, size=size), None) for size in rules.sizes]
+        attempts += [
+            (
+                replace(rules, size=size),
+                None,
+            )
+            for size in rules.sizes
+        ]
     least = math.inf
     for each, allowed in attempts:
         teams = assign(layout, costs, each, sizes.dtype.itemsize, allowed)

@@ -209,11 +209,20 @@ class Units:
         self.held = {index: layout.matrices[index].held_by(rank) for index in indices}
         self.all: list[Unit] = []
         for index in indices:
-            self.all += self._of(layout.matrices[index], index, teams[index])
+            self.all += self._of(
+                layout.matrices[index],
+                index,
+                teams[index],
+            )
         self.owned = [unit for unit in self.all if unit.owner == rank]
         self.kept = [unit for unit in self.all if rank in unit.shard.holders]
 
-    def _of(self, matrix: Matrix, index: int, team: Team) -> Iterator[Unit]:
+    def _of(
+        self,
+        matrix: Matrix,
+        index: int,
+        team: Team,
+    ) -> Iterator[Unit]:
         """A matrix's shards, or what a slice of a team has of them."""
         here = [self.held[index]] if self.held[index].numel else []
         for part in [None] if team.cuts is None else team.slices(index, matrix):
@@ -228,7 +237,12 @@ class Units:
                         unit.far.extend(self._to_stacks(unit, part, piece))
                     yield unit
 
-    def _to_stacks(self, unit: Unit, part: BlockSlice | None, piece: Piece) -> Iterator[Copy]:
+    def _to_stacks(
+        self,
+        unit: Unit,
+        part: BlockSlice | None,
+        piece: Piece,
+    ) -> Iterator[Copy]:
         """Copies from a unit to this rank's stacks."""
         cols = piece.cols
         for stack, number in self._slots[unit.of]:
@@ -252,7 +266,13 @@ class Units:
 
     def from_rows(self, placed: Placed) -> list[Copy]:
         """Copies of units from the rows to where they are placed."""
-        return [unit.near.moved(self._starts[unit.of], at) for at, unit in placed]
+        return [
+            unit.near.moved(
+                self._starts[unit.of],
+                at,
+            )
+            for at, unit in placed
+        ]
 
 
 def _whole(shard: Shard) -> Piece:
@@ -263,7 +283,11 @@ def _from_shard(shard: Shard, piece: Piece) -> Copy:
     """Copy a piece from a shard."""
     row, col = piece.row - shard.row_start, piece.col - shard.col_start
     dims = (
-        (piece.repeats, piece.stride * shard.cols, piece.rows * piece.cols),
+        (
+            piece.repeats,
+            piece.stride * shard.cols,
+            piece.rows * piece.cols,
+        ),
         (piece.rows, shard.cols, piece.cols),
         (piece.cols, 1, 1),
     )
@@ -291,7 +315,10 @@ def to_stacks(placed: Placed) -> list[Copy]:
     return [copy.moved(at, 0) for at, unit in placed for copy in unit.far]
 
 
-def chunks_of_rows(rows: Sequence[HeldShard], most: int) -> list[list[HeldShard]]:
+def chunks_of_rows(
+    rows: Sequence[HeldShard],
+    most: int,
+) -> list[list[HeldShard]]:
     """Rows of a wave in parts of at most so many elements, or of one shard."""
     chunks: list[list[HeldShard]] = []
     end = 0

@@ -37,7 +37,13 @@ def route_bytes(route: Route, sizes: Sizes) -> WaveBytes:
     contents = Contents(
         max(sum(shards), route.rows_numel),
         max(shards, default=0),
-        tuple((stack.kind, len(stack.slots)) for stack in route.stacks),
+        tuple(
+            (
+                stack.kind,
+                len(stack.slots),
+            )
+            for stack in route.stacks
+        ),
         max(by_matrix.values(), default=0),
         None if route.is_batch else route.owned_numel,
     )
@@ -167,8 +173,18 @@ class Wave:
         # the last of the rows stay here
         sent = self.lane[: sum(out.rows[:-1])]
         returned = self.lane[: sum(back.rows[:-1])]
-        self.rows = Message(owned[: sum(out.owned)], sent, out.owned, out.rows[:-1])
-        self.updates = Message(returned, owned[: sum(back.owned)], back.rows[:-1], back.owned)
+        self.rows = Message(
+            owned[: sum(out.owned)],
+            sent,
+            out.owned,
+            out.rows[:-1],
+        )
+        self.updates = Message(
+            returned,
+            owned[: sum(back.owned)],
+            back.rows[:-1],
+            back.owned,
+        )
         self.fill = copies_between(out.far, self.lane, flat)
         self.drain = copies_between(back.far, self.lane, flat).reversed
         self.stacks = self._make_stacks(flat, space.sizes.method)
@@ -234,7 +250,14 @@ class Wave:
                 places.append(updates + aligned(ROW_BYTES * numel))
             chunk = Chunk(
                 [held.moved(-start) for held in part],
-                *(space.memory.view(place, numel, torch.float32) for place in places),
+                *(
+                    space.memory.view(
+                        place,
+                        numel,
+                        torch.float32,
+                    )
+                    for place in places
+                ),
             )
             chunk.firsts = on_device([held.start for held in chunk.rows])
             chunk.index = on_device(chunk.indices)
