@@ -53,10 +53,7 @@ class TeamRules:
     def sizes(self) -> tuple[int, ...]:
         """Sizes that teams may have, from 1 on."""
         sizes = sorted({1, self.size}) if self.size else TEAM_SIZES
-        most = max(
-            Counter(self.nodes).values(),
-            default=1,
-        )
+        most = max(Counter(self.nodes).values())
         return tuple(size for size in sizes if size <= most)
 
     def unmet(self) -> SettingError | None:
@@ -123,13 +120,8 @@ def assign(
     step may take on a rank, None as much as is usual, or as whole blocks need.
     """
     kinds = []
-    for matrix, cost in zip(
-        layout.matrices,
-        costs,
-        strict=True,
-    ):
-        blocks = tuple(matrix.blocks)
-        kinds.append(_Kind(blocks, matrix.steps, cost))
+    for matrix, cost in zip(layout.matrices, costs, strict=True):
+        kinds.append(_Kind(tuple(matrix.blocks), matrix.steps, cost))
     counts = Counter(kinds)
     options = {kind: _options(rules, kind) for kind in counts}
     if not rules.size:
@@ -157,7 +149,13 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
 
     Where a size is given, over teams of that size alone.
     """
-    found = [_Division(None, (kind.cost,), sum(map(math.prod, kind.blocks)))]
+    found = [
+        _Division(
+            None,
+            (kind.cost,),
+            sum(map(math.prod, kind.blocks)),
+        )
+    ]
     for size in rules.sizes[1:]:
         for parts in (1, size, math.inf):
             found.append(_divide(rules, kind, size, parts))
@@ -166,7 +164,12 @@ def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
     return list(dict.fromkeys(found))
 
 
-def _divide(rules: TeamRules, kind: _Kind, size: int, parts: float) -> _Division:
+def _divide(
+    rules: TeamRules,
+    kind: _Kind,
+    size: int,
+    parts: float,
+) -> _Division:
     """Divide a matrix over a team: the costliest block in so many parts, others by their cost.
 
     No block has more parts than the team ranks; costly ones choose their ranks first.
@@ -175,13 +178,31 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, parts: float) -> _Division
     loads = np.zeros(size)
     elements = np.zeros(size, dtype=np.int64)
     cuts = [(0, 1)] * len(whole)
-    for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
+    for number in sorted(
+        range(len(whole)),
+        key=lambda number: -whole[number],
+    ):
         block = kind.blocks[number]
-        most = min(size, max(block), parts * whole[number] / max(whole))
+        most = min(
+            size,
+            max(block),
+            parts * whole[number] / max(whole),
+        )
         count = max(count for count in TEAM_SIZES if count <= max(most, 1))
-        first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
-        loads[first : first + count] += rules.cost(*block, count, kind.steps)
-        elements[first : first + count] += math.ceil(math.prod(block) / count)
+        first = (
+            int(
+                loads.reshape(-1, count).max(axis=1).argmin(),
+            )
+            * count
+        )
+        loads[first : first + count] += rules.cost(
+            *block,
+            count,
+            kind.steps,
+        )
+        elements[first : first + count] += math.ceil(
+            math.prod(block) / count,
+        )
         cuts[number] = first, count
     return _Division(
         tuple(cuts),
@@ -195,16 +216,15 @@ def _that_fit(options: _Options, element_bytes: int, buffer_bytes: int | None) -
 
     A step takes lanes twice as large as an owner's stacks, and a scratch like a lane.
     """
-    nbytes = 2 * (LANES + 1) * element_bytes
+    wholes = [0]
     if buffer_bytes is None:
         buffer_bytes = AUTO_BYTES
         for found in options.values():
-            whole = min(each.elements for each in found if not each.is_cut)
-            buffer_bytes = max(buffer_bytes, nbytes * whole)
+            wholes.append(min(each.elements for each in found if not each.is_cut))
+    allowed = max(buffer_bytes // (2 * (LANES + 1) * element_bytes), *wholes)
     fitting = {}
     for kind, found in options.items():
-        least = min(each.elements for each in found)
-        most = max(buffer_bytes // nbytes, least)
+        most = max(allowed, min(each.elements for each in found))
         fitting[kind] = [each for each in found if each.elements <= most]
     return fitting
 
@@ -222,9 +242,9 @@ def _choices(
         chosen = []
         total = 0.0
         for kind, found in options.items():
-            fastest = min(found, key=lambda each: each.heaviest)
-            fitting = (each for each in found if each.heaviest <= limit)
-            chosen.append(next(fitting, fastest))
+            chosen.append(
+                min(found, key=lambda each: max(each.heaviest, limit)),
+            )
             total += sum(chosen[-1].loads) * counts[kind]
         heaviest = max(each.heaviest for each in chosen)
         bounds[tuple(chosen)] = max(total / ranks, heaviest)
@@ -249,14 +269,8 @@ def _held(shards: Shards, nodes: Ints) -> _Held:
     ranks = shards.ranks
     elements = shards.elements[shards.numbers]
     here = nodes[ranks]
-    by_node = np.bincount(
-        here,
-        elements,
-        int(nodes.max()) + 1,
-    )
-    order = np.lexsort(
-        (ranks, -elements, -by_node[here]),
-    )
+    by_node = np.bincount(here, elements, int(nodes.max()) + 1)
+    order = np.lexsort((ranks, -elements, -by_node[here]))
     return _Held(by_node, ranks[order])
 
 
@@ -273,10 +287,7 @@ class _Placement:
 
     def __init__(self, layout: Layout, rules: TeamRules) -> None:
         self._matrices = layout.matrices
-        self._nodes = np.array(
-            rules.nodes,
-            dtype=np.int64,
-        )
+        self._nodes = np.array(rules.nodes, dtype=np.int64)
         by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
         held = {key: _held(shards, self._nodes) for key, shards in by_cut.items()}
         self._held = [held[id(matrix.shards)] for matrix in layout.matrices]
@@ -295,14 +306,18 @@ class _Placement:
         ranks = len(self._nodes)
         work = [(each.heaviest, len(each.loads)) for each in divisions]
         mean = sum(sum(each.loads) for each in divisions) / ranks
-        fair = max(mean, max(heaviest for heaviest, _ in work))
+        fair = max(mean, max(work)[0])
         self._loads = np.zeros(ranks)
         self._received = np.zeros(int(self._nodes.max()) + 1)
         far = np.zeros(ranks)
         near = 0
         teams: dict[int, Team] = {}
         # of equal loads those of teams go first: they have fewer places to choose from
-        for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
+        for index in sorted(
+            range(len(work)),
+            key=work.__getitem__,
+            reverse=True,
+        ):
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]
@@ -322,8 +337,11 @@ class _Placement:
         # first, on the rank that receives most: that link is the slowest.
         unevenness = max(heaviest / fair, 1.03) if fair else 0.0
         merit = unevenness, float(far.max()), near
-        in_order = [teams[index] for index in range(len(teams))]
-        return _Placed(merit, in_order, heaviest)
+        return _Placed(
+            merit,
+            [teams[index] for index in range(len(teams))],
+            heaviest,
+        )
 
     def _owners(
         self,
@@ -333,14 +351,9 @@ class _Placement:
     ) -> list[int]:
         """The owners of a matrix, by the work of each."""
         is_team = len(loads) > 1
-        if is_team:
-            places = self._places[len(loads)]
-            after = (self._loads[places] + loads).max(axis=1)
-            least = after.min()
-        else:
-            places = held.ranks[:, None]
-            after = self._loads[held.ranks] + loads[0]
-            least = self._loads.min() + loads[0]
+        places = self._places[len(loads)] if is_team else held.ranks[:, None]
+        after = (self._loads[places] + loads).max(axis=1)
+        least = after.min() if is_team else self._loads.min() + loads[0]
         fits = after <= max(cap, least)
         if not fits.any():
             return [int(self._loads.argmin())]
@@ -363,7 +376,5 @@ def _places(nodes: Ints, size: int) -> Ints:
     for node in np.unique(nodes):
         ranks = np.flatnonzero(nodes == node)
         full = len(ranks) // size * size
-        places.append(
-            ranks[:full].reshape(-1, size),
-        )
+        places.append(ranks[:full].reshape(-1, size))
     return np.concatenate(places)

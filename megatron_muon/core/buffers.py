@@ -92,7 +92,10 @@ class Sizes:
         for number in range(self.whole):
             work[f"{WHOLE}{number}"] = ROW_BYTES * contents.largest_matrix
         ahead, behind = _places(work, chunk if is_batch else lane)
-        return WaveBytes(lane, chunk, aligned(stacks * size), ahead, behind, is_batch)
+        stack_bytes = aligned(stacks * size)
+        scratch = stack_bytes + sum(map(aligned, behind.values()))
+        scratch = scratch + chunk if is_batch else max(scratch, chunk)
+        return WaveBytes(lane, chunk, stack_bytes, ahead, behind, scratch)
 
     @property
     def most_numel(self) -> int:
@@ -122,10 +125,6 @@ def _places(
     return ahead, behind
 
 
-def _total(sizes: Mapping[str, int]) -> int:
-    return sum(map(aligned, sizes.values()))
-
-
 class Contents(NamedTuple):
     """A rank's part of a wave, or of a batch, in elements.
 
@@ -147,7 +146,7 @@ class WaveBytes(NamedTuple):
     """Bytes of a wave or batch by buffer, on one rank.
 
     `ahead` are buffers of the method, by name, in the lane, or in the chunk of a batch; `behind`
-    those behind the stacks.
+    those behind the stacks. `scratch` is taken while it is worked on.
     """
 
     lane: int
@@ -155,13 +154,7 @@ class WaveBytes(NamedTuple):
     stacks: int
     ahead: Mapping[str, int]
     behind: Mapping[str, int]
-    is_batch: bool
-
-    @property
-    def scratch(self) -> int:
-        """Bytes of the scratch while it is worked on."""
-        worked = self.stacks + _total(self.behind)
-        return self.chunk + worked if self.is_batch else max(worked, self.chunk)
+    scratch: int
 
 
 @dataclass(frozen=True)
@@ -182,9 +175,9 @@ class Buffers:
         cls, waves: Sequence[WaveBytes], batches: Sequence[WaveBytes], *, apart: bool = False
     ) -> Buffers:
         """The buffers that waves and batches share."""
-        lanes = [0] * LANES
-        for number, wave in enumerate(waves):
-            lanes[number % LANES] = max(lanes[number % LANES], wave.lane)
+        lanes = []
+        for number in range(LANES):
+            lanes.append(max((wave.lane for wave in waves[number::LANES]), default=0))
         every = [*waves, *batches]
         scratch = max(each.scratch for each in every)
         chunk = max(each.chunk for each in every) if apart else 0

@@ -21,6 +21,7 @@ from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.replicas import ToReplicas
 from megatron_muon.core.route import Route
 from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.slices import Team
 from megatron_muon.core.teams import Agreement, Teams, make_teams
 from megatron_muon.core.wave import Chunk, Space, Wave, route_bytes
 from megatron_muon.core.whole import whole_updates
@@ -109,7 +110,8 @@ def make_waves(
     sizes = sizes_of(method, wire, rules, processor=options.device.type == "cpu")
     sizes = replace(sizes, broadcast=scheme == SHARED)
     if scheme == GATHERED:
-        gathering = ToEveryRank(layout, group, method.scale)
+        owners = [Team((group.rank(),), (0.0,))] * len(layout.matrices)
+        gathering = ToEveryRank(layout, owners, group, method.scale)
         waves = [(index,) for index in range(len(layout.matrices))]
         return _lay_out(scheme, gathering, waves, {}, sizes, options)
     if scheme == LOCAL:
@@ -118,7 +120,7 @@ def make_waves(
     team_rules = None
     if scheme == OWNER:
         team_rules = _team_rules(options.team_size, group, method, rules)
-    plan = plan or _plan_of(layout, method, sizes, options, team_rules)
+    plan = plan or _plan_of(layout, sizes, options, team_rules)
     _compare(plan, group)
     connect([group], options.device)
     teams = make_teams(group, plan.teams)
@@ -149,7 +151,6 @@ def _check_state(scheme: str, method: Method) -> None:
 
 def _plan_of(
     layout: Layout,
-    method: Method,
     sizes: Sizes,
     options: StepOptions,
     team_rules: TeamRules | None,
@@ -158,7 +159,7 @@ def _plan_of(
     mebibytes = options.buffer_mb
     return make_plan(
         layout,
-        [method.flops(matrix) for matrix in layout.matrices],
+        [sizes.method.flops(matrix) for matrix in layout.matrices],
         sizes=sizes,
         buffer_bytes=None if mebibytes is None else int(mebibytes * 2**20),
         rules=team_rules and team_rules.possible(),
@@ -200,8 +201,12 @@ def _lay_out(
         [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
         apart=sizes.apart,
     )
-    nbytes = int(buffers.nbytes)
-    memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)
+    memory = StepMemory(
+        options.device,
+        buffers.nbytes,
+        options.shared,
+        is_freed=options.is_freed,
+    )
     space = Space(memory, buffers, sizes)
 
     def make(number: int, route: Route) -> Wave:
@@ -221,13 +226,12 @@ def _lay_out(
 
 def _compare(plan: Plan, group: ProcessGroup) -> None:
     """Raise a RuntimeError on every rank where ranks have different plans. Collective."""
-    digests = []
-    for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group):
-        digests.append(f"{number:0{DIGEST_LENGTH}x}")
-    for other, digest in enumerate(digests):
-        if digest != digests[0]:
+    digest = plan.digest()
+    for rank, (number,) in enumerate(numbers_of_all_ranks([int(digest, 16)], group)):
+        other = f"{number:0{DIGEST_LENGTH}x}"
+        if other != digest:
             raise RuntimeError(
-                f"rank 0 of the group has plan {digests[0]} and rank {other} has {digest}: they"
+                f"this rank has plan {digest} and rank {rank} of its group has {other}: they"
                 " would wait for each other; start all ranks with the same settings, software and"
                 " devices"
             )

@@ -6,9 +6,8 @@ dimension; what follows on without a gap is one run.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -39,30 +38,13 @@ class Copy(NamedTuple):
         (size, *strides), *others = self.dims
         return 0 if others or strides != [1, 1] else size
 
-    @property
-    def reversed(self) -> Copy:
-        """The copy back."""
-        dims = tuple(
-            (
-                size,
-                target,
-                source,
-            )
-            for size, source, target in self.dims
-        )
-        return Copy(self.target, self.source, dims)
-
     def moved(self, source: int, target: int) -> Copy:
         """The same copy with both ends moved by so many elements."""
-        return Copy(
-            self.source + source,
-            self.target + target,
-            self.dims,
-        )
+        return Copy(self.source + source, self.target + target, self.dims)
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
-    """The same elements in fewer copies, in any order. Targets must not overlap."""
+    """The same elements in fewer copies, in any order. Sources, or targets, must not overlap."""
     found = _joined([_collapsed(copy) for copy in copies])
     while True:
         fewer = [_collapsed(copy) for copy in _stepped(found)]
@@ -75,11 +57,16 @@ def _collapsed(copy: Copy) -> Copy:
     """Drop dimensions of one element, and join those without a gap between them at both ends."""
     dims: list[tuple[int, int, int]] = []
     for size, source, target in copy.dims:
-        if dims and dims[-1][1:] == (size * source, size * target):
+        if dims and dims[-1][1:] == (
+            size * source,
+            size * target,
+        ):
             dims[-1] = dims[-1][0] * size, source, target
         elif size > 1:
             dims.append((size, source, target))
-    return copy._replace(dims=tuple(dims) or ((1, 1, 1),))
+    return copy._replace(
+        dims=tuple(dims) or ((1, 1, 1),),
+    )
 
 
 def _joined(copies: Sequence[Copy]) -> list[Copy]:
@@ -95,35 +82,39 @@ def _joined(copies: Sequence[Copy]) -> list[Copy]:
     return found
 
 
-def _stepped(copies: Sequence[Copy]) -> list[Copy]:
+def _stepped(copies: Iterable[Copy]) -> list[Copy]:
     """Join copies of equal shape and strides at equal distances by a further dimension."""
-    alike: dict[Dims, list[tuple[int, int]]] = defaultdict(list)
-    for copy in copies:
-        alike[copy.dims].append((copy.source, copy.target))
-    found = []
-    for dims, starts in alike.items():
-        for start, count, step in _progressions(sorted(starts), len(dims)):
-            more = ((count, *step),) if count > 1 else ()
-            found.append(Copy(*start, more + dims))
+    found: list[Copy] = []
+    for copy in sorted(copies, key=itemgetter(2, 0, 1)):
+        longer = _continued(found[-1], copy) if found else None
+        if longer:
+            found[-1] = longer
+        else:
+            found.append(
+                copy._replace(
+                    dims=((1, 0, 0), *copy.dims),
+                ),
+            )
     return found
 
 
-def _progressions(
-    starts: Sequence[tuple[int, int]], dims: int
-) -> Iterable[tuple[tuple[int, int], int, tuple[int, int]]]:
-    """Pairs of elements as arithmetic progressions: first pair, number of pairs, and step."""
-    steps = []
-    for one, after in itertools.pairwise(starts):
-        steps.append((after[0] - one[0], after[1] - one[1]))
-    first = 0
-    while first < len(starts):
-        last = first
-        step = steps[first] if first < len(steps) else (0, 0)
-        if dims < MAX_DIMS and step[1] > 0:  # torch's strides are not negative
-            while last < len(steps) and steps[last] == step:
-                last += 1
-        yield starts[first], last - first + 1, step
-        first = last + 1
+def _continued(series: Copy, copy: Copy) -> Copy | None:
+    """A series of equal copies, its first dimension, and the next one, if its distance is theirs."""
+    (count, *steps), *dims = series.dims
+    ahead = [copy.source - series.source, copy.target - series.target]
+    if count == 1:
+        steps = ahead
+    if tuple(dims) != copy.dims or len(dims) == MAX_DIMS:
+        return None
+    # torch's strides are not negative
+    if steps[1] < 0 or ahead != [count * steps[0], count * steps[1]]:
+        return None
+    return series._replace(
+        dims=(
+            (count + 1, steps[0], steps[1]),
+            *dims,
+        ),
+    )
 
 
 class Copies(NamedTuple):
@@ -132,18 +123,18 @@ class Copies(NamedTuple):
     targets: list[Tensor]
     sources: list[Tensor]
 
+    @property
+    def reversed(self) -> Copies:
+        """The copies back."""
+        return Copies(self.sources, self.targets)
+
 
 def copies_between(
     copies: Iterable[Copy],
     source: Tensor,
     target: Tensor,
-    *,
-    back: bool = False,
 ) -> Copies:
-    """Copies between two flat tensors, `back` from targets to sources."""
-    if back:
-        copies = [copy.reversed for copy in copies]
-        source, target = target, source
+    """Copies between two flat tensors."""
     made = Copies([], [])
     for copy in merged(copies):
         shape, from_strides, to_strides = zip(*copy.dims, strict=True)

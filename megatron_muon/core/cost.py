@@ -145,7 +145,9 @@ class Iteration:
             return self.method
         if not self.gram_is_proven:
             return STANDARD
-        return min((STANDARD, GRAM), key=lambda name: self._cost_by(name, rows, cols, team))
+        return min(
+            (STANDARD, GRAM), key=lambda name: replace(self, method=name).cost(rows, cols, team)
+        )
 
     def with_steps(self, steps: int) -> Iteration:
         """This iteration with `Matrix.steps`; 0 keeps its own."""
@@ -159,34 +161,23 @@ class Iteration:
         team: int = 1,
         steps: int = 0,
     ) -> int:
-        """Operations of a block on each rank of its team; the time of sums counts as operations."""
-        iteration = self.with_steps(steps)
-        method = iteration.method_for(rows, cols, team)
-        return iteration._cost_by(method, rows, cols, team)
-
-    def _cost_by(
-        self,
-        method: str,
-        rows: int,
-        cols: int,
-        team: int,
-    ) -> int:
-        """Cost by the iteration `method`.
+        """Operations of a block on each rank of its team; the time of sums counts as operations.
 
         A standard step forms X X^T, its square and the product with X
         (https://kellerjordan.github.io/posts/muon, "Runtime analysis"). A run of the Gram iteration
         does so once; each further step takes four products of symmetric matrices
         (https://github.com/Dao-AILab/gram-newton-schulz).
         """
+        iteration = self.with_steps(steps)
         m = min(rows, cols)
         n = -(-max(rows, cols) // team)
-        runs = len(self.runs(method))
+        runs = len(iteration.runs(iteration.method_for(rows, cols, team)))
         gram_share, _ = self.products.shares(m, n)
         square_share, symmetric_share = self.products.shares(m, m)
         wide = 2 * m * m * n
         small = 2 * m**3
         total = runs * ((gram_share + 1) * wide + square_share * small)
-        total += 4 * (self.steps - runs) * symmetric_share * small
+        total += 4 * (iteration.steps - runs) * symmetric_share * small
         if team > 1:
             moved_bytes = 2 * (team - 1) / team * 4 * m * m  # X X^T in fp32
             total += runs * (self.products.per_sum + self.products.per_byte * moved_bytes)

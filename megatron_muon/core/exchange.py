@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +89,10 @@ class ToOwners:
     def batch(self, indices: Sequence[int]) -> Route:
         """The route of matrices that are whole on this rank, their owner."""
         units = self.units(indices)
-        _, placed = laid_out(1, [(0, unit) for unit in units.owned])
+        _, placed = laid_out(
+            1,
+            [(0, unit) for unit in units.owned],
+        )
         rows = units.order_rows(placed)
         leg = Leg([], [], to_stacks(placed), [])
         return Route(indices, rows, units.stacks, leg, leg, is_batch=True)
@@ -108,7 +110,12 @@ class ToOwners:
     """Start to send updates, likewise."""
 
 
-def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) -> Route:
+def make_route(
+    units: Units,
+    others: Sequence[tuple[int, Unit]],
+    *,
+    own: int,
+) -> Route:
     """A rank's part in a wave with owners.
 
     Args:
@@ -121,13 +128,18 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
     rank = units.rank
 
     def by_owner(chosen: Sequence[Unit]) -> tuple[list[int], Placed]:
-        places = [own if unit.owner == rank else unit.owner for unit in chosen]
-        return laid_out(units.ranks + 1, list(zip(places, chosen, strict=True)))
+        places = [
+            (
+                own if unit.owner == rank else unit.owner,
+                unit,
+            )
+            for unit in chosen
+        ]
+        return laid_out(units.ranks + 1, places)
 
-    def owned(placed: Placed) -> Placed:
-        return [(at, unit) for at, unit in placed if unit.owner == rank]
-
-    sent, out = by_owner([unit for unit in units.all if unit.source == rank])
+    sent, out = by_owner(
+        [unit for unit in units.all if unit.source == rank],
+    )
     returned, updates = by_owner(units.kept)
     start = aligned_elements(sum(returned))
     arriving = [(unit.source, unit) for unit in units.owned if unit.source != rank]
@@ -138,16 +150,16 @@ def make_route(units: Units, others: Sequence[tuple[int, Unit]], *, own: int) ->
         units.indices,
         rows,
         units.stacks,
-        Leg(sent, received, units.from_rows(out), to_stacks(owned(out) + arrived)),
-        Leg(returned, back, units.from_rows(updates), to_stacks(leaving + owned(updates))),
+        Leg(sent, received, units.from_rows(out), to_stacks(out + arrived)),
+        Leg(returned, back, units.from_rows(updates), to_stacks(leaving + updates)),
     )
 
 
 def exchange_pairs(
     received: Tensor,
     sent: Tensor,
-    received_counts: Sequence[int],
-    sent_counts: Sequence[int],
+    received_counts: list[int],
+    sent_counts: list[int],
     group: ProcessGroup,
 ) -> Any:
     """An asynchronous all-to-all without empty messages.
@@ -161,9 +173,7 @@ def exchange_pairs(
         (dist.irecv, received, received_counts),
         (dist.isend, sent, sent_counts),
     ):
-        ends = itertools.accumulate(counts)
-        for peer, (count, end) in enumerate(zip(counts, ends, strict=True)):
-            if count:
-                part = flat.narrow(0, end - count, count)
+        for peer, part in enumerate(flat.split(counts)):
+            if part.numel():
                 messages.append(dist.P2POp(start, part, group=group, group_peer=peer))
     return Works(dist.batch_isend_irecv(messages) if messages else [])

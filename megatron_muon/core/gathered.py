@@ -5,16 +5,12 @@ The readable reference with which the owner scheme is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
 from megatron_muon.core.exchange import ToOwners, Works
-from megatron_muon.core.layout import Layout
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import Leg, Route, aligned_elements, laid_out, to_stacks
-from megatron_muon.core.slices import Team
 from megatron_muon.core.wave import Message
 from megatron_muon.ranks import all_gather_single
 
@@ -22,23 +18,14 @@ from megatron_muon.ranks import all_gather_single
 class ToEveryRank(ToOwners):
     """Each rank gathers one shard of a matrix from every rank, padded to the largest."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        group: ProcessGroup,
-        scale: Callable[[tuple[int, int]], float],
-    ) -> None:
-        owners = [Team((group.rank(),), (0.0,))] * len(layout.matrices)
-        super().__init__(layout, owners, group, scale)
-
     def route(self, indices: Sequence[int]) -> Route:
         """This rank's part in the wave of one matrix."""
         units = self.units(indices)
         (index,) = indices
         padded = max(shard.numel for shard in self.layout.matrices[index].shards)
-        kept, updates = laid_out(units.ranks, [(self.rank, unit) for unit in units.kept])
+        kept, updates = laid_out(1, [(0, unit) for unit in units.kept])
         rows = units.order_rows(updates)
-        start = aligned_elements(max(sum(kept), padded))
+        start = aligned_elements(max(*kept, padded))
         out = [(0, unit) for unit in units.owned if unit.shard.rank == self.rank]
         arrived = [(start + unit.shard.rank * padded, unit) for unit in units.owned]
         return Route(
@@ -52,7 +39,7 @@ class ToEveryRank(ToOwners):
                 to_stacks(arrived),
             ),
             Leg(
-                [sum(kept)],
+                kept,
                 [],
                 units.from_rows(updates),
                 to_stacks(updates),

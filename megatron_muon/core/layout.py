@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -127,6 +127,22 @@ class Shard:
         return owner if owner in holders else holders[owner * len(holders) // world_size]
 
 
+def _corners(
+    rectangles: Iterable[Rectangle],
+) -> dict[tuple[int, int], int]:
+    """Corners of rectangles, counted with signs, without those that cancel.
+
+    Two sets of rectangles cover the same elements, equally often, if these are equal.
+    """
+    counts = Counter[tuple[int, int]]()
+    for row, rows, col, cols in rectangles:
+        counts[row, col] += 1
+        counts[row, col + cols] -= 1
+        counts[row + rows, col] -= 1
+        counts[row + rows, col + cols] += 1
+    return {corner: count for corner, count in counts.items() if count}
+
+
 class Shards(tuple[Shard, ...]):
     """The shards of a matrix, none of them empty; a rank holds at most one.
 
@@ -135,6 +151,7 @@ class Shards(tuple[Shard, ...]):
     Attributes:
         rectangles: `Rectangle` of each shard, `(shards, 4)`.
         elements: of each shard.
+        corners: of all shards, which are those of the matrix if they tile it.
         by_rank: the number of the shard that each holder has, in the order of shards.
         ranks, numbers: the same as two columns.
     """
@@ -150,6 +167,7 @@ class Shards(tuple[Shard, ...]):
             dtype=np.int64,
         ).reshape(-1, 4)
         self.elements = self.rectangles[:, 1] * self.rectangles[:, 3]
+        self.corners = _corners(rectangles)
         self.by_rank: dict[int, int] = {}
         for number, shard in enumerate(self):
             self.by_rank |= dict.fromkeys(shard.holders, number)
@@ -162,13 +180,7 @@ class Shards(tuple[Shard, ...]):
     @functools.cached_property
     def digest(self) -> bytes:
         """A hash of all shards."""
-        numbers = array("q")
-        for shard in self:
-            numbers.extend((shard.rank, *shard.rectangle))
-            numbers.extend(
-                (len(shard.replicas), *shard.replicas),
-            )
-        return hashlib.sha256(numbers).digest()
+        return hashlib.sha256(repr(tuple(self)).encode()).digest()
 
     def sources(self, owner: int, world_size: int) -> Ints:
         """For each shard the rank from which `owner` has it."""
@@ -219,55 +231,19 @@ class Matrix:
         """The shard that `rank` holds; one without rows where it holds nothing."""
         number = self.shards.by_rank.get(rank)
         if number is None:
-            return Shard(
-                rank,
-                0,
-                0,
-                0,
-                self.shape[1],
-            )
+            return Shard(rank, 0, 0, 0, self.shape[1])
         return self.shards[number]
 
     def check_tiling(self) -> None:
         """Raise a LayoutError for the first gap, overlap or overhang of the shards."""
         rows, cols = self.shape
-        # Shards count once and the matrix minus once, so that they cancel where shards tile it.
-        whole_matrix = 0, rows, 0, cols
-        rectangles = np.vstack([self.shards.rectangles, whole_matrix])
-        counts = np.ones(len(rectangles), dtype=np.int64)
-        counts[-1] = -1
-        starts = rectangles[:, ::2]
-        ends = starts + rectangles[:, 1::2]
-        edges = np.stack([starts, ends])
-        tops, row = np.unique(
-            edges[..., 0],
-            return_inverse=True,
-        )
-        lefts, col = np.unique(
-            edges[..., 1],
-            return_inverse=True,
-        )
-        # A rectangle counts from its first row and column on, up to its ends.
-        changes = np.zeros(
-            (len(tops), len(lefts)),
-            dtype=np.int64,
-        )
-        corners = row.reshape(2, 1, -1), col.reshape(1, 2, -1)
-        np.add.at(
-            changes,
-            corners,
-            np.array(
-                [[counts, -counts], [-counts, counts]],
-            ),
-        )
-        excess = changes.cumsum(axis=0).cumsum(axis=1)
-        faults = np.argwhere(excess)
-        if len(faults):
-            top, left = faults[0]
-            fault = "no shard covers" if excess[top, left] < 0 else "too many shards cover"
-            place = f"row {tops[top]}, column {lefts[left]} of {rows} x {cols}"
+        expected = _corners([(0, rows, 0, cols)])
+        faults = self.shards.corners.items() ^ expected.items()
+        if faults:
+            (row, col), _ = min(faults)
             raise LayoutError(
-                f"{self.name}: {fault} {place}",
+                f"{self.name}: shards have a gap, or overlap, from row {row}, column {col} of"
+                f" {rows} x {cols}"
             )
 
 
@@ -287,23 +263,24 @@ class Layout:
             matrix.check_tiling()
             rows = matrix.split.rows
             if rows != matrix.shape[0]:
-                text = f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}"
-                raise LayoutError(text)
+                raise LayoutError(
+                    f"{matrix.name}: blocks of {rows} rows for {matrix.shape[0]}",
+                )
 
     def digest(self) -> int:
         """A hash of the layout, 0 <= digest < 2**63, the same on any rank."""
-        content = hashlib.sha256(repr(self.world_size).encode())
-        for matrix in self.matrices:
-            split = matrix.split
-            described = (
-                matrix.name,
-                matrix.shape,
-                matrix.steps,
-                split.groups,
-                split.parts,
+        described = []
+        for one in self.matrices:
+            described.append(
+                (
+                    one.name,
+                    one.shape,
+                    one.steps,
+                    one.split,
+                    one.shards.digest,
+                ),
             )
-            content.update(repr(described).encode())
-            content.update(matrix.shards.digest)
+        content = hashlib.sha256(repr((self.world_size, described)).encode())
         return int.from_bytes(content.digest()[:8]) >> 1
 
     def held(self, rank: int) -> list[Shard]:
@@ -318,11 +295,7 @@ def as_shards(rectangles: Sequence[Rectangle]) -> Shards:
         if rectangle[1] and rectangle[3]:
             holders.setdefault(rectangle, []).append(rank)
     return Shards(
-        Shard(
-            ranks[0],
-            *rectangle,
-            replicas=tuple(ranks[1:]),
-        )
+        Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:]))
         for rectangle, ranks in holders.items()
     )
 

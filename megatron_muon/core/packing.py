@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_muon.core.buffers import AUTO_BYTES, Buffers, Contents, Sizes, WaveBytes
-from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.layout import Ints, Layout, Matrix
 from megatron_muon.core.slices import BlockKind, Team
-from megatron_muon.core.traffic import Traffic
+from megatron_muon.core.traffic import owned_elements
 
 MIN_WAVES = 7
 """Waves with which one can arrive and one can leave while one is worked on, and in which the first
@@ -30,16 +29,9 @@ Parts = tuple[tuple[int, ...], ...]
 """Matrices that are worked on together."""
 
 
-class InLane(NamedTuple):
-    """Elements of a matrix in lanes.
-
-    Attributes:
-        ranks: in whose lanes it is, each once.
-        elements: `(ranks, 3)`, in the regions of rows and of owned matrices, and in stacks.
-    """
-
-    ranks: Ints
-    elements: Ints
+InLane = tuple[Ints, Ints]
+"""Elements of a matrix in lanes: the ranks in whose lanes it is, each once, and for these
+`(ranks, 3)` elements in the regions of rows and of owned matrices, and in stacks."""
 
 
 class Packed(NamedTuple):
@@ -68,7 +60,6 @@ class Packing:
         self._matrices = layout.matrices
         self._teams = teams
         self._sizes = sizes
-        self._traffic = Traffic(layout, teams)
         self._bytes_of = functools.cache(sizes.of)
         self._wave_bytes = functools.cache(self._add_wave)
         self._batch_bytes = functools.cache(self._add_batch)
@@ -79,33 +70,39 @@ class Packing:
         for index, (matrix, team) in enumerate(
             zip(layout.matrices, teams, strict=True),
         ):
-            key = team.ranks, team.cuts, matrix.shape, matrix.split, matrix.steps
+            key = team, matrix.shape, matrix.split, matrix.steps
             if key not in known:
                 slots = team.slices(index, matrix)
-                known[key] = [(each.rank, each.kind(sizes.method.scale(each.of))) for each in slots]
+                known[key] = [
+                    (
+                        each.rank,
+                        each.kind(sizes.method.scale(each.of)),
+                    )
+                    for each in slots
+                ]
             self._kinds.append(known[key])
             if team.has_whole(matrix):
                 self.local[team.ranks[0]].append(index)
             else:
-                self.travelling[index] = self._in_lane(index)
+                self.travelling[index] = self._in_lane(matrix, team)
 
-    def _in_lane(self, index: int) -> InLane:
+    def _in_lane(self, matrix: Matrix, team: Team) -> InLane:
         """The elements of a matrix in lanes.
 
         A rank's rows leave and their updates come back; an owner gets the rows of others, and sends
         updates to all of these.
         """
-        shards = self._matrices[index].shards
-        others = [rank for rank in self._teams[index].ranks if rank not in shards.by_rank]
+        shards = matrix.shards
+        others = [rank for rank in team.ranks if rank not in shards.by_rank]
         ranks = np.append(shards.ranks, others).astype(np.int64)
         found = np.zeros((len(ranks), 3), dtype=np.int64)
         found[: len(shards.ranks), 0] = shards.elements[shards.numbers]
-        for owner, elements in self._traffic.owned(index):
+        for owner, elements in owned_elements(matrix, team):
             found[ranks == owner, 2] += elements.sum()
             if not self._sizes.broadcast:
                 sent = elements[shards.numbers]
                 found[ranks == owner, 1] += sent[shards.ranks != owner].sum()
-        return InLane(ranks, found)
+        return ranks, found
 
     def fit(self, buffer_bytes: int | None) -> tuple[Packed, int]:
         """Waves and batches of a step of at most so many bytes, or the fewest possible.
@@ -121,7 +118,11 @@ class Packing:
             taken = size * elements[:, :2].sum(axis=1)
             filled[ranks] += taken
             single = max(single, int(taken.max()))
-            busy = max(busy, single, 2 * size * int(elements[:, 2].max()))
+            busy = max(
+                busy,
+                single,
+                2 * size * int(elements[:, 2].max()),
+            )
         smallest = single
         if buffer_bytes is None:
             smallest = busy
@@ -131,18 +132,16 @@ class Packing:
         most = int(filled.max())
         if most > min(SMALL_BYTES, lane):
             lane = min(lane, max(math.ceil(most / MIN_WAVES), busy))
-        best = None
-        while True:
-            packed = self._packed(lane, buffer_bytes)
-            if best is None or packed.nbytes < best.nbytes:
-                best = packed
-            if best.nbytes <= buffer_bytes or lane <= smallest:
-                return best, buffer_bytes
+        best = packed = self._packed(lane, buffer_bytes)
+        while best.nbytes > buffer_bytes and lane > smallest:
             # the same lanes are tried below `busy` whatever the limit is, to name the least for all
             least, share = smallest, 0.9
             if lane > busy:
                 least, share = busy, min(0.9, buffer_bytes / packed.nbytes)
             lane = max(least, int(share * lane))
+            packed = self._packed(lane, buffer_bytes)
+            best = min(best, packed, key=attrgetter("nbytes"))
+        return best, buffer_bytes
 
     def _packed(self, lane: int, buffer_bytes: int) -> Packed:
         """Waves with lanes of so many bytes, and batches that fit the rest of the buffer."""
@@ -151,13 +150,11 @@ class Packing:
         for rank, buffers in enumerate(self.buffers(waves)):
             # where nothing travels, more than that would save few kernels
             free = min(buffer_bytes - buffers.scratch_start, 3 * buffer_bytes // 4)
-            batches.append(self._cut_batches(rank, free, math.ceil(len(waves) / 2)))
+            batches.append(
+                self._cut_batches(rank, free, math.ceil(len(waves) / 2)),
+            )
         every = self.buffers(waves, batches)
-        return Packed(
-            waves,
-            tuple(batches),
-            max(buffers.nbytes for buffers in every),
-        )
+        return Packed(waves, tuple(batches), max(buffers.nbytes for buffers in every))
 
     def _cut_waves(self, lane: int) -> Parts:
         """The matrices in waves in which owners have their share of work, in lanes of so many bytes.
@@ -170,7 +167,14 @@ class Packing:
         for index in self._interleaved:
             ranks, elements = self.travelling[index]
             rows, owned, stacks = (filled[ranks] + elements).T
-            if not waves or np.maximum(rows + owned, 1.5 * stacks).max() > most:
+            if (
+                not waves
+                or np.maximum(
+                    rows + owned,
+                    1.5 * stacks,
+                ).max()
+                > most
+            ):
                 waves.append([])
                 filled[:] = 0
             waves[-1].append(index)
@@ -186,7 +190,6 @@ class Packing:
             key=lambda index: (
                 -max(teams[index].loads),
                 self._matrices[index].shape,
-                index,
             ),
         )
         total = np.zeros(self._ranks)
@@ -201,10 +204,7 @@ class Packing:
                 (before[owners] / total[owners]).max(),
             )
             before[owners] += teams[index].loads
-        return sorted(
-            shares,
-            key=lambda index: (shares[index], index),
-        )
+        return sorted(self.travelling, key=shares.__getitem__)
 
     def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
         """A rank's own matrices in so many batches, or as many more as fit so many bytes.
@@ -213,21 +213,15 @@ class Packing:
         """
         order = sorted(
             self.local[rank],
-            key=lambda index: (self._matrices[index].shape, index),
+            key=lambda index: self._matrices[index].shape,
         )
-        numels = np.array(
-            [self._matrices[index].numel for index in order],
-            dtype=np.int64,
-        )
+        numels = np.array([self._matrices[index].numel for index in order])
         middles = 2 * numels.cumsum() - numels
 
         def cut(count: int) -> Parts:
             numbers = middles * count // (2 * numels.sum())
-            grouped = itertools.groupby(
-                zip(numbers.tolist(), order, strict=True),
-                itemgetter(0),
-            )
-            return tuple(tuple(index for _, index in part) for _, part in grouped)
+            starts = np.flatnonzero(np.diff(numbers)) + 1
+            return tuple(tuple(part.tolist()) for part in np.split(order, starts))
 
         def fits(count: int) -> bool:
             return all(self._batch_bytes(part).scratch <= free for part in cut(count))
@@ -238,7 +232,11 @@ class Packing:
             return cut(counts[place])
         return tuple((index,) for index in order)
 
-    def buffers(self, waves: Parts, batches: Sequence[Parts] = ()) -> list[Buffers]:
+    def buffers(
+        self,
+        waves: Parts,
+        batches: Sequence[Parts] = (),
+    ) -> list[Buffers]:
         """The buffers of a step on each rank."""
         by_wave = map(self._wave_bytes, waves)
         found = []
@@ -251,7 +249,10 @@ class Packing:
 
     def _add_wave(self, wave: tuple[int, ...]) -> list[WaveBytes]:
         """Bytes of a wave on each rank."""
-        sums, most = np.zeros((2, self._ranks, 3), dtype=np.int64)
+        sums, most = np.zeros(
+            (2, self._ranks, 3),
+            dtype=np.int64,
+        )
         blocks = [Counter[BlockKind]() for _ in range(self._ranks)]
         for index in wave:
             ranks, elements = self.travelling[index]
@@ -262,14 +263,18 @@ class Packing:
         rows, owned, _ = sums.T.tolist()
         shards, _, matrices = most.T.tolist()
         kinds = [tuple(sorted(each.items())) for each in blocks]
-        return list(map(self._bytes_of, map(Contents, rows, shards, kinds, matrices, owned)))
+        return list(
+            map(
+                self._bytes_of,
+                map(Contents, rows, shards, kinds, matrices, owned),
+            ),
+        )
 
     def _add_batch(self, batch: tuple[int, ...]) -> WaveBytes:
         """Bytes of a batch on its rank."""
         numels = [self._matrices[index].numel for index in batch]
         blocks = Counter(kind for index in batch for _, kind in self._kinds[index])
         kinds = tuple(sorted(blocks.items()))
-        largest = max(numels)
         return self._bytes_of(
-            Contents(sum(numels), largest, kinds, largest),
+            Contents(sum(numels), max(numels), kinds, max(numels)),
         )

@@ -21,7 +21,7 @@ from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.packing import Packing
 from megatron_muon.core.slices import Team
-from megatron_muon.core.traffic import Traffic, Transfers
+from megatron_muon.core.traffic import Transfers, transfers
 from megatron_muon.errors import SettingError
 
 STATE_BYTES = 4
@@ -61,11 +61,6 @@ class Plan:
             loads[list(team.ranks)] += team.loads
         return tuple(loads.tolist())
 
-    @cached_property
-    def owners(self) -> tuple[int, ...]:
-        """The first owner of each matrix: the only one where there are no teams."""
-        return tuple(team.ranks[0] for team in self.teams)
-
     def beside(
         self,
         rank: int,
@@ -90,21 +85,13 @@ class Plan:
             self.batches,
             self.by_pairs,
         ]
-        return hashlib.sha256(
-            json.dumps(content).encode(),
-        ).hexdigest()[:DIGEST_LENGTH]
+        digest = hashlib.sha256(json.dumps(content).encode())
+        return digest.hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
     def all_to_alls(self) -> list[tuple[Transfers, Transfers]]:
         """The transfers of each wave: its rows, and its updates."""
-        traffic = Traffic(self.layout, self.teams)
-        return [
-            (
-                traffic.gathered(wave),
-                traffic.returned(wave),
-            )
-            for wave in self.waves
-        ]
+        return [transfers(self.layout, self.teams, wave) for wave in self.waves]
 
     @cached_property
     def step_bytes(self) -> Ints:
@@ -117,9 +104,13 @@ class Plan:
     def state_bytes(self) -> Ints:
         """Bytes of the method's state on each rank."""
         found = np.zeros(self.layout.world_size, dtype=np.int64)
-        for owner, matrix in zip(self.owners, self.layout.matrices, strict=True):
+        for team, matrix in zip(
+            self.teams,
+            self.layout.matrices,
+            strict=True,
+        ):
             numels = self.sizes.method.state_numels(matrix)
-            found[owner] += STATE_BYTES * numels.total()
+            found[team.ranks[0]] += STATE_BYTES * numels.total()
         return found
 
 
@@ -150,7 +141,13 @@ def make_plan(
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
         attempts.append((rules, buffer_bytes // 2))
-        attempts += [(replace(rules, size=size), None) for size in rules.sizes]
+        attempts += [
+            (
+                replace(rules, size=size),
+                None,
+            )
+            for size in rules.sizes
+        ]
     least = math.inf
     for each, allowed in attempts:
         teams = assign(layout, costs, each, sizes.dtype.itemsize, allowed)
@@ -159,16 +156,17 @@ def make_plan(
         if packed.nbytes <= limit:
             waves, batches, _ = packed
             busiest = max(waves, key=len)
-            peers = Traffic(layout, teams).gathered(busiest).peers(layout.world_size)
+            rows, _ = transfers(layout, teams, busiest)
+            peers = rows.peers(layout.world_size)
             by_pairs = 2 * int(peers.max()) < layout.world_size - 1
             return Plan(layout, tuple(teams), waves, sizes, limit, batches, by_pairs)
         least = min(least, packed.nbytes)
     largest = max(layout.matrices, key=lambda matrix: matrix.numel)
-    rows, cols = largest.shape
+    shape = " x ".join(map(str, largest.shape))
     needed = math.ceil(least * 1000 / 2**20) / 1000
     raise SettingError(
         "muon_exchange_buffer_mb",
         limit / 2**20,
-        f"is too small: {largest.name} of {rows} x {cols} needs {needed:.3f}",
+        f"is too small: {largest.name} of {shape} needs {needed:.3f}",
         "give at least that, or leave it out",
     )

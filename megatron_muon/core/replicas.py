@@ -6,7 +6,6 @@ so replicas stay the same to the last bit.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,15 +36,17 @@ class ToReplicas(ToOwners):
         """Start a broadcast from each owner."""
         if self.group.size() == 1:
             return Works()
-        broadcast = functools.partial(
-            dist.broadcast,
-            group=self.group,
-            async_op=True,
-        )
         works = []
         for owner, part in enumerate(message.received.split(message.received_counts)):
             if part.numel():
                 if owner != self.rank:
                     probe.received(part.nbytes)
-                works.append(broadcast(part, group_src=owner))
+                works.append(
+                    dist.broadcast(
+                        part,
+                        group=self.group,
+                        group_src=owner,
+                        async_op=True,
+                    )
+                )
         return Works(works)

@@ -7,6 +7,7 @@ fill the stacks of their owner; updates are drained from the stacks into a lane 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Stack(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the stack."""
-        return len(self.slots) * self.kind.smaller * self.kind.length
+        return math.prod(self.shape)
 
     def copy(
         self,
@@ -160,7 +161,7 @@ class Unit(NamedTuple):
     Attributes:
         numel: its elements, which travel without gaps.
         near: copy from the shard to the unit.
-        far: copies from the unit to this rank's stacks.
+        far: copies from the unit to this rank's stacks, if it is the owner.
     """
 
     of: int
@@ -208,11 +209,20 @@ class Units:
         self.held = {index: layout.matrices[index].held_by(rank) for index in indices}
         self.all: list[Unit] = []
         for index in indices:
-            self.all += self._of(layout.matrices[index], index, teams[index])
+            self.all += self._of(
+                layout.matrices[index],
+                index,
+                teams[index],
+            )
         self.owned = [unit for unit in self.all if unit.owner == rank]
         self.kept = [unit for unit in self.all if rank in unit.shard.holders]
 
-    def _of(self, matrix: Matrix, index: int, team: Team) -> Iterator[Unit]:
+    def _of(
+        self,
+        matrix: Matrix,
+        index: int,
+        team: Team,
+    ) -> Iterator[Unit]:
         """A matrix's shards, or what a slice of a team has of them."""
         here = [self.held[index]] if self.held[index].numel else []
         for part in [None] if team.cuts is None else team.slices(index, matrix):
@@ -221,48 +231,28 @@ class Units:
                 source = shard.source(owner, self.ranks)
                 for piece in [_whole(shard)] if part is None else part.runs(shard):
                     numel = piece.repeats * piece.rows * piece.cols
-                    far: list[Copy] = []
+                    near = _from_shard(shard, piece)
+                    unit = Unit(index, owner, source, shard, numel, near, [])
                     if owner == self.rank:
-                        far = self._to_stacks(index, part, shard, piece)
-                    yield Unit(
-                        index,
-                        owner,
-                        source,
-                        shard,
-                        numel,
-                        _from_shard(shard, piece),
-                        far,
-                    )
+                        unit.far.extend(self._to_stacks(unit, part, piece))
+                    yield unit
 
     def _to_stacks(
-        self, index: int, part: BlockSlice | None, shard: Shard, piece: Piece
-    ) -> list[Copy]:
+        self,
+        unit: Unit,
+        part: BlockSlice | None,
+        piece: Piece,
+    ) -> Iterator[Copy]:
         """Copies from a unit to this rank's stacks."""
-        copies = []
         cols = piece.cols
-        for stack, number in self._slots[index]:
+        for stack, number in self._slots[unit.of]:
             slot = stack.slots[number]
-            if part is None:
-                for run in slot.runs(shard):
+            if part == slot:
+                yield stack.copy(number, piece, 0, (piece.rows * cols, cols))
+            elif part is None:
+                for run in slot.runs(unit.shard):
                     first = (run.row - piece.row) * cols + run.col - piece.col
-                    copies.append(
-                        stack.copy(
-                            number,
-                            run,
-                            first,
-                            (run.stride * cols, cols),
-                        )
-                    )
-            elif part == slot:
-                copies.append(
-                    stack.copy(
-                        number,
-                        piece,
-                        0,
-                        (piece.rows * cols, cols),
-                    )
-                )
-        return copies
+                    yield stack.copy(number, run, first, (run.stride * cols, cols))
 
     def order_rows(self, updates: Placed) -> list[HeldShard]:
         """Put the rows in the order in which their updates come back."""
@@ -276,25 +266,28 @@ class Units:
 
     def from_rows(self, placed: Placed) -> list[Copy]:
         """Copies of units from the rows to where they are placed."""
-        return [unit.near.moved(self._starts[unit.of], at) for at, unit in placed]
+        return [
+            unit.near.moved(
+                self._starts[unit.of],
+                at,
+            )
+            for at, unit in placed
+        ]
 
 
 def _whole(shard: Shard) -> Piece:
-    return Piece(
-        shard.row_start,
-        shard.rows,
-        shard.col_start,
-        shard.cols,
-        0,
-        0,
-    )
+    return Piece(*shard.rectangle, 0, 0)
 
 
 def _from_shard(shard: Shard, piece: Piece) -> Copy:
     """Copy a piece from a shard."""
     row, col = piece.row - shard.row_start, piece.col - shard.col_start
     dims = (
-        (piece.repeats, piece.stride * shard.cols, piece.rows * piece.cols),
+        (
+            piece.repeats,
+            piece.stride * shard.cols,
+            piece.rows * piece.cols,
+        ),
         (piece.rows, shard.cols, piece.cols),
         (piece.cols, 1, 1),
     )
@@ -322,7 +315,10 @@ def to_stacks(placed: Placed) -> list[Copy]:
     return [copy.moved(at, 0) for at, unit in placed for copy in unit.far]
 
 
-def chunks_of_rows(rows: Sequence[HeldShard], most: int) -> list[list[HeldShard]]:
+def chunks_of_rows(
+    rows: Sequence[HeldShard],
+    most: int,
+) -> list[list[HeldShard]]:
     """Rows of a wave in parts of at most so many elements, or of one shard."""
     chunks: list[list[HeldShard]] = []
     end = 0

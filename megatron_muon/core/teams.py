@@ -40,7 +40,9 @@ class TeamGroup:
         The sum is formed in `buffer`, fp32, which may be `part`.
         """
         buffer.copy_(part)
-        probe.received(2 * (len(self.ranks) - 1) * buffer.nbytes // len(self.ranks))
+        probe.received(
+            2 * (len(self.ranks) - 1) * buffer.nbytes // len(self.ranks),
+        )
         dist.all_reduce(buffer, group=self.group)
         return part.copy_(buffer)
 
@@ -67,7 +69,9 @@ def make_teams(group: ProcessGroup, teams: Iterable[Team]) -> Teams:
     ours.sort(key=lambda ranks: (len(ranks), ranks))
     members = Counter(itertools.chain(*together))
     made = {ranks: TeamGroup(ranks, group_among(ranks, group)) for ranks in ours}
-    for _ in range(max(members.values(), default=0) - len(ours)):
+    for _ in range(
+        max(members.values(), default=0) - len(ours),
+    ):
         group_among([rank], group)
     return made
 
@@ -93,7 +97,9 @@ class Agreement:
         for stack in route.stacks:
             end = first + len(stack.slots)
             if stack.kind.ranks:
-                self._cut.append((slice(first, end), teams[stack.kind.ranks]))
+                self._cut.append(
+                    (slice(first, end), teams[stack.kind.ranks]),
+                )
             first = end
         by_owners: dict[tuple[int, ...], list[int]] = {}
         for index in route.indices:  # in the order of all ranks
@@ -107,7 +113,9 @@ class Agreement:
             for index in indices:
                 numbers[index] = len(numbers)
             if len(ranks) > 1:
-                self._owned.append((slice(first, len(numbers)), teams[ranks]))
+                self._owned.append(
+                    (slice(first, len(numbers)), teams[ranks]),
+                )
         matrices = [numbers[slot.index] for slot in route.slots]
         self.shared = bool(self._owned) or len(matrices) > len(set(matrices))
         self._matrices = torch.tensor(matrices, dtype=torch.int64, device=device)
@@ -125,7 +133,11 @@ class Agreement:
             device=largest.device,
         )
         # the difference is 0, or NaN where it is not finite
-        failed.index_add_(0, self._matrices, (largest - largest).view(-1))
+        failed.index_add_(
+            0,
+            self._matrices,
+            (largest - largest).view(-1),
+        )
         for matrices, team in self._owned:
             dist.all_reduce(failed[matrices], group=team.group)
         for slots, team in self._cut:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.layout import Ints, Layout, Matrix
 from megatron_muon.core.slices import Team
 
 
@@ -49,60 +49,47 @@ class Transfers(NamedTuple):
         return np.maximum(*self.messages(ranks))
 
 
-class Traffic:
-    """Transfers of the matrices of a layout, between holders and these owners."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        teams: Sequence[Team],
-    ) -> None:
-        self._layout = layout
-        self._teams = teams
-
-    def gathered(self, indices: Iterable[int]) -> Transfers:
-        """Rows of these matrices, from a holder to those that orthogonalize them."""
-        found = []
-        for index in indices:
-            shards = self._layout.matrices[index].shards
-            for owner, elements in self.owned(index):
-                holders = shards.sources(owner, self._layout.world_size)
-                found.append(
-                    Transfers(
-                        holders,
-                        np.full(len(holders), owner),
-                        elements,
-                    ),
+def transfers(
+    layout: Layout,
+    teams: Sequence[Team],
+    indices: Iterable[int],
+) -> tuple[Transfers, Transfers]:
+    """Rows of these matrices, from one holder each to owners, and updates, to all holders."""
+    rows = []
+    updates = []
+    for index in indices:
+        matrix = layout.matrices[index]
+        shards = matrix.shards
+        for owner, elements in owned_elements(matrix, teams[index]):
+            sources = shards.sources(owner, layout.world_size)
+            rows.append(
+                Transfers(
+                    sources,
+                    np.full_like(sources, owner),
+                    elements,
                 )
-        return _joined(found)
-
-    def returned(self, indices: Iterable[int]) -> Transfers:
-        """Update rows of these matrices, from there to all holders."""
-        found = []
-        for index in indices:
-            shards = self._layout.matrices[index].shards
-            for owner, elements in self.owned(index):
-                owners = np.full(len(shards.ranks), owner)
-                found.append(
-                    Transfers(owners, shards.ranks, elements[shards.numbers]),
+            )
+            updates.append(
+                Transfers(
+                    np.full_like(shards.ranks, owner),
+                    shards.ranks,
+                    elements[shards.numbers],
                 )
-        return _joined(found)
-
-    def owned(self, index: int) -> Iterator[tuple[int, Ints]]:
-        """The rank of each slice of a matrix, and the elements of it in each shard."""
-        matrix = self._layout.matrices[index]
-        team = self._teams[index]
-        if team.cuts is None:
-            yield team.ranks[0], matrix.shards.elements
-            return
-        for block_slice in team.slices(index, matrix):
-            yield block_slice.rank, block_slice.overlaps(matrix.shards.rectangles)
+            )
+    return _joined(rows), _joined(updates)
 
 
-def _joined(transfers: Iterable[Transfers]) -> Transfers:
+def owned_elements(matrix: Matrix, team: Team) -> Iterator[tuple[int, Ints]]:
+    """The rank of each slice of a matrix, and the elements of it in each shard."""
+    if team.cuts is None:
+        yield team.ranks[0], matrix.shards.elements
+        return
+    for block_slice in team.slices(0, matrix):
+        yield block_slice.rank, block_slice.overlaps(matrix.shards.rectangles)
+
+
+def _joined(several: Iterable[Transfers]) -> Transfers:
     nothing = np.empty((3, 0), dtype=np.int64)
-    joined = Transfers(
-        *np.concatenate([nothing, *transfers], axis=1),
-    )
-    there = (joined.elements > 0) & (joined.sources != joined.targets)
-    return Transfers(*(column[there] for column in joined))
+    columns = np.concatenate([nothing, *several], axis=1)
+    sources, targets, elements = columns
+    return Transfers(*columns[:, (elements > 0) & (sources != targets)])

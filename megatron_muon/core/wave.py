@@ -37,7 +37,13 @@ def route_bytes(route: Route, sizes: Sizes) -> WaveBytes:
     contents = Contents(
         max(sum(shards), route.rows_numel),
         max(shards, default=0),
-        tuple((stack.kind, len(stack.slots)) for stack in route.stacks),
+        tuple(
+            (
+                stack.kind,
+                len(stack.slots),
+            )
+            for stack in route.stacks
+        ),
         max(by_matrix.values(), default=0),
         None if route.is_batch else route.owned_numel,
     )
@@ -167,15 +173,20 @@ class Wave:
         # the last of the rows stay here
         sent = self.lane[: sum(out.rows[:-1])]
         returned = self.lane[: sum(back.rows[:-1])]
-        self.rows = Message(owned[: sum(out.owned)], sent, out.owned, out.rows[:-1])
-        self.updates = Message(returned, owned[: sum(back.owned)], back.rows[:-1], back.owned)
-        self.fill = copies_between(out.far, self.lane, flat)
-        self.drain = copies_between(
-            back.far,
-            self.lane,
-            flat,
-            back=True,
+        self.rows = Message(
+            owned[: sum(out.owned)],
+            sent,
+            out.owned,
+            out.rows[:-1],
         )
+        self.updates = Message(
+            returned,
+            owned[: sum(back.owned)],
+            back.rows[:-1],
+            back.owned,
+        )
+        self.fill = copies_between(out.far, self.lane, flat)
+        self.drain = copies_between(back.far, self.lane, flat).reversed
         self.stacks = self._make_stacks(flat, space.sizes.method)
         self.counts = [len(stack.blocks) for stack in self.stacks]
         self.nothing = torch.zeros(
@@ -196,15 +207,14 @@ class Wave:
         ahead = space.buffers.lane_start(self.number)
         if route.is_batch:
             ahead = start
-            start += int(used.chunk)
-        stacks = int(used.stacks)
-        behind = memory.views(start + stacks, used.behind)
+            start += used.chunk
+        behind = memory.views(start + used.stacks, used.behind)
         self.work = Work(memory.views(ahead, used.ahead) | behind)
         numel = route.owned_start + route.owned_numel
         self.lane = memory.view(ahead, numel, sizes.dtype)
         return memory.view(
             start,
-            stacks // sizes.dtype.itemsize,
+            used.stacks // sizes.dtype.itemsize,
             sizes.dtype,
         )
 
@@ -233,31 +243,28 @@ class Wave:
         for part in chunks_of_rows(route.rows, space.sizes.most_numel):
             start, end = part[0].start, part[-1].end
             numel = end - start
-            flats = []
-            place = buffers.scratch_start
-            for _ in range(1 + space.sizes.spare):
-                flats.append(space.memory.view(place, numel, torch.float32))
-                place += aligned(ROW_BYTES * numel)
-            prepared = flats[0]
-            if buffers.apart:
-                place = buffers.apart_start(self.number)
-                prepared = space.memory.view(place, numel, torch.float32)
+            updates = buffers.scratch_start
+            prepared = buffers.apart_start(self.number) if buffers.apart else updates
+            places = [prepared, updates]
+            if space.sizes.spare:
+                places.append(updates + aligned(ROW_BYTES * numel))
             chunk = Chunk(
                 [held.moved(-start) for held in part],
-                prepared,
-                *flats,
+                *(
+                    space.memory.view(
+                        place,
+                        numel,
+                        torch.float32,
+                    )
+                    for place in places
+                ),
             )
             chunk.firsts = on_device([held.start for held in chunk.rows])
             chunk.index = on_device(chunk.indices)
             near = _within(route.out.near, start, end)
-            chunk.pack = copies_between(near, prepared, target)
+            chunk.pack = copies_between(near, chunk.prepared, target)
             near = _within(route.back.near, start, end)
-            chunk.unpack = copies_between(
-                near,
-                chunk.updates,
-                target,
-                back=True,
-            )
+            chunk.unpack = copies_between(near, chunk.updates, target).reversed
             chunks.append(chunk)
         return chunks
 

@@ -76,15 +76,7 @@ def whole_updates(
         view = views[place]
         blocks[slot.index].append(view.mT if slot.is_tall else view)
         places[slot.index] = place
-    found = []
-    for index, place in places.items():
-        found.append(
-            WholeUpdate(
-                index,
-                matrices[index],
-                blocks[index],
-                place,
-                work,
-            )
-        )
-    return found
+    return [
+        WholeUpdate(index, matrices[index], blocks[index], place, work)
+        for index, place in places.items()
+    ]

@@ -180,7 +180,7 @@ def test_a_framework_that_cuts_otherwise_is_refused(ranks: Pool) -> None:
     """Rows that are taken for others would train to a worse loss, silently."""
     first, second = ranks(2, cut_otherwise)
     assert first == second
-    wrong = r"(too many shards cover|no shard covers) row \d+"
+    wrong = r"shards have a gap, or overlap, from row \d+"
     assert re.match(rf"decoder\S+: {wrong}, .* shard it evenly", first)
 
 

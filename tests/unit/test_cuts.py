@@ -109,7 +109,7 @@ def test_matrices_that_share_their_shards_are_as_if_each_had_its_own() -> None:
     assert own[0].shards is not own[1].shards
     assert Layout(2, own).digest() == Layout(2, shared).digest()
     assert Layout(2, own).held(1) == Layout(2, shared).held(1)
-    with pytest.raises(ValueError, match="w3: no shard covers row 8, column 0"):
+    with pytest.raises(ValueError, match=r"w3: .* row 8, column 0"):
         Layout(
             2,
             (*shared, Matrix("w3", (9, 4), own[0].shards)),

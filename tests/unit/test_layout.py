@@ -66,11 +66,11 @@ def test_every_grid_tiles_and_every_damage_is_found(
 @pytest.mark.parametrize(
     ("rows", "cols", "message"),
     [
-        ([range(3)], 4, "no shard covers row 3, column 0 of 6 x 4"),
-        ([range(6)], 3, "no shard covers row 0, column 3"),
-        ([range(4), range(3, 6)], 4, "too many shards cover row 3, column 0"),
-        ([range(7)], 4, "too many shards cover row 6, column 0 of 6 x 4"),
-        ([range(-1, 6)], 4, "too many shards cover row -1, column 0 of 6 x 4"),
+        ([range(3)], 4, "from row 3, column 0 of 6 x 4"),
+        ([range(6)], 3, "from row 0, column 3"),
+        ([range(4), range(3, 6)], 4, "from row 3, column 0"),
+        ([range(7)], 4, "from row 6, column 0"),
+        ([range(-1, 6)], 4, "from row -1, column 0"),
     ],
 )
 def test_a_fault_is_named_with_its_place(rows: list[range], cols: int, message: str) -> None:

@@ -28,6 +28,7 @@ from megatron_muon.tools.plan.estimate import HARDWARE, Group, PlanSettings, pla
 from megatron_muon.tools.plan.plan_command import settings_of
 from tests.support.buffers import sizes_of, smallest_bytes
 from tests.support.cut_matrices import row_sharded
+from tests.support.owners import owners_of
 
 STANDARD = Iteration(method="standard")
 
@@ -86,15 +87,15 @@ def test_every_matrix_has_an_owner_and_one_wave(
 ) -> None:
     smallest = smallest_bytes(lambda size: planned(layout, size, element_bytes))
     plan = planned(layout, smallest + more, element_bytes)
-    assert len(plan.owners) == len(layout.matrices)
-    assert all(0 <= owner < layout.world_size for owner in plan.owners)
+    assert len(owners_of(plan)) == len(layout.matrices)
+    assert all(0 <= owner < layout.world_size for owner in owners_of(plan))
     travelling = list(itertools.chain(*plan.waves))
     batches = [list(itertools.chain(*of_rank)) for of_rank in plan.batches]
     every = list(range(len(layout.matrices)))
     assert sorted(itertools.chain(travelling, *batches)) == every
     for rank, indices in enumerate(batches):
         for index in indices:
-            assert plan.owners[index] == rank
+            assert owners_of(plan)[index] == rank
             assert [shard.rank for shard in layout.matrices[index].shards] == [rank]
     assert sum(plan.loads) == pytest.approx(sum(costs(layout)))
     assert plan == planned(layout, smallest + more, element_bytes)
@@ -190,7 +191,7 @@ def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_
 )
 def test_who_holds_most_owns(rows: list[int]) -> None:
     plan = planned(alike(3, 1, (8, 4), rows))
-    assert plan.owners == (rows.index(6),)
+    assert owners_of(plan) == (rows.index(6),)
 
 
 def test_owners_lie_where_their_rows_are() -> None:
@@ -201,7 +202,7 @@ def test_owners_lie_where_their_rows_are() -> None:
     sizes = sizes_of(2)
     rules = TeamRules(sizes.method.cost, [0] * 4 + [1] * 4, size=1)
     plan = make_plan(layout, [1.0] * 16, sizes=sizes, rules=rules)
-    assert [owner // 4 for owner in plan.owners] == [0, 1] * 8
+    assert [owner // 4 for owner in owners_of(plan)] == [0, 1] * 8
     assert imbalance(plan) == 1.0
 
 
@@ -222,7 +223,7 @@ def test_whole_matrices_move_when_one_rank_holds_all() -> None:
         alike(4, 40, (8, 8), [8, 0, 0, 0]),
     )
     assert imbalance(plan) <= 1.05
-    assert sum(map(len, plan.batches[0])) == plan.owners.count(0) == 10
+    assert sum(map(len, plan.batches[0])) == owners_of(plan).count(0) == 10
 
 
 def test_large_matrices_of_several_owners_travel_together() -> None:
@@ -230,7 +231,7 @@ def test_large_matrices_of_several_owners_travel_together() -> None:
     plan = planned(alike(4, 8, (64, 64), [16] * 4), 200_000)
     assert len(plan.waves) == 2
     for wave in plan.waves:
-        assert sorted(plan.owners[index] for index in wave) == [0, 1, 2, 3]
+        assert sorted(owners_of(plan)[index] for index in wave) == [0, 1, 2, 3]
 
 
 def test_many_matrices_make_several_waves() -> None:
@@ -239,7 +240,7 @@ def test_many_matrices_make_several_waves() -> None:
     plan = planned(alike(2, 48, (256, 256), [128, 128]))
     assert len(plan.waves) >= MIN_WAVES
     for wave in plan.waves:
-        assert {plan.owners[index] for index in wave} == {0, 1}
+        assert {owners_of(plan)[index] for index in wave} == {0, 1}
 
 
 HOLDERS = 3

@@ -22,6 +22,7 @@ from megatron_muon.core.replicas import ToReplicas
 from megatron_muon.core.slices import BlockSlice
 from tests.support.buffers import sizes_of, smallest_bytes
 from tests.support.one_rank import waves_of
+from tests.support.owners import owners_of
 from tests.support.rows import ByMatrix
 
 Shapes = Sequence[tuple[int, int]]
@@ -71,7 +72,7 @@ def step(
     def apply(index: int, update: torch.Tensor) -> None:
         assert not update.isnan().any()
         assert update.shape == shapes[index]
-        assert bool(update.any()) is (plan.owners[index] == rank)
+        assert bool(update.any()) is (owners_of(plan)[index] == rank)
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     waves = waves_of(plan, rank, ToReplicas)
