@@ -178,31 +178,14 @@ def _divide(
     loads = np.zeros(size)
     elements = np.zeros(size, dtype=np.int64)
     cuts = [(0, 1)] * len(whole)
-    for number in sorted(
-        range(len(whole)),
-        key=lambda number: -whole[number],
-    ):
+    for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
         block = kind.blocks[number]
-        most = min(
-            size,
-            max(block),
-            parts * whole[number] / max(whole),
-        )
+        most = min(size, max(block), parts * whole[number] / max(whole))
         count = max(count for count in TEAM_SIZES if count <= max(most, 1))
-        first = (
-            int(
-                loads.reshape(-1, count).max(axis=1).argmin(),
-            )
-            * count
-        )
-        loads[first : first + count] += rules.cost(
-            *block,
-            count,
-            kind.steps,
-        )
-        elements[first : first + count] += math.ceil(
-            math.prod(block) / count,
-        )
+        first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
+        ranks = slice(first, first + count)
+        loads[ranks] += rules.cost(*block, count, kind.steps)
+        elements[ranks] += math.ceil(math.prod(block) / count)
         cuts[number] = first, count
     return _Division(
         tuple(cuts),
@@ -313,11 +296,7 @@ class _Placement:
         near = 0
         teams: dict[int, Team] = {}
         # of equal loads those of teams go first: they have fewer places to choose from
-        for index in sorted(
-            range(len(work)),
-            key=work.__getitem__,
-            reverse=True,
-        ):
+        for index in sorted(range(len(work)), key=work.__getitem__, reverse=True):
             division = divisions[index]
             held = self._held[index]
             matrix = self._matrices[index]

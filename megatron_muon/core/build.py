@@ -201,12 +201,8 @@ def _lay_out(
         [route_bytes(batch, sizes) for of_wave in batches for batch in of_wave],
         apart=sizes.apart,
     )
-    memory = StepMemory(
-        options.device,
-        buffers.nbytes,
-        options.shared,
-        is_freed=options.is_freed,
-    )
+    nbytes = buffers.nbytes
+    memory = StepMemory(options.device, nbytes, options.shared, is_freed=options.is_freed)
     space = Space(memory, buffers, sizes)
 
     def make(number: int, route: Route) -> Wave:

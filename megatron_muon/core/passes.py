@@ -115,7 +115,9 @@ class Passes:
     def measure(self, wave: Wave) -> Tensor:
         """A power of two for each block, `(slots, 1, 1)` fp32, as `unit_factor`. Collective in teams."""
         found = [largest_magnitude(stack.blocks) for stack in wave.stacks]
-        largest = found[0] if len(found) == 1 else torch.cat(found or [wave.nothing])
+        if not found:  # this rank has no slots, but agrees with others
+            found.append(wave.lane.new_zeros(0, 1, 1, dtype=torch.float32))
+        largest = found[0] if len(found) == 1 else torch.cat(found)
         if wave.agreement.shared:
             wave.agreement.agree(largest)
         return unit_factor(largest)

@@ -133,21 +133,11 @@ def make_plan(
     Raises:
         SettingError: the buffer is too small.
     """
-    rules = rules or TeamRules(
-        sizes.method.cost,
-        [0] * layout.world_size,
-        size=1,
-    )
+    rules = rules or TeamRules(sizes.method.cost, [0] * layout.world_size, size=1)
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
         attempts.append((rules, buffer_bytes // 2))
-        attempts += [
-            (
-                replace(rules, size=size),
-                None,
-            )
-            for size in rules.sizes
-        ]
+        attempts += [(replace(rules, size=size), None) for size in rules.sizes]
     least = math.inf
     for each, allowed in attempts:
         teams = assign(layout, costs, each, sizes.dtype.itemsize, allowed)

@@ -189,13 +189,6 @@ class Wave:
         self.drain = copies_between(back.far, self.lane, flat).reversed
         self.stacks = self._make_stacks(flat, space.sizes.method)
         self.counts = [len(stack.blocks) for stack in self.stacks]
-        self.nothing = torch.zeros(
-            0,
-            1,
-            1,
-            dtype=torch.float32,
-            device=flat.device,
-        )
         self.chunks = self._make_chunks(space, flat if route.is_batch else self.lane)
 
     def _take_memory(self, space: Space) -> Tensor:
