@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.rehearse.rank import STEPS
 from benchmarks.rehearse.recorder import Call, Members, RankTrace
+from megatron_muon.megatron.plan_figures import loads_of
 from megatron_muon.tools.plan.estimate import (
     Group,
     GroupPlan,
@@ -72,7 +73,7 @@ class Recorded:
             digests.append(item.digest)
             received += item.received[place]
             extra = max(extra, int(item.extra[place]))
-            flops += item.plan.loads[place]
+            flops += loads_of(item.plan)[place]
         return {
             "digest": "-".join(digests),
             "received_bytes": received,

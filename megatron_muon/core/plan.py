@@ -21,11 +21,8 @@ from megatron_muon.core.buffers import Sizes
 from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.packing import Packing
 from megatron_muon.core.slices import Team
-from megatron_muon.core.traffic import Transfers, transfers
+from megatron_muon.core.traffic import transfers
 from megatron_muon.errors import SettingError
-
-STATE_BYTES = 4
-"""Bytes of an element of a method's state, fp32."""
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -52,14 +49,6 @@ class Plan:
     buffer_bytes: int
     batches: tuple[tuple[tuple[int, ...], ...], ...] = ()
     by_pairs: bool = False
-
-    @cached_property
-    def loads(self) -> tuple[float, ...]:
-        """Cost owned by each rank, in the unit of the given costs."""
-        loads = np.zeros(self.layout.world_size)
-        for team in self.teams:
-            loads[list(team.ranks)] += team.loads
-        return tuple(loads.tolist())
 
     def beside(
         self,
@@ -89,29 +78,11 @@ class Plan:
         return digest.hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
-    def all_to_alls(self) -> list[tuple[Transfers, Transfers]]:
-        """The transfers of each wave: its rows, and its updates."""
-        return [transfers(self.layout, self.teams, wave) for wave in self.waves]
-
-    @cached_property
     def step_bytes(self) -> Ints:
         """Bytes of the buffers of a step on each rank."""
         packing = Packing(self.layout, self.teams, self.sizes)
         buffers = packing.buffers(self.waves, self.batches)
         return np.array([each.nbytes for each in buffers])
-
-    @cached_property
-    def state_bytes(self) -> Ints:
-        """Bytes of the method's state on each rank."""
-        found = np.zeros(self.layout.world_size, dtype=np.int64)
-        for team, matrix in zip(
-            self.teams,
-            self.layout.matrices,
-            strict=True,
-        ):
-            numels = self.sizes.method.state_numels(matrix)
-            found[team.ranks[0]] += STATE_BYTES * numels.total()
-        return found
 
 
 def make_plan(

@@ -22,22 +22,6 @@ class Transfers(NamedTuple):
     targets: Ints
     elements: Ints
 
-    def received(self, ranks: int) -> Ints:
-        """Elements that each of `ranks` ranks receives."""
-        return np.bincount(
-            self.targets,
-            self.elements,
-            ranks,
-        ).astype(np.int64)
-
-    def sent(self, ranks: int) -> Ints:
-        """Elements that each of `ranks` ranks sends."""
-        return np.bincount(
-            self.sources,
-            self.elements,
-            ranks,
-        ).astype(np.int64)
-
     def messages(self, ranks: int) -> tuple[Ints, Ints]:
         """Messages that each of `ranks` ranks sends and receives, one for each pair of ranks."""
         pairs = np.unique(self.sources * ranks + self.targets)

@@ -24,6 +24,7 @@ from megatron_muon.core.methods.newton_schulz import NewtonSchulz
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp import options
 from megatron_muon.megatron import builder
+from megatron_muon.megatron.plan_figures import state_bytes
 from tests.functional.test_checkpoints import (
     DIVISIBLE,
     FULL,
@@ -270,7 +271,7 @@ def state_of_ranks(rank: int, world_size: int) -> Any:
     slots = training.optimizer.state_dict()["state"].values()
     shares = [each[LEFT].to_local().numel() for each in slots]
     assert all(LEFT not in each for each in training.optimizer.state.values())
-    return part.method_state.nbytes // 4, sum(shares), int(part.waves.plan.state_bytes[rank])
+    return part.method_state.nbytes // 4, sum(shares), int(state_bytes(part.waves.plan)[rank])
 
 
 def test_each_block_has_its_state_on_one_rank_as_the_plan_counts(ranks: Pool) -> None:

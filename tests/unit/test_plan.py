@@ -23,7 +23,7 @@ from megatron_muon.core.packing import MIN_WAVES
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
-from megatron_muon.megatron.plan_figures import imbalance, received_bytes
+from megatron_muon.megatron.plan_figures import all_to_alls, imbalance, loads_of, received_bytes
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, PlanSettings, plan_group
 from megatron_muon.tools.plan.plan_command import settings_of
 from tests.support.buffers import sizes_of, smallest_bytes
@@ -97,7 +97,7 @@ def test_every_matrix_has_an_owner_and_one_wave(
         for index in indices:
             assert owners_of(plan)[index] == rank
             assert [shard.rank for shard in layout.matrices[index].shards] == [rank]
-    assert sum(plan.loads) == pytest.approx(sum(costs(layout)))
+    assert sum(loads_of(plan)) == pytest.approx(sum(costs(layout)))
     assert plan == planned(layout, smallest + more, element_bytes)
 
 
@@ -214,7 +214,7 @@ def test_even_holders_keep_what_is_theirs() -> None:
     layout = alike(4, 40, (8, 8), *each)
     plan = planned(layout)
     assert not any(plan.waves)
-    assert received_bytes(plan) == (0, 0, 0, 0)
+    assert received_bytes(plan, all_to_alls(plan)) == (0, 0, 0, 0)
     assert imbalance(plan) == 1.0
 
 

@@ -28,7 +28,15 @@ from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.traffic import Transfers
 from megatron_muon.errors import SettingError
-from megatron_muon.megatron.plan_figures import imbalance, received_bytes, refuse_unmet
+from megatron_muon.megatron.plan_figures import (
+    all_to_alls,
+    imbalance,
+    loads_of,
+    received,
+    received_bytes,
+    refuse_unmet,
+    sent,
+)
 from megatron_muon.megatron.run_device import BF16_TFLOPS
 from megatron_muon.settings import flag_of, word_as_flags
 
@@ -228,18 +236,19 @@ def plan_group(
         element_bytes=plan.sizes.dtype.itemsize,
         hardware=hardware,
     )
-    exchanges = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls]
+    exchanges = all_to_alls(plan)
+    seconds = [(seconds_of(rows), seconds_of(updates)) for rows, updates in exchanges]
     held = np.zeros(layout.world_size, dtype=np.int64)
     for matrix in layout.matrices:
         shards = matrix.shards
         held[shards.ranks] += shards.elements[shards.numbers]
     # elements of the busiest owner: one owns each, however many hold it
     owned = imbalance(plan) * sum(matrix.numel for matrix in layout.matrices) / layout.world_size
-    clock = _Clock(plan, rate, exchanges)
+    clock = _Clock(plan, rate, seconds)
     run(len(plan.waves), clock)
     times = Times(
-        ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=sum(map(sum, exchanges)) * 1e3,
+        ns_ms=max(loads_of(plan)) / rate * 1e3,
+        exchange_ms=sum(map(sum, seconds)) * 1e3,
         step_ms=float(clock.time.max()) * 1e3,
         elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
     )
@@ -251,7 +260,7 @@ def plan_group(
         times=times,
         unmet=rules.unmet(),
         digest=plan.digest(),
-        received=received_bytes(plan),
+        received=received_bytes(plan, exchanges),
     )
 
 
@@ -265,8 +274,8 @@ def all_to_all_s(
     far = Transfers(*(column[is_far] for column in transfers))
     near_rate = hardware.node_gb_per_s * 1e9 / element_bytes
     far_rate = hardware.network_gb_per_s * 1e9 / element_bytes
-    sent_s = np.maximum(near.sent(ranks) / near_rate, far.sent(ranks) / far_rate)
-    received_s = np.maximum(near.received(ranks) / near_rate, far.received(ranks) / far_rate)
+    sent_s = np.maximum(sent(near, ranks) / near_rate, sent(far, ranks) / far_rate)
+    received_s = np.maximum(received(near, ranks) / near_rate, received(far, ranks) / far_rate)
     sends, receives = transfers.messages(ranks)
     posted_s = MESSAGE_US * 1e-6
     return float(np.maximum(sent_s + posted_s * sends, received_s + posted_s * receives).max())

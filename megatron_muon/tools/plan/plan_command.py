@@ -237,7 +237,7 @@ def figures_of(
     figures["hidden_ms"] = max(alone_ms - figures["step_ms"], 0.0)
     for name in ("extra_bytes", "buffer_bytes"):
         figures[name] = max(group[name] for group in groups)
-    loads = [item.plan.loads for item in plans]
+    loads = [plan_figures.loads_of(item.plan) for item in plans]
     mean = sum(sum(each) / len(each) for each in loads)
     figures["max_over_mean"] = sum(map(max, loads)) / mean if mean else 1.0
     figures["groups"] = groups
@@ -246,7 +246,7 @@ def figures_of(
 
 def _group_figures(item: GroupPlan, settings: PlanSettings) -> Figures:
     layout = item.plan.layout
-    state_bytes = settings.momentum_bytes * item.held + item.plan.state_bytes
+    state_bytes = settings.momentum_bytes * item.held + plan_figures.state_bytes(item.plan)
     return {
         "name": item.name,
         "ranks": layout.world_size,
