@@ -117,9 +117,7 @@ def make_waves(
     if scheme == LOCAL:
         layout, _ = replicated_layout(layout.matrices, 1)
         group = Alone()
-    team_rules = None
-    if scheme == OWNER:
-        team_rules = _team_rules(options.team_size, group, method, rules)
+    team_rules = _team_rules(options, group, method, rules) if scheme == OWNER else None
     plan = plan or _plan_of(layout, sizes, options, team_rules)
     _compare(plan, group)
     connect([group], options.device)
@@ -134,7 +132,7 @@ def make_waves(
         by_pairs=plan.by_pairs,
     )
     made = _lay_out(scheme, carrier, plan.waves, teams, sizes, options, plan)
-    unmet = None if team_rules is None else team_rules.unmet()
+    unmet = team_rules.unmet() if team_rules else None
     return replace(made, plan=None if scheme == LOCAL else plan, unmet=unmet)
 
 
@@ -234,10 +232,10 @@ def _compare(plan: Plan, group: ProcessGroup) -> None:
 
 
 def _team_rules(
-    team_size: str, group: ProcessGroup, method: Method, rules: Sequence[Rule]
+    options: StepOptions, group: ProcessGroup, method: Method, rules: Sequence[Rule]
 ) -> TeamRules:
     """The teams that may own a matrix."""
-    size = 0 if team_size == AUTO else int(team_size)
+    size = 0 if options.team_size == AUTO else int(options.team_size)
     alone = [type(rule).__name__ for rule in rules if rule.normalize is not None]
     if method.has_state or not method.serves_teams:
         alone.append(type(method).__name__)

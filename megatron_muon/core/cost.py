@@ -79,8 +79,8 @@ as dense products, with 2,048, where a batch of dense ones is one launch that fi
 to 1.6 times as long (docs/gpu.md)."""
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
-"""Elements of the blocks that are iterated together. On a processor they stay in its cache; on a
-GPU the iteration's buffers stay small beside a wave's."""
+"""Elements of the blocks that are iterated together, or of rows that several operations take. On a
+processor they stay in its cache; on a GPU such buffers stay small beside a wave's."""
 
 MOST_TOGETHER = 2**25
 """The same of small blocks on a GPU, where launches would take longer than products."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.core.copies import Copies
+from megatron_muon.core.cost import TOGETHER
 from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import HeldRows, Rows
@@ -29,9 +30,6 @@ from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.wave import Wave
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
-
-TOGETHER = {"cpu": 2**20, "cuda": 2**23}
-"""Elements that several passes of torch take together, so that each finds them in the cache."""
 
 
 class Passes:

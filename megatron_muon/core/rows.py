@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -128,6 +127,7 @@ class Rows:
         groups, gradients: each matrix's parameter group with its numbers, and rows of its gradient,
             None where there is none; to be set before a step.
         state: gives the rows of a rule's slot, by matrix.
+        replicas: gives the number of ranks that hold the same rows of a matrix, where this one does.
         failed: NaN for each matrix that no rank updates, 0 for others; None for no such one.
     """
 
@@ -156,26 +156,26 @@ class Rows:
         self._skip_missing = skip_missing
         self.failed: Tensor | None = None
         self.held: list[int] = []
-        self._replicas: dict[int, int] = {}
+        replicas: dict[int, int] = {}
         for chunk in waves.chunks:
             self.held += chunk.indices
             for held in chunk.rows:
-                self._replicas[held.of] = len(held.shard.holders)
+                replicas[held.of] = len(held.shard.holders)
             if store is None:
                 self._make_momentum(chunk)
+        self.replicas = replicas.__getitem__
         self._make_counts(waves.chunks)
 
     def _make_counts(self, chunks: Sequence[Chunk]) -> None:
         """Make tensors that count skipped updates."""
         assert len(set(self.held)) == len(self.held), "a shard is in two waves"
-        on_device = functools.partial(torch.zeros, device=self._device)
         self._order = torch.tensor(
             self.held,
             dtype=torch.int64,
             device=self._device,
         )
-        self._skipped = on_device(len(self.names), dtype=torch.int32)
-        self._first_elements = on_device(len(self.held), dtype=torch.float32)
+        self._skipped = self._order.new_zeros(len(self.names), dtype=torch.int32)
+        self._first_elements = self._order.new_zeros(len(self.held), dtype=torch.float32)
         sizes = [len(chunk.indices) for chunk in chunks]
         parts = self._first_elements.split(sizes)
         for chunk, part in zip(chunks, parts, strict=True):
@@ -195,10 +195,6 @@ class Rows:
         for held, part in zip(rows, flat.split(sizes), strict=True):
             self.momentum[held.of] = part.view(held.shard.rows, held.shard.cols)
 
-    def replicas(self, index: int) -> int:
-        """The number of ranks that hold the same rows of a matrix."""
-        return self._replicas.get(index, 1)
-
     def find_failed(self) -> None:
         """Find matrices whose gradient is missing or not finite on some rank. Collective.
 
@@ -210,31 +206,23 @@ class Rows:
         """
         self.failed = None
         missing = [index for index in self.held if self.gradients[index] is None]
-        if missing and not self._skip_missing:
-            raise RuntimeError(
-                f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
-                " finish_grad_sync() called?"
-            )
         if not self._skip_missing:
+            if missing:
+                raise RuntimeError(
+                    f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
+                    " finish_grad_sync() called?"
+                )
             return
-        failed = torch.zeros(
-            len(self.names),
-            dtype=torch.float32,
-            device=self._device,
-        )
-        ready = []
-        gradients = []
-        for index in self.held:
-            gradient = self.gradients[index]
-            if gradient is not None:
-                ready.append(index)
-                gradients.append(gradient)
+        failed = torch.zeros_like(self._skipped, dtype=torch.float32)
+        absent = set(missing)
+        ready = [index for index in self.held if index not in absent]
         if ready:
+            gradients: Any = [self.gradients[index] for index in ready]
             # the largest magnitudes: a sum of finite numbers may overflow
             norms = torch.stack(torch._foreach_norm(gradients, ord=math.inf))
             norms = norms.to(self._device, torch.float32)
             at = self._order
-            if len(ready) < len(self.held):
+            if missing:
                 at = torch.tensor(ready, device=self._device)
             failed.index_add_(0, at, norms - norms)  # NaN where it is not finite
         if missing:

@@ -127,11 +127,7 @@ class Agreement:
         Args:
             largest: `(slots, 1, 1)` fp32, not finite where a slot is not; changed in place.
         """
-        failed = torch.zeros(
-            self._count,
-            dtype=torch.float32,
-            device=largest.device,
-        )
+        failed = largest.new_zeros(self._count)
         # the difference is 0, or NaN where it is not finite
         failed.index_add_(
             0,

@@ -131,13 +131,13 @@ class Message(NamedTuple):
 class WaveStack(NamedTuple):
     """Blocks `(count, smaller, length)` of one kind that this rank orthogonalizes together.
 
-    `state` is the method's, None if it keeps none.
+    `state` is the method's, by slot name.
     """
 
     blocks: Tensor
     kind: BlockKind
     team: TeamGroup | None
-    state: Mapping[str, Tensor] | None
+    state: Mapping[str, Tensor]
 
 
 class Wave:

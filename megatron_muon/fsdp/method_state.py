@@ -66,7 +66,7 @@ class MethodState:
         for stack in wave.stacks:
             for number in range(len(stack.blocks)):
                 block = next(slots)
-                for slot, state in (stack.state or {}).items():
+                for slot, state in stack.state.items():
                     self._owned[slot, block.index][block.block] = state[number]
                     self.nbytes += state[number].nbytes
 

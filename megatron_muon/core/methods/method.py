@@ -137,8 +137,8 @@ class Method(ABC):
         """True if it overrides `state_shapes`."""
         return type(self).state_shapes is not Method.state_shapes
 
-    def zero_state(self, kind: BlockKind, count: int) -> dict[str, Tensor] | None:
-        """State of `count` blocks by slot name, `(count, ...)`; None without slots."""
+    def zero_state(self, kind: BlockKind, count: int) -> dict[str, Tensor]:
+        """State of `count` blocks by slot name, `(count, ...)`."""
         state = {}
         for slot, shape in self.state_shapes(kind).items():
             state[slot] = torch.zeros(
@@ -147,7 +147,7 @@ class Method(ABC):
                 dtype=torch.float32,
                 device=self.device,
             )
-        return state or None
+        return state
 
     def state_numels(self, matrix: Matrix) -> Counter[str]:
         """Elements of the state of a matrix by slot name."""
