@@ -73,7 +73,9 @@ def make_part(
         method: on the device of momentum and iteration; unscaled with a second moment.
     """
     names = [matrix.name for matrix in held.layout.matrices]
-    scheme = _scheme_of(settings, held)
+    scheme: str = settings.muon_exchange
+    if held.replicated:  # no exchange, except to share the work
+        scheme = SHARED if settings.muon_share_replicated else LOCAL
     held = replace(held, repeated=scheme in (LOCAL, GATHERED))
     rules = _rules(held, settings, method, variant.moment2)
     store = None
@@ -93,30 +95,21 @@ def make_part(
     outside = None
     if beside.keep_weights is not None and store is not None:
         outside = beside.keep_weights(store, viewed)
+    decay = DECOUPLED if variant.decoupled else COUPLED
+    if settings.muon_cautious_weight_decay:
+        decay = BY_RULE
     part = Part(
         viewed,
         waves,
         rules,
-        {"nesterov": variant.nesterov, "decay": _decay(settings, variant)},
+        {"nesterov": variant.nesterov, "decay": decay},
         store=store,
         outside=outside,
         skip_missing=variant.skip_missing,
     )
-    part.copies = held.group.size() if scheme == LOCAL else 1
+    if scheme == LOCAL:
+        part.copies = held.group.size()
     return part
-
-
-def _scheme_of(settings: MuonSettings, held: Held) -> str:
-    """The scheme of the exchange; replicated matrices need none, except to share the work."""
-    if held.replicated:
-        return SHARED if settings.muon_share_replicated else LOCAL
-    return settings.muon_exchange
-
-
-def _decay(settings: MuonSettings, variant: Variant) -> str:
-    if settings.muon_cautious_weight_decay:
-        return BY_RULE
-    return DECOUPLED if variant.decoupled else COUPLED
 
 
 def _rules(held: Held, settings: MuonSettings, method: Method, moment2: str | None) -> list[Rule]:

@@ -206,7 +206,7 @@ class Muon(MuonState):
                 self._run.group = of_state
             self.parts.append(self._make_part(each, group))
         plans = [part.waves.plan for part in self.parts]
-        self.digest = "-".join(plan.digest() for plan in plans if plan is not None)
+        self.digest = "-".join(plan.digest() for plan in plans if plan)
         self._from_megatron_fsdp = hasattr(self._members[0], "_megatron_fsdp_model")
 
     def _make_part(self, rank_set: RankSet, group: Any) -> Part:

@@ -44,6 +44,7 @@ class ViewedParameter:
         numbers: of its matrices.
         is_itself: it is a matrix.
         held: numbers of matrices of which this rank holds rows.
+        state: of the part, by slot name.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ViewedParameter:
         self.first = first
         self.numbers = range(first, first + self.view.count)
         self.is_itself = self.view.is_itself
+        self.state: dict[str, torch.Tensor] = {}
         self._address = -1  # that of an empty part is 0
         self._rows: list[torch.Tensor] = []
         if self.is_itself:
@@ -151,14 +153,13 @@ class Part:
         self.copies = 1
         self.probe = SILENT
         self.captured: Any = None
-        self.state: State = {each.parameter: {} for each in viewed}
+        self.state: State = {each.parameter: each.state for each in viewed}
         self.settings: dict[str, float] = {}
         self.method_state = MethodState(waves, self.viewed)
         self._weights: dict[int, torch.Tensor] = {}
         self._slots: dict[str, list[torch.Tensor]] = {}
         self._members: dict[tuple[int, int], tuple[Any, list[int]]] = {}
         self._with_rows = [each for each in viewed if local_part(each.parameter).numel()]
-        self._own = [self.state[each.parameter] for each in self._with_rows]
         self.rows = Rows(
             self.names,
             waves,
@@ -177,9 +178,9 @@ class Part:
         momentum: dict[int, torch.Tensor] = {}
         for p, each in self.viewed.items():
             is_row = each.is_itself and local_part(p).numel()
-            if self.store is None and not is_row:
+            if not (self.store or is_row):
                 zeros = torch.zeros_like(p.detach(), dtype=torch.float32)
-                self.state[p][MOMENTUM] = zeros
+                each.state[MOMENTUM] = zeros
                 momentum.update(each.rows_of(zeros))
         return momentum
 
@@ -191,21 +192,14 @@ class Part:
         for rule in self.rules:
             self.settings |= rule.settings
             for slot in rule.slots:
-                self._make_slot(rule, slot)
+                self._slots[slot] = [torch.empty(0)] * len(self.names)
+                for p, each in self.viewed.items():
+                    zeros = rule.zeros(slot, each.first, each.view.whole(p.detach()))
+                    each.state[slot] = zeros
+                    of_matrices = each.view.unstacked(local_part(zeros))
+                    for number, rows in zip(each.held, of_matrices, strict=True):
+                        self._slots[slot][number] = rows
         self.rows.state = self._slots.__getitem__
-
-    def _make_slot(self, rule: Rule, slot: str) -> None:
-        self._slots[slot] = [torch.empty(0)] * len(self.names)
-        for p, each in self.viewed.items():
-            zeros = rule.zeros(
-                slot,
-                each.first,
-                each.view.whole(p.detach()),
-            )
-            self.state[p][slot] = zeros
-            of_matrices = each.view.unstacked(local_part(zeros))
-            for number, rows in zip(each.held, of_matrices, strict=True):
-                self._slots[slot][number] = rows
 
     def take_up(
         self,
@@ -216,17 +210,20 @@ class Part:
         Raises:
             UserError: there are others, or some are missing.
         """
-        for each, own in zip(self._with_rows, self._own, strict=True):
+        for each in self._with_rows:
+            own = each.state
             given = state.get(each.parameter, {})
-            if given.keys() != own.keys():
-                raise UserError(
-                    f"the state of {each.name} was removed; change its tensors in place, or"
-                    " call load_state_dict"
-                )
+            has_same = given.keys() == own.keys()
             for slot, tensor in own.items():
-                if given[slot] is not tensor:
-                    local_part(tensor).copy_(local_part(given[slot]))
-                    given[slot] = tensor
+                if has_same and given[slot] is tensor:
+                    continue
+                if not has_same or given[slot].shape != tensor.shape:
+                    raise UserError(
+                        f"the state of {each.name} was removed, or is of other shapes; change its"
+                        " tensors in place, or call load_state_dict"
+                    )
+                local_part(tensor).copy_(local_part(given[slot]))
+                given[slot] = tensor
 
     def read_groups(
         self,
@@ -320,15 +317,25 @@ class Part:
                     rows.copy_(self.store.read(number))
         return state
 
+    def kept_slots(self, p: torch.Tensor) -> list[str]:
+        """Slots of a parameter that are kept elsewhere: momentum in a store, and the method's."""
+        kept = list(self.method_state.numels(p))
+        return kept if self.store is None else [MOMENTUM, *kept]
+
+    def show_kept(self) -> None:
+        """Have empty tensors as state in these slots: flattened state dicts of torch read names."""
+        for p, slots in self.state.items():
+            slots |= dict.fromkeys(self.kept_slots(p), torch.empty(0))
+
     def load(self, saved: State, steps: int) -> None:
         """Take state, momentum as `momentum_state` gives it; `steps` are of a rounding store.
 
         Collective if the method has state.
         """
         for p, slots in saved.items():
-            for slot, tensor in slots.items():
-                if slot in self.state[p]:
-                    local_part(self.state[p][slot]).copy_(local_part(tensor))
+            own = self.state[p]
+            for slot in (own.keys() & slots).difference(self.kept_slots(p)):
+                local_part(own[slot]).copy_(local_part(slots[slot]))
             if self.store is not None and MOMENTUM in slots:
                 for number, rows in self.viewed[p].rows_of(slots[MOMENTUM]):
                     if rows.numel():

@@ -45,6 +45,7 @@ class MuonState(torch.optim.Optimizer):
     def initialize_state(self) -> None:
         """Give every parameter that has none its state, on every rank alike."""
         for part in self.parts:
+            part.show_kept()
             for p, slots in part.state.items():
                 self.state[p] = dict(slots)
         for group in self.param_groups:
@@ -94,7 +95,7 @@ class MuonState(torch.optim.Optimizer):
         before = {p: self.state[p] for p in self.selection.matrices}
         try:
             for p, momentum in self.momentum_state().items():
-                self.state[p] = {MOMENTUM: momentum, **before[p]}
+                self.state[p] = {**before[p], MOMENTUM: momentum}
             for part in self.parts:
                 for p, slots in part.method_state.save().items():
                     self.state[p].update(slots)
@@ -152,9 +153,8 @@ class MuonState(torch.optim.Optimizer):
                 saved[p] = slots
                 if not p.requires_grad and not slots:
                     continue
-                shapes = {MOMENTUM: tuple(p.shape)}
-                for slot, tensor in own.items():
-                    shapes[slot] = tuple(tensor.shape)
+                shapes = {slot: tuple(tensor.shape) for slot, tensor in own.items()}
+                shapes[MOMENTUM] = tuple(p.shape)
                 for slot, numel in part.method_state.numels(p).items():
                     shapes[slot] = (numel,)
                 for slot, shape in shapes.items():

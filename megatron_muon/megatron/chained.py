@@ -224,7 +224,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             p = parameters[name]
             offloaded: Sequence[str] = ()
             if muon is not None:
-                offloaded = muon.kept_slots(p)
+                offloaded = muon.part.kept_slots(p)
             elif scalars is not None:
                 offloaded = scalars.slots
             kept[p] = {slot: slots.pop(slot) for slot in offloaded}

@@ -64,11 +64,6 @@ class ShardedMuon(torch.optim.Optimizer):
         """As `Part.momentum_state`."""
         return self.part.momentum_state(empty=empty)
 
-    def kept_slots(self, p: torch.Tensor) -> list[str]:
-        """Slots of a parameter that are not in `state`: momentum in a store, and the method's."""
-        momentum = [] if self.store is None else [MOMENTUM]
-        return [*momentum, *self.part.method_state.numels(p)]
-
     def kept_state(self, *, empty: bool = False) -> State:
         """State in these slots as a checkpoint holds it; `empty` leaves out the values.
 

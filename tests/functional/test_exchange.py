@@ -89,7 +89,8 @@ def make(
     sizes = sizes_of(method, options.wire, (), processor=True)
     plan = replace(make_plan(layout, costs, sizes=sizes, rules=rules), by_pairs=by_pairs)
     if waves == "of one matrix":
-        plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
+        alone = [(index,) for wave in plan.waves for index in wave]
+        plan = replace(plan, waves=tuple(alone) or ((),))
     return (
         make_waves(GATHERED, layout, world, method, options),
         make_waves(OWNER, layout, world, method, options, plan=plan),
