@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.build import GATHERED, LOCAL, SHARED, StepOptions, make_waves
 from megatron_muon.core.methods.method import Method
-from megatron_muon.core.passes import BY_RULE, COUPLED, DECOUPLED
+from megatron_muon.core.passes import BY_RULE, DECOUPLED
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.rows import Storage
 from megatron_muon.core.rules import RULES, make_rules
@@ -28,13 +28,13 @@ class Variant:
 
     Attributes:
         moment2: rule of the second moment, if any.
-        decoupled: decay shrinks weights; other decay is added to the gradient.
+        decay: DECOUPLED, or COUPLED; cautious decay takes its place.
         skip_missing: as for `Rows`.
     """
 
     moment2: str | None = None
     nesterov: bool = True
-    decoupled: bool = True
+    decay: str = DECOUPLED
     skip_missing: bool = False
 
 
@@ -73,14 +73,11 @@ def make_part(
         method: on the device of momentum and iteration; unscaled with a second moment.
     """
     names = [matrix.name for matrix in held.layout.matrices]
-    scheme: str = settings.muon_exchange
-    if held.replicated:  # no exchange, except to share the work
-        scheme = SHARED if settings.muon_share_replicated else LOCAL
+    scheme = _scheme_of(settings, held)
     held = replace(held, repeated=scheme in (LOCAL, GATHERED))
     rules = _rules(held, settings, method, variant.moment2)
-    store = None
-    if beside.offload is not None:
-        store = beside.offload.make_records(names, held.shards, method.device)
+    offload = beside.offload
+    store = offload.make_records(names, held.shards, method.device) if offload else None
     options = StepOptions(
         method.device,
         settings.muon_exchange_dtype,
@@ -90,14 +87,11 @@ def make_part(
         is_freed=settings.muon_free_buffers,
         is_apart=store is not None and store.is_apart,
     )
-    group = beside.group or held.group
-    waves = make_waves(scheme, held.layout, group, method, options, rules, beside.plan)
-    outside = None
-    if beside.keep_weights is not None and store is not None:
-        outside = beside.keep_weights(store, viewed)
-    decay = DECOUPLED if variant.decoupled else COUPLED
-    if settings.muon_cautious_weight_decay:
-        decay = BY_RULE
+    waves = make_waves(
+        scheme, held.layout, beside.group or held.group, method, options, rules, beside.plan
+    )
+    outside = beside.keep_weights(store, viewed) if beside.keep_weights and store else None
+    decay = BY_RULE if settings.muon_cautious_weight_decay else variant.decay
     part = Part(
         viewed,
         waves,
@@ -110,6 +104,12 @@ def make_part(
     if scheme == LOCAL:
         part.copies = held.group.size()
     return part
+
+
+def _scheme_of(settings: MuonSettings, held: Held) -> str:
+    if held.replicated:  # no exchange, except to share the work
+        return SHARED if settings.muon_share_replicated else LOCAL
+    return settings.muon_exchange
 
 
 def _rules(held: Held, settings: MuonSettings, method: Method, moment2: str | None) -> list[Rule]:

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.layout import replicated_layout
 from megatron_muon.core.methods.newton_schulz import NewtonSchulz
-from megatron_muon.core.passes import largest_magnitude, unit_factor
+from megatron_muon.core.passes import COUPLED, DECOUPLED, largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import MOMENTUM
 from megatron_muon.core.rules.cautious import aligned
@@ -99,7 +99,7 @@ def make_muon(
     variant = Variant(
         config.adaptive_muon_moment2_method if adaptive else None,
         nesterov=config.muon_nesterov,
-        decoupled=config.decoupled_weight_decay,
+        decay=DECOUPLED if config.decoupled_weight_decay else COUPLED,
     )
     part = make_part(viewed, held, config, method, variant, beside)
     defaults = {
