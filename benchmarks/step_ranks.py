@@ -214,7 +214,7 @@ def profile(bench: Bench, optimizer: Steps) -> dict[str, Any]:
     timer = PhaseTimer(bench.device)
     patches = Patches()
     if isinstance(optimizer, ShardedMuon):
-        patches.replace(optimizer.part.engine, "probe", timer)
+        patches.replace(optimizer.part, "probe", timer)
     total = sum(bench.seconds(optimizer) for _ in range(PROFILED_STEPS))
     patches.undo()
     mine: list[float] = [timer.seconds[phase] for phase in PHASES[:-1]]
