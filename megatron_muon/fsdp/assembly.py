@@ -124,16 +124,3 @@ def _rules(held: Held, settings: MuonSettings, method: Method, moment2: str | No
         held = replace(held, scales=scales)
     options = {"beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
     return make_rules(names, held, options)
-
-
-def offload_run(settings: MuonSettings) -> OffloadRun | None:
-    """The stores of momentum, of all ranks, unless it is fp32 on the device."""
-    if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
-        return None
-    return OffloadRun(
-        settings.muon_offload,
-        settings.muon_momentum_dtype,
-        fraction=settings.muon_offload_fraction,
-        directory=settings.muon_offload_dir,
-        buffer_mb=settings.muon_offload_buffer_mb,
-    )

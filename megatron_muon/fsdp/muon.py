@@ -16,7 +16,7 @@ from megatron_muon.core.rows import STEPS
 from megatron_muon.core.rules.held import Held
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp import guards, options
-from megatron_muon.fsdp.assembly import Beside, Variant, make_part, offload_run
+from megatron_muon.fsdp.assembly import Beside, Variant, make_part
 from megatron_muon.fsdp.options import NS_COEFFICIENTS, NS_STEPS, word_as_arguments
 from megatron_muon.fsdp.parameter_groups import ADAMW, MUON, OPTIMIZER, members_of
 from megatron_muon.fsdp.part import NUMBERS, Part, view_parameters
@@ -27,6 +27,7 @@ from megatron_muon.fsdp.step import adamw_numbers, step_adamw
 from megatron_muon.matrices import cuts
 from megatron_muon.matrices.fused import Split
 from megatron_muon.metrics import Sampler
+from megatron_muon.offload.run import offload_run
 from megatron_muon.ranges import number_of
 from megatron_muon.ranks import Alone
 from megatron_muon.settings import MuonSettings
@@ -177,8 +178,7 @@ class Muon(MuonState):
         self._members = members_of(self.param_groups)
         try:
             self._build_parts()
-            # AdamW's are not checked, as nothing here views their memory
-            self._placed = {p: guards.placement_of(p) for p in self.selection.matrices}
+            self._placed = {p: guards.placement_of(p) for p in self._members}
             self.initialize_state()
             interval = self._settings["metrics_interval"]
             self.metrics = Sampler(self.parts, interval=interval, group=self.group)
@@ -273,6 +273,8 @@ class Muon(MuonState):
                 # the step by which Megatron-FSDP's fully_shard_optimizer makes state
                 return loss
             guards.check_first_gradients(self._members)
+            # from now on AdamW's may move, as nothing here views their memory
+            self._placed = {p: self._placed[p] for p in self.selection.matrices}
             with word_as_arguments():
                 for part in self.parts:
                     part.check_weights()
@@ -298,7 +300,7 @@ class Muon(MuonState):
                 part.step(self.param_groups)
             for group in self.param_groups:
                 if group[OPTIMIZER] == MUON:
-                    group[STEPS] += 1
+                    group[STEPS] = group.get(STEPS, 0) + 1
             self.refuse_lost_state()
             for group, numbers in read:
                 step_adamw(group, numbers, self.state, counts_empty=self._from_megatron_fsdp)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.build import Waves
@@ -22,7 +23,7 @@ from megatron_muon.matrices.views import Matrices
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.shards import local_part, sharded_like
 
-type State = dict[torch.Tensor, dict[str, torch.Tensor]]
+type State = dict[Tensor, dict[str, Tensor]]
 
 NUMBERS = ("lr", "momentum", "weight_decay")
 """Numbers of a parameter group that every step reads."""
@@ -49,7 +50,7 @@ class ViewedParameter:
 
     def __init__(
         self,
-        parameter: torch.Tensor,
+        parameter: Tensor,
         matrices: Matrices,
         rectangles: Sequence[Rectangle],
         first: int,
@@ -60,9 +61,9 @@ class ViewedParameter:
         self.first = first
         self.numbers = range(first, first + self.view.count)
         self.is_itself = self.view.is_itself
-        self.state: dict[str, torch.Tensor] = {}
+        self.state: dict[str, Tensor] = {}
         self._address = -1  # that of an empty part is 0
-        self._rows: list[torch.Tensor] = []
+        self._rows: list[Tensor] = []
         if self.is_itself:
             self.held = [first]
             return
@@ -73,11 +74,11 @@ class ViewedParameter:
         # any will do for matrices without either
         self.held = held or list(self.numbers[: len(self._rows)])
 
-    def rows_of(self, tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def rows_of(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The numbers of held matrices, with this rank's rows in a tensor like the parameter."""
         return zip(self.held, self.view.tensors(local_part(tensor)), strict=True)
 
-    def weights(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def weights(self) -> Iterator[tuple[int, Tensor]]:
         """The same of the parameter itself, wherever its memory is now."""
         if local_part(self.parameter).data_ptr() != self._address:
             self._look()
@@ -95,7 +96,7 @@ class ViewedParameter:
 
 
 def view_parameters(
-    matrices: Mapping[torch.Tensor, Matrices],
+    matrices: Mapping[Tensor, Matrices],
     rectangles: Sequence[Rectangle],
 ) -> list[ViewedParameter]:
     """Parameters with their matrices, of which this rank holds these rectangles."""
@@ -156,8 +157,8 @@ class Part:
         self.state: State = {each.parameter: each.state for each in viewed}
         self.settings: dict[str, float] = {}
         self.method_state = MethodState(waves, self.viewed)
-        self._weights: dict[int, torch.Tensor] = {}
-        self._slots: dict[str, list[torch.Tensor]] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._slots: dict[str, list[Tensor]] = {}
         self._members: dict[tuple[int, int], tuple[Any, list[int]]] = {}
         self._with_rows = [each for each in viewed if local_part(each.parameter).numel()]
         self.rows = Rows(
@@ -173,9 +174,9 @@ class Part:
         self.engine = Engine(waves, Passes(self.rows, rules, **passing))
         self._show_state()
 
-    def _momentum_of_views(self) -> dict[int, torch.Tensor]:
+    def _momentum_of_views(self) -> dict[int, Tensor]:
         """Momentum of parameters that are not held matrices themselves, in their own order."""
-        momentum: dict[int, torch.Tensor] = {}
+        momentum: dict[int, Tensor] = {}
         for p, each in self.viewed.items():
             is_row = each.is_itself and local_part(p).numel()
             if not (self.store or is_row):
@@ -203,7 +204,7 @@ class Part:
 
     def take_up(
         self,
-        state: Mapping[torch.Tensor, dict[str, torch.Tensor]],
+        state: Mapping[Tensor, dict[str, Tensor]],
     ) -> None:
         """Copy tensors with elements that have been put in the place of this optimizer's own.
 
@@ -213,7 +214,7 @@ class Part:
         for each in self._with_rows:
             own = each.state
             given = state.get(each.parameter, {})
-            has_same = given.keys() == own.keys()
+            has_same = own.keys() <= given.keys()
             for slot, tensor in own.items():
                 if has_same and given[slot] is tensor:
                     continue
@@ -246,7 +247,7 @@ class Part:
             rule.check(of_matrices, self.names)
         return of_matrices
 
-    def _matrices_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+    def _matrices_of(self, parameters: Sequence[Tensor]) -> list[int]:
         """Numbers of the matrices of parameters, of those that this part has."""
         key = id(parameters), len(parameters)
         if key not in self._members:
@@ -267,7 +268,7 @@ class Part:
             with torch.autocast(device, enabled=False):
                 return self.step(param_groups)
         groups = self.read_groups(param_groups)  # schedules change them
-        gradients: list[torch.Tensor | None] = [None] * len(self.names)
+        gradients: list[Tensor | None] = [None] * len(self.names)
         for each in self._with_rows:
             p = each.parameter
             gradient = p.grad
@@ -289,8 +290,8 @@ class Part:
 
     def check_weights(self) -> None:
         """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
-        for each in self.viewed.values():
-            self._weights.update(each.weights())
+        for p, each in self.viewed.items():
+            self._weights.update(each.rows_of(p.detach()))
         none = torch.empty(0, 0)
         rows = [self._weights.get(number, none) for number in range(len(self.names))]
         for rule in self.rules:
@@ -300,7 +301,7 @@ class Part:
         self,
         *,
         empty: bool = False,
-    ) -> dict[torch.Tensor, torch.Tensor]:
+    ) -> dict[Tensor, Tensor]:
         """Momentum of each parameter as a checkpoint holds it: fp32, sharded as the parameter.
 
         Copies if it is in a store, outside of the process's own memory where that is on disk;
@@ -317,7 +318,7 @@ class Part:
                     rows.copy_(self.store.read(number))
         return state
 
-    def kept_slots(self, p: torch.Tensor) -> list[str]:
+    def kept_slots(self, p: Tensor) -> list[str]:
         """Slots of a parameter that are kept elsewhere: momentum in a store, and the method's."""
         kept = list(self.method_state.numels(p))
         return kept if self.store is None else [MOMENTUM, *kept]

@@ -62,7 +62,7 @@ def read_group(
     """
     read = dict(group)
     for name in names:
-        value = group[name]
+        value = group.get(name)
         if stays_on_device(value, name, device):
             read[name] = value.detach().view(())
         else:

@@ -91,12 +91,11 @@ def warn_of_stacks(selection: Selection) -> None:
     """Warn if AdamW takes more elements of possible stacks than Muon takes, unless requested."""
     stacks: dict[str, int] = {}
     for p, choice in selection.choices.items():
-        is_stack = _may_be_stack(choice.name, p)
-        if is_stack and min(p.shape[-2:]) > _LARGEST_KERNEL and choice.why == f"{p.ndim}D":
+        is_stack = _may_be_stack(choice.name, p) and choice.why == f"{p.ndim}D"
+        if is_stack and min(p.shape[-2:]) > _LARGEST_KERNEL:
             stacks[choice.name] = p.numel()
     elements = sum(stacks.values())
-    taken = sum(p.numel() for p in selection.matrices)
-    if elements > taken:
+    if elements > sum(p.numel() for p in selection.matrices):
         warnings.warn(
             f"AdamW takes {elements:,} elements of parameters that may be stacks of matrices, more"
             f" than Muon takes of all; the first is {next(iter(stacks))}: name them in stacks= or"

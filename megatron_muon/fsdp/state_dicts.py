@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, override
 
@@ -164,7 +163,12 @@ class MuonState(torch.optim.Optimizer):
                             f"the state to load has {found} {slot} of {name}, which"
                             f" here is {shape}; was it saved by Muon with these settings?"
                         )
-        return saved, copy.deepcopy(others)
+        for key, slots in others.items():
+            others[key] = dict(slots)
+            for slot, value in slots.items():
+                if isinstance(value, torch.Tensor):  # in memory of its own
+                    others[key][slot] = value.clone()
+        return saved, others
 
     def _capture(self) -> None:
         """From now on have the steps of the matrices captured."""

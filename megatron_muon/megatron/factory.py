@@ -31,7 +31,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.build import OWNER
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.assembly import Beside, offload_run
+from megatron_muon.fsdp.assembly import Beside
 from megatron_muon.fsdp.guards import compare_settings
 from megatron_muon.fsdp.part import Part
 from megatron_muon.matrices.table import elements_of, table
@@ -48,6 +48,7 @@ from megatron_muon.megatron.plan_figures import figures, refuse_unmet
 from megatron_muon.megatron.scalar_state import ScalarState, initialize_scalar_state
 from megatron_muon.megatron.sharded_muon import ShardedMuon
 from megatron_muon.megatron.state_report import report_state
+from megatron_muon.offload.run import offload_run
 from megatron_muon.ranks import say
 from megatron_muon.settings import flag_of, steps_for, word_as_flags
 

@@ -16,6 +16,7 @@ from megatron_muon.offload.codecs import CODECS
 from megatron_muon.offload.disk import MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from megatron_muon.ranks import of_all_ranks
+from megatron_muon.settings import MuonSettings
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 
@@ -110,3 +111,16 @@ def _places_of(sizes: Sequence[int], place: str, *, fraction: float) -> list[str
             places[index] = place
             left -= sizes[index]
     return places
+
+
+def offload_run(settings: MuonSettings) -> OffloadRun | None:
+    """The stores of momentum, of all ranks, unless it is fp32 on the device."""
+    if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
+        return None
+    return OffloadRun(
+        settings.muon_offload,
+        settings.muon_momentum_dtype,
+        fraction=settings.muon_offload_fraction,
+        directory=settings.muon_offload_dir,
+        buffer_mb=settings.muon_offload_buffer_mb,
+    )

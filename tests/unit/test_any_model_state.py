@@ -204,3 +204,41 @@ def test_state_that_is_replaced_is_taken_up() -> None:
     host.state[net["up"].weight]["momentum_buffer"] = torch.zeros(24, 16)
     with pytest.raises(UserError, match=r"up\.weight"):
         host.step()
+
+
+def test_steps_that_share_a_tensor_count_apart_once_they_are_loaded() -> None:
+    """Story: a copy of the whole state kept them one tensor, and each parameter counted it up."""
+    net = model()
+    optimizer = make(net)
+    give_gradients(net.parameters())
+    optimizer.step()
+    saved = optimizer.state_dict()
+    together = torch.tensor(1.0)
+    for slots in saved["state"].values():
+        if "step" in slots:
+            slots["step"] = together
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    steps = [float(slots["step"]) for slots in optimizer.state.values() if "step" in slots]
+    assert set(steps) == {2.0}
+
+
+def test_a_users_own_entry_in_the_state_is_left_alone() -> None:
+    net = model()
+    optimizer = make(net)
+    optimizer.state[net["up"].weight]["mine"] = torch.ones(1)
+    give_gradients(net.parameters())
+    optimizer.step()
+
+
+def test_scalars_of_another_dtype_are_refused_before_anything_moves() -> None:
+    """Story: matrices had moved when AdamW's operation failed."""
+    net = model()
+    optimizer = make(net)
+    before = net["up"].weight.detach().clone()
+    scalar = next(p for p in net.parameters() if p.ndim == 1)
+    scalar.data = scalar.data.double()
+    give_gradients(net.parameters())
+    with pytest.raises(UserError, match=r"was .*float32.* and is .*float64"):
+        optimizer.step()
+    assert torch.equal(net["up"].weight, before)
