@@ -147,7 +147,7 @@ def _returned(model: nn.Module, method: str) -> Iterator[torch.Tensor]:
     for module in model.modules():
         try:
             found = getattr(module, method)()
-        except (NotImplementedError, AttributeError):
+        except (NotImplementedError, AttributeError):  # not every model has the method
             continue
         if isinstance(found, nn.Module):
             for each in found.modules():
