@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
@@ -21,9 +22,10 @@ MIN_WAVES = 7
 """Waves with which one can arrive and one can leave while one is worked on, and in which the first
 rows and the last updates, which travel alone, are a small part."""
 
-SMALL_BYTES = 2**22
-"""Bytes that travel in one wave if they are no more: a collective's own time is longer than what it
-could overlap (hidden size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
+SMALL = 64
+"""The part of a buffer, 4 MiB of the usual one, of which a lane takes no less than one: fewer bytes
+travel in less than a collective's own time (hidden size 16, 64 layers, two ranks over gloo: one
+wave instead of four)."""
 
 Parts = tuple[tuple[int, ...], ...]
 """Matrices that are worked on together."""
@@ -58,7 +60,6 @@ class Packing:
     ) -> None:
         self._ranks = layout.world_size
         self._matrices = layout.matrices
-        self._teams = teams
         self._sizes = sizes
         self._bytes_of = functools.cache(sizes.of)
         self._wave_bytes = functools.cache(self._add_wave)
@@ -111,34 +112,26 @@ class Packing:
         large as the largest and serves as many rows to others. The second result is the limit.
         """
         size = self._sizes.dtype.itemsize
-        single = 0
+        smallest = 0
         busy = 0
         filled = np.zeros(self._ranks, dtype=np.int64)
         for ranks, elements in self.travelling.values():
             taken = size * elements[:, :2].sum(axis=1)
             filled[ranks] += taken
-            single = max(single, int(taken.max()))
+            smallest = max(smallest, int(taken.max()))
             busy = max(
                 busy,
-                single,
+                smallest,
                 2 * size * int(elements[:, 2].max()),
             )
-        smallest = single
         if buffer_bytes is None:
             smallest = busy
             buffer_bytes = max(AUTO_BYTES, self._packed(busy, 0).nbytes)
-        # Batches take the rest: they launch more kernels for their bytes than waves do.
-        lane = max(buffer_bytes // 8, busy)
-        most = int(filled.max())
-        if most > min(SMALL_BYTES, lane):
-            lane = min(lane, max(math.ceil(most / MIN_WAVES), busy))
+        lane = max(math.ceil(filled.max() / MIN_WAVES), buffer_bytes // SMALL, busy)
         best = packed = self._packed(lane, buffer_bytes)
         while best.nbytes > buffer_bytes and lane > smallest:
             # the same lanes are tried below `busy` whatever the limit is, to name the least for all
-            least, share = smallest, 0.9
-            if lane > busy:
-                least, share = busy, min(0.9, buffer_bytes / packed.nbytes)
-            lane = max(least, int(share * lane))
+            lane = max(busy if lane > busy else smallest, int(0.9 * lane))
             packed = self._packed(lane, buffer_bytes)
             best = min(best, packed, key=attrgetter("nbytes"))
         return best, buffer_bytes
@@ -153,84 +146,83 @@ class Packing:
             batches.append(
                 self._cut_batches(rank, free, math.ceil(len(waves) / 2)),
             )
-        every = self.buffers(waves, batches)
-        return Packed(waves, tuple(batches), max(buffers.nbytes for buffers in every))
+        nbytes = max(buffers.nbytes for buffers in self.buffers(waves, batches))
+        return Packed(waves, tuple(batches), nbytes)
 
     def _cut_waves(self, lane: int) -> Parts:
-        """The matrices in waves in which owners have their share of work, in lanes of so many bytes.
-
-        Stacks take at most two thirds of it. Both are larger where one matrix takes more.
-        """
+        """The matrices in waves with lanes, and stacks, of so many bytes, or as one matrix takes."""
         most = lane // self._sizes.dtype.itemsize
-        waves: list[list[int]] = []
+        waves: list[list[int]] = [[]]
         filled = np.zeros((self._ranks, 3), dtype=np.int64)
         for index in self._interleaved:
             ranks, elements = self.travelling[index]
             rows, owned, stacks = (filled[ranks] + elements).T
-            if (
-                not waves
-                or np.maximum(
-                    rows + owned,
-                    1.5 * stacks,
-                ).max()
-                > most
-            ):
+            if waves[-1] and np.maximum(rows + owned, stacks).max() > most:
                 waves.append([])
                 filled[:] = 0
             waves[-1].append(index)
             filled[ranks] += elements
-        return tuple(map(tuple, waves)) or ((),)
+        return tuple(map(tuple, waves))
 
     @functools.cached_property
     def _interleaved(self) -> list[int]:
-        """Matrices by the share of their owners' work that lies before them, costly ones first."""
-        teams = self._teams
-        order = sorted(
-            self.travelling,
-            key=lambda index: (
-                -max(teams[index].loads),
-                self._matrices[index].shape,
-            ),
-        )
-        total = np.zeros(self._ranks)
-        for index in order:
-            total[list(teams[index].ranks)] += teams[index].loads
-        total[total == 0] = 1.0
-        before = np.zeros_like(total)
-        shares = {}
-        for index in order:
-            owners = list(teams[index].ranks)
-            shares[index] = float(
-                (before[owners] / total[owners]).max(),
-            )
-            before[owners] += teams[index].loads
-        return sorted(self.travelling, key=shares.__getitem__)
+        """Matrices in an order that fills the lanes of all ranks alike.
+
+        The next is the one whose ranks are, with half of it, the least far through their own
+        elements of the step. If the rows of a wave all lay on a few ranks, other links would idle.
+        """
+        totals = np.ones((self._ranks, 3))
+        for ranks, elements in self.travelling.values():
+            totals[ranks] += elements
+        filled = np.zeros_like(totals)
+
+        def fullest(index: int) -> tuple[float, int]:
+            ranks, elements = self.travelling[index]
+            shares = (filled[ranks] * (elements > 0) + elements / 2) / totals[ranks]
+            return float(shares.max()), index
+
+        heap = sorted(map(fullest, self.travelling))
+        order = []
+        while heap:
+            index = heap[0][1]
+            now = fullest(index)
+            if now > heap[0]:
+                heapq.heapreplace(heap, now)
+            else:
+                heapq.heappop(heap)
+                order.append(index)
+                ranks, elements = self.travelling[index]
+                filled[ranks] += elements
+        return order
 
     def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
         """A rank's own matrices in so many batches, or as many more as fit so many bytes.
 
-        Batches have as many elements, and equal shapes together.
+        Batches have as many stacks (`Method.together`), and equal shapes together.
         """
         order = sorted(
             self.local[rank],
             key=lambda index: self._matrices[index].shape,
         )
-        numels = np.array([self._matrices[index].numel for index in order])
-        middles = 2 * numels.cumsum() - numels
+        together = self._sizes.method.together
+        stacks = np.array(
+            [sum(1 / together(kind) for _, kind in self._kinds[index]) for index in order],
+        )
+        ends = stacks.cumsum()
 
         def cut(count: int) -> Parts:
-            numbers = middles * count // (2 * numels.sum())
+            numbers = ((ends - stacks / 2) * count / ends[-1]).astype(int)
             starts = np.flatnonzero(np.diff(numbers)) + 1
             return tuple(tuple(part.tolist()) for part in np.split(order, starts))
 
         def fits(count: int) -> bool:
             return all(self._batch_bytes(part).scratch <= free for part in cut(count))
 
-        counts = range(at_least, len(order))
-        place = bisect_left(counts, True, key=fits)
-        if place < len(counts):
-            return cut(counts[place])
-        return tuple((index,) for index in order)
+        count = at_least + bisect_left(range(at_least, len(order)), True, key=fits)
+        if count >= len(order):
+            return tuple((index,) for index in order)
+        # so many stacks in each, rounded down: part of one takes as many kernels as a full one
+        return cut(max(count, math.ceil(ends[-1] / max(1, ends[-1] // count))))
 
     def buffers(
         self,

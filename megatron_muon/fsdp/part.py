@@ -212,19 +212,18 @@ class Part:
             UserError: there are others, or some are missing.
         """
         for each in self._with_rows:
-            own = each.state
             given = state.get(each.parameter, {})
-            has_same = own.keys() <= given.keys()
-            for slot, tensor in own.items():
-                if has_same and given[slot] is tensor:
+            for slot, own in each.state.items():
+                found = given.get(slot)
+                if found is own:
                     continue
-                if not has_same or given[slot].shape != tensor.shape:
+                if found is None or found.shape != own.shape:
                     raise UserError(
                         f"the state of {each.name} was removed, or is of other shapes; change its"
                         " tensors in place, or call load_state_dict"
                     )
-                local_part(tensor).copy_(local_part(given[slot]))
-                given[slot] = tensor
+                local_part(own).copy_(local_part(found))
+                given[slot] = own
 
     def read_groups(
         self,

@@ -9,6 +9,7 @@ import itertools
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from megatron_muon import cpu
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.buffers import AUTO_BYTES
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.cost import TOGETHER, Iteration
 from megatron_muon.core.layout import Layout, RowSplit
 from megatron_muon.core.packing import MIN_WAVES
 from megatron_muon.core.plan import Plan, make_plan
@@ -234,10 +235,43 @@ def test_large_matrices_of_several_owners_travel_together() -> None:
         assert sorted(owners_of(plan)[index] for index in wave) == [0, 1, 2, 3]
 
 
+def test_rows_of_a_wave_lie_on_all_ranks() -> None:
+    """Layers of a model, each flat over the ranks: matrices of one shape lie on the same ranks."""
+    layer = {
+        (128, 64): [88, 40, 0, 0, 0, 0, 0, 0],
+        (64, 64): [0, 48, 16, 0, 0, 0, 0, 0],
+        (256, 64): [0, 0, 72, 88, 88, 8, 0, 0],
+        (255, 64): [0, 0, 0, 0, 0, 80, 88, 87],
+    }
+    matrices = []
+    for number in range(32):
+        for shape, rows in layer.items():
+            matrices.append(row_sharded(f"layer{number}.{shape}", shape, rows))
+    layout = Layout(8, tuple(matrices))
+    plan = planned(layout, 400_000)
+    assert len(plan.waves) > 7
+    sent = np.zeros((len(plan.waves), 8))
+    for number, wave in enumerate(plan.waves):
+        for index in wave:
+            shards = layout.matrices[index].shards
+            sent[number, shards.ranks] += shards.elements[shards.numbers]
+    assert sent.max(axis=1).sum() < 1.3 * sent.sum(axis=0).max()
+
+
+@pytest.mark.parametrize("buffer_mb", range(8, 80, 8))
+def test_batches_iterate_full_stacks(buffer_mb: int) -> None:
+    """A batch of six would iterate four matrices, then two."""
+    plan = planned(alike(2, 24, (512, 512), [512, 0], [0, 512]), buffer_mb << 20)
+    counts = [len(batch) for batch in plan.batches[0]]
+    assert sum(counts) == 12
+    together = TOGETHER["cpu"] // 512**2
+    assert sum(-(-count // together) for count in counts) == max(len(counts), 12 // together)
+
+
 def test_many_matrices_make_several_waves() -> None:
     few = planned(alike(2, 8, (256, 256), [128, 128]))
     assert len(few.waves) == 1  # a collective takes longer than it overlaps
-    plan = planned(alike(2, 48, (256, 256), [128, 128]))
+    plan = planned(alike(2, 480, (256, 256), [128, 128]))
     assert len(plan.waves) >= MIN_WAVES
     for wave in plan.waves:
         assert {owners_of(plan)[index] for index in wave} == {0, 1}
