@@ -59,7 +59,7 @@ class MuonSettings:
 
     muon_exchange_buffer_mb: float | None = _field(None, metavar="MIB")
     """per-rank memory budget of Muon's step, beyond weights, gradients and state: send and receive
-    buffers, matrices being orthogonalized, temporaries; default 256, or more if the largest matrix
+    buffers, matrices being orthogonalized, temporaries; default 248, or more if the largest matrix
     needs it"""
 
     muon_free_buffers: bool = False

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -42,4 +43,41 @@ def with_own_storage(view: Tensor) -> Tensor:
         0,
         view.shape,
         view.stride(),
+    )
+
+
+def neuron_moment(
+    parameter: Tensor,
+    averaged: int,
+    *,
+    over_tp: bool,
+) -> Tensor:
+    """Zeros of the shape of `parameter` with 1 for a dimension, fp32, a DTensor as it is.
+
+    Ranks that shard the averaged dimension hold the same numbers. So do tensor-parallel ranks with
+    `over_tp`; without it their parts are matrices of their own.
+    """
+    local = local_part(parameter)
+    shape = list(parameter.shape)
+    local_shape = list(local.shape)
+    shape[averaged] = local_shape[averaged] = 1
+    zeros = local.new_zeros(local_shape, dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    placements = list(parameter.placements)
+    for axis, placement in enumerate(placements):
+        if getattr(placement, "dim", None) == averaged:  # of a Shard or _StridedShard
+            if over_tp or "tp" not in names[axis]:
+                placements[axis] = Replicate()
+            else:
+                shape[averaged] *= mesh.size(axis)
+    return DTensor.from_local(
+        zeros,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )

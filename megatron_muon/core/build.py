@@ -40,7 +40,7 @@ class StepOptions:
     Attributes:
         device: where momentum and stacks are.
         wire: "fp32", "bf16", or "auto" for the dtype of the method.
-        buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest
+        buffer_mb: MiB that a step may take on a rank; None is 248, or as much as the largest
             matrix needs.
         team_size: ranks that may own a matrix together: "auto", or a number for all matrices.
         shared: memory of another step, which runs at another time.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -19,13 +18,12 @@ from megatron_muon.core.slices import BlockKind, Team
 from megatron_muon.core.traffic import owned_elements
 
 MIN_WAVES = 7
-"""Waves with which one can arrive and one can leave while one is worked on, and in which the first
-rows and the last updates, which travel alone, are a small part."""
+"""Waves of a step, if matrices are small enough: one can arrive and one can leave while one is worked
+on, and the first rows and the last updates, which travel alone, are a small part."""
 
-SMALL = 64
-"""The part of a buffer, 4 MiB of the usual one, of which a lane takes no less than one: fewer bytes
-travel in less than a collective's own time (hidden size 16, 64 layers, two ranks over gloo: one
-wave instead of four)."""
+SMALL_BYTES = 2**22
+"""Bytes that travel in one wave if they are no more: a collective's own time is longer than what it
+could overlap (hidden size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
 
 Parts = tuple[tuple[int, ...], ...]
 """Matrices that are worked on together."""
@@ -60,6 +58,7 @@ class Packing:
     ) -> None:
         self._ranks = layout.world_size
         self._matrices = layout.matrices
+        self._teams = teams
         self._sizes = sizes
         self._bytes_of = functools.cache(sizes.of)
         self._wave_bytes = functools.cache(self._add_wave)
@@ -106,7 +105,7 @@ class Packing:
         return ranks, found
 
     def fit(self, buffer_bytes: int | None) -> tuple[Packed, int]:
-        """Waves and batches of a step of at most so many bytes, or the fewest possible.
+        """Waves and batches of a step of at most so many bytes, or the fewest that some lane takes.
 
         With None it may take `AUTO_BYTES`, or as many as it needs where every rank owns a matrix as
         large as the largest and serves as many rows to others. The second result is the limit.
@@ -127,7 +126,11 @@ class Packing:
         if buffer_bytes is None:
             smallest = busy
             buffer_bytes = max(AUTO_BYTES, self._packed(busy, 0).nbytes)
-        lane = max(math.ceil(filled.max() / MIN_WAVES), buffer_bytes // SMALL, busy)
+        # Batches take the rest: they launch more kernels for their bytes than waves do.
+        lane = max(buffer_bytes // 6, busy)
+        most = int(filled.max())
+        if most > min(SMALL_BYTES, lane):
+            lane = min(lane, max(math.ceil(most / MIN_WAVES), busy))
         best = packed = self._packed(lane, buffer_bytes)
         while best.nbytes > buffer_bytes and lane > smallest:
             # the same lanes are tried below `busy` whatever the limit is, to name the least for all
@@ -150,14 +153,17 @@ class Packing:
         return Packed(waves, tuple(batches), nbytes)
 
     def _cut_waves(self, lane: int) -> Parts:
-        """The matrices in waves with lanes, and stacks, of so many bytes, or as one matrix takes."""
+        """The matrices in waves with lanes of at most so many bytes, and stacks of two thirds of that.
+
+        Both are larger where one matrix takes more.
+        """
         most = lane // self._sizes.dtype.itemsize
         waves: list[list[int]] = [[]]
         filled = np.zeros((self._ranks, 3), dtype=np.int64)
         for index in self._interleaved:
             ranks, elements = self.travelling[index]
             rows, owned, stacks = (filled[ranks] + elements).T
-            if waves[-1] and np.maximum(rows + owned, stacks).max() > most:
+            if waves[-1] and np.maximum(rows + owned, 1.5 * stacks).max() > most:
                 waves.append([])
                 filled[:] = 0
             waves[-1].append(index)
@@ -166,52 +172,61 @@ class Packing:
 
     @functools.cached_property
     def _interleaved(self) -> list[int]:
-        """Matrices in an order that fills the lanes of all ranks alike.
+        """Matrices in an order in which owners' work, and where rows come from, are even throughout.
 
-        The next is the one whose ranks are, with half of it, the least far through their own
-        elements of the step. If the rows of a wave all lay on a few ranks, other links would idle.
+        By cost alone matrices of one shape, which each layer has on the same ranks, would travel
+        together.
         """
-        totals = np.ones((self._ranks, 3))
-        for ranks, elements in self.travelling.values():
-            totals[ranks] += elements
-        filled = np.zeros_like(totals)
-
-        def fullest(index: int) -> tuple[float, int]:
-            ranks, elements = self.travelling[index]
-            shares = (filled[ranks] * (elements > 0) + elements / 2) / totals[ranks]
-            return float(shares.max()), index
-
-        heap = sorted(map(fullest, self.travelling))
-        order = []
-        while heap:
-            index = heap[0][1]
-            now = fullest(index)
-            if now > heap[0]:
-                heapq.heapreplace(heap, now)
-            else:
-                heapq.heappop(heap)
-                order.append(index)
-                ranks, elements = self.travelling[index]
-                filled[ranks] += elements
+        rows = {}
+        work = {}
+        for index in self.travelling:
+            shards = self._matrices[index].shards
+            rows[index] = shards.ranks, shards.elements[shards.numbers]
+            team = self._teams[index]
+            work[index] = np.array(team.ranks), np.array(team.loads)
+        order = sorted(
+            self.travelling,
+            key=lambda index: (-work[index][1].max(), self._matrices[index].shape),
+        )
+        for held in rows, work:
+            order = self._evened(order, held)
         return order
+
+    def _evened(
+        self,
+        order: Sequence[int],
+        held: Mapping[int, tuple[Ints, Any]],
+    ) -> list[int]:
+        """Matrices by the share of what their ranks have that comes before their middle.
+
+        `held` has the ranks of each matrix, and what each has of it.
+        """
+        total = np.full(self._ranks, 1e-9)
+        middles = {}
+        for index in order:
+            ranks, parts = held[index]
+            middles[index] = total[ranks] + parts / 2
+            total[ranks] += parts
+        return sorted(
+            order,
+            key=lambda index: float((middles[index] / total[held[index][0]]).max()),
+        )
 
     def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
         """A rank's own matrices in so many batches, or as many more as fit so many bytes.
 
-        Batches have as many stacks (`Method.together`), and equal shapes together.
+        Batches have as many elements, and equal shapes together. More may fill the stacks that a
+        method takes together: part of one launches as many kernels.
         """
         order = sorted(
             self.local[rank],
             key=lambda index: self._matrices[index].shape,
         )
-        together = self._sizes.method.together
-        stacks = np.array(
-            [sum(1 / together(kind) for _, kind in self._kinds[index]) for index in order],
-        )
-        ends = stacks.cumsum()
+        numels = np.array([self._matrices[index].numel for index in order])
+        middles = 2 * numels.cumsum() - numels
 
         def cut(count: int) -> Parts:
-            numbers = ((ends - stacks / 2) * count / ends[-1]).astype(int)
+            numbers = middles * count // (2 * numels.sum())
             starts = np.flatnonzero(np.diff(numbers)) + 1
             return tuple(tuple(part.tolist()) for part in np.split(order, starts))
 
@@ -221,8 +236,12 @@ class Packing:
         count = at_least + bisect_left(range(at_least, len(order)), True, key=fits)
         if count >= len(order):
             return tuple((index,) for index in order)
-        # so many stacks in each, rounded down: part of one takes as many kernels as a full one
-        return cut(max(count, math.ceil(ends[-1] / max(1, ends[-1] // count))))
+        kinds = Counter(kind for index in order for _, kind in self._kinds[index])
+        full = 0
+        for kind, blocks in kinds.items():
+            full += -(-blocks // self._sizes.method.together(kind))
+        more = -(-full // max(1, full // count))
+        return cut(more if more > count and fits(more) else count)
 
     def buffers(
         self,

@@ -1,15 +1,16 @@
 """The four passes over memory of a step, on whole waves, in torch operations.
 
     advance   gradient, momentum -> momentum, lane      (4 + 4 -> 4 + wire bytes an element)
-    fill      lane -> stacks, with the magnitude of each block
+    fill      lane -> stacks
     drain     stacks -> lane
     descend   lane, weight -> weight, with decay
 
 Copies are made once, in `core/wave.py`: `chunk.pack` from prepared rows to the lane, of a batch to
 its stacks; `fill` and `drain` between lane and stacks, also for what stays on this rank;
-`chunk.unpack` back to updates. Rules come before `advance` and `descend`; plain Muon has none. Momentum is an exponential moving
-average with Nesterov's look-ahead, as in emerging-optimizers' Muon. Decay is decoupled (AdamW's),
-coupled (added to the gradient), or a rule's.
+`chunk.unpack` back to updates. `advance` calls rules before momentum takes gradients, `descend`
+before weights take updates; plain Muon has none. Momentum is an exponential moving average with
+Nesterov's look-ahead, as in emerging-optimizers' Muon. Decay is decoupled (AdamW's), coupled (added
+to the gradient), or a rule's.
 """
 
 from __future__ import annotations

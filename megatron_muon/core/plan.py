@@ -107,7 +107,8 @@ def make_plan(
     rules = rules or TeamRules(sizes.method.cost, [0] * layout.world_size, size=1)
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
-        attempts.append((rules, buffer_bytes // 2))
+        # the last cuts as finely as teams can
+        attempts += [(rules, buffer_bytes // 2), (rules, 0)]
         attempts += [(replace(rules, size=size), None) for size in rules.sizes]
     least = math.inf
     for each, allowed in attempts:
@@ -121,7 +122,8 @@ def make_plan(
             peers = rows.peers(layout.world_size)
             by_pairs = 2 * int(peers.max()) < layout.world_size - 1
             return Plan(layout, tuple(teams), waves, sizes, limit, batches, by_pairs)
-        least = min(least, packed.nbytes)
+        if each.size or not allowed:  # owners do not depend on the limit
+            least = min(least, packed.nbytes)
     largest = max(layout.matrices, key=lambda matrix: matrix.numel)
     shape = " x ".join(map(str, largest.shape))
     needed = math.ceil(least * 1000 / 2**20) / 1000

@@ -65,7 +65,8 @@ class Chunk:
     Attributes:
         rows: this rank's shards, with first elements in the chunk; `indices` are their matrices.
         prepared, updates: flat tensors for prepared rows and for updates, fp32, NaN where an
-            update is not finite, the same memory unless rows are prepared apart; `prepared_rows` and `updated_rows` are views `(rows, cols)`.
+            update is not finite, the same memory unless rows are prepared apart; `prepared_rows`
+            and `updated_rows` are views `(rows, cols)`.
         spare: another flat tensor, for rules that ask for one.
         momentum: of all rows, flat, if it lies so.
         firsts, index: first elements and matrices on the device, int64.

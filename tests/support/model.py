@@ -7,7 +7,6 @@ Runs in the workers; importing it imports no Megatron.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -338,7 +337,7 @@ def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 
-    packing.SMALL = sys.maxsize  # several waves, as large models have
+    packing.SMALL_BYTES = 0  # several waves, as large models have
 
     config = MuonOptimizerConfig(
         use_distributed_optimizer=True,

@@ -226,6 +226,6 @@ def test_an_overlap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one lane for all waves."""
     monkeypatch.setattr(buffers.Buffers, "lane_start", lambda self, wave: 0)
     plans = [planned(seed, "plain", more=3000) for seed in range(LAYOUTS)]
-    (plan, *_) = [plan for plan in plans if len(plan.waves) > 2]
+    (plan, *_) = [plan for plan in plans if len(plan.waves) > 3]
     with pytest.raises(AssertionError):
         check_stages(waves_of(plan, 0))

@@ -112,7 +112,7 @@ STAGES: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "weights twice": (lambda e: (e.step(), e.apply(0)), "no updates are under way"),
     "a step without weights": (
-        lambda e: (e.send_rows(0), e.orthogonalize(0), e.step()),
+        lambda e: (setattr(e, "apply", lambda k: None), e.step()),
         "updates were not waited for",
     ),
 }
@@ -126,6 +126,13 @@ def test_a_stage_that_is_left_out_or_taken_twice_is_an_error(fault: str) -> None
     act, message = STAGES[fault]
     with pytest.raises(RuntimeError, match=f"wave 0: {message}"):
         act(engine)
+
+
+def test_a_step_does_not_wait_for_what_a_step_that_failed_has_left() -> None:
+    passes = ByMatrix(lambda index: torch.ones(ROWS // 2, COLS))
+    engine = Engine(waves_of(two_ranks(), 0), passes)
+    engine.send_rows(0)
+    engine.step()
 
 
 class Made(TorchDispatchMode):

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -248,30 +251,73 @@ def test_rows_of_a_wave_lie_on_all_ranks() -> None:
         for shape, rows in layer.items():
             matrices.append(row_sharded(f"layer{number}.{shape}", shape, rows))
     layout = Layout(8, tuple(matrices))
-    plan = planned(layout, 400_000)
+    plan = planned(layout, 800_000)
     assert len(plan.waves) > 7
     sent = np.zeros((len(plan.waves), 8))
     for number, wave in enumerate(plan.waves):
         for index in wave:
             shards = layout.matrices[index].shards
             sent[number, shards.ranks] += shards.elements[shards.numbers]
-    assert sent.max(axis=1).sum() < 1.3 * sent.sum(axis=0).max()
+    assert sent.max(axis=1).sum() < 1.35 * sent.sum(axis=0).max()
 
 
-@pytest.mark.parametrize("buffer_mb", range(8, 80, 8))
-def test_batches_iterate_full_stacks(buffer_mb: int) -> None:
-    """A batch of six would iterate four matrices, then two."""
-    plan = planned(alike(2, 24, (512, 512), [512, 0], [0, 512]), buffer_mb << 20)
-    counts = [len(batch) for batch in plan.batches[0]]
-    assert sum(counts) == 12
-    together = TOGETHER["cpu"] // 512**2
-    assert sum(-(-count // together) for count in counts) == max(len(counts), 12 // together)
+@pytest.mark.parametrize("shape", [(512, 512), (384, 512), (512, 640), (640, 768)])
+def test_batches_iterate_full_stacks(shape: tuple[int, int]) -> None:
+    """Batches of six would iterate four matrices of 512 x 512, then two."""
+    together = TOGETHER["cpu"] // math.prod(shape)
+    layout = alike(2, 12 * together, shape, [shape[0], 0], [0, shape[0]])
+    for buffer_mb in range(16, 96, 4):
+        counts = [len(batch) for batch in planned(layout, buffer_mb << 20).batches[0]]
+        assert sum(counts) == 6 * together
+        assert sum(-(-count // together) for count in counts) == max(len(counts), 6)
+
+
+def test_batches_of_a_method_that_takes_all_together_have_even_work() -> None:
+    """Small matrices, and a few large ones beside several waves."""
+    shards = [[16, 16]] * 96 + [[64, 0]] * 30 + [[2048, 0]] * 6
+    shapes = [(32, 512)] * 96 + [(64, 64)] * 30 + [(2048, 2048)] * 6
+    matrices = []
+    for number, (rows, shape) in enumerate(zip(shards, shapes, strict=True)):
+        matrices.append(row_sharded(f"w{number}", shape, rows))
+    sizes = sizes_of(2)
+    method = replace(sizes.method)
+    method.together = lambda kind: sys.maxsize  # type: ignore[method-assign]
+    # the large ones stay on the rank that holds them
+    plan = make_plan(
+        Layout(2, tuple(matrices)),
+        [1e6] * 96 + [1.0] * 36,
+        buffer_bytes=96 << 20,
+        sizes=replace(sizes, method=method),
+    )
+    elements = [sum(matrices[index].numel for index in batch) for batch in plan.batches[0]]
+    assert len(elements) > 1
+    assert max(elements) <= 2 * sum(elements) / len(elements)
+
+
+def test_owners_have_even_work_in_each_wave() -> None:
+    """Layers of a GPT under FSDP2: each matrix lies evenly on all ranks."""
+    matrices = []
+    for number in range(8):
+        for shape in ((1536, 512), (512, 512), (2048, 512), (512, 2048)):
+            name = f"layer{number}.{shape}"
+            matrices.append(row_sharded(name, shape, [shape[0] // 2] * 2))
+    plan = planned(Layout(2, tuple(matrices)), element_bytes=2)
+    assert len(plan.waves) > 4
+    slowest = 0.0
+    total = np.zeros(2)
+    for wave in plan.waves:
+        work = np.zeros(2)
+        for index in wave:
+            work[list(plan.teams[index].ranks)] += plan.teams[index].loads
+        slowest += work.max()
+        total += work
+    assert slowest < 1.05 * total.max()
 
 
 def test_many_matrices_make_several_waves() -> None:
     few = planned(alike(2, 8, (256, 256), [128, 128]))
     assert len(few.waves) == 1  # a collective takes longer than it overlaps
-    plan = planned(alike(2, 480, (256, 256), [128, 128]))
+    plan = planned(alike(2, 48, (256, 256), [128, 128]))
     assert len(plan.waves) >= MIN_WAVES
     for wave in plan.waves:
         assert {owners_of(plan)[index] for index in wave} == {0, 1}

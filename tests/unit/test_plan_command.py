@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +325,7 @@ def test_ranks_that_do_not_agree_are_named(
             engine.waves = [second, first, *others]
 
     monkeypatch.setattr(Engine, "__init__", swapped)
-    monkeypatch.setattr(packing, "SMALL", sys.maxsize)  # several waves
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)  # several waves
     figures = planned(tmp_path, f"{QUICKSTART} 4", command="rehearse", status=1)
     assert {finding["check"] for finding in figures["findings"]} == {"bytes"}
     assert all(2 in finding["ranks"] for finding in figures["findings"])

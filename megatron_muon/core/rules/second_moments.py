@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, override
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.rules.held import Held
 from megatron_muon.core.rules.rule import Options, Rule, Tensors
-from megatron_muon.shards import local_part
+from megatron_muon.shards import neuron_moment
 
 if TYPE_CHECKING:
     from megatron_muon.core.rows import HeldRows, Rows
@@ -168,40 +167,3 @@ class NorMuon(SecondMoment):
         self.held.add_up(self._flat_after, alike=self.held.repeated)
         for moment, received in zip(self.moments, self._received, strict=True):
             moment.view(-1).copy_(received)
-
-
-def neuron_moment(
-    parameter: Tensor,
-    averaged: int,
-    *,
-    over_tp: bool,
-) -> Tensor:
-    """Zeros of the shape of `parameter` with 1 for a dimension, fp32, a DTensor as it is.
-
-    Ranks that shard the averaged dimension hold the same numbers. So do tensor-parallel ranks with
-    `over_tp`; without it their parts are matrices of their own.
-    """
-    local = local_part(parameter)
-    shape = list(parameter.shape)
-    local_shape = list(local.shape)
-    shape[averaged] = local_shape[averaged] = 1
-    zeros = local.new_zeros(local_shape, dtype=torch.float32)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    placements = list(parameter.placements)
-    for axis, placement in enumerate(placements):
-        if getattr(placement, "dim", None) == averaged:  # of a Shard or _StridedShard
-            if over_tp or "tp" not in names[axis]:
-                placements[axis] = Replicate()
-            else:
-                shape[averaged] *= mesh.size(axis)
-    return DTensor.from_local(
-        zeros,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
