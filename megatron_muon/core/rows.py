@@ -169,15 +169,15 @@ class Rows:
     def _make_counts(self, chunks: Sequence[Chunk]) -> None:
         """Make tensors that count skipped updates."""
         assert len(set(self.held)) == len(self.held), "a shard is in two waves"
-        self._order = torch.tensor(
+        self.order = torch.tensor(
             self.held,
             dtype=torch.int64,
             device=self._device,
         )
-        self._skipped = self._order.new_zeros(len(self.names), dtype=torch.int32)
-        self._first_elements = self._order.new_zeros(len(self.held), dtype=torch.float32)
+        self._skipped = self.order.new_zeros(len(self.names), dtype=torch.int32)
+        self.first_elements = self.order.new_zeros(len(self.held), dtype=torch.float32)
         sizes = [len(chunk.indices) for chunk in chunks]
-        parts = self._first_elements.split(sizes)
+        parts = self.first_elements.split(sizes)
         for chunk, part in zip(chunks, parts, strict=True):
             chunk.first_elements = part
 
@@ -221,7 +221,7 @@ class Rows:
             # the largest magnitudes: a sum of finite numbers may overflow
             norms = torch.stack(torch._foreach_norm(gradients, ord=math.inf))
             norms = norms.to(self._device, torch.float32)
-            at = self._order
+            at = self.order
             if missing:
                 at = torch.tensor(ready, device=self._device)
             failed.index_add_(0, at, norms - norms)  # NaN where it is not finite
@@ -306,8 +306,8 @@ class Rows:
         """Count skipped updates, on the device."""
         self._skipped.index_add_(
             0,
-            self._order,
-            self._first_elements.isnan().int(),
+            self.order,
+            self.first_elements.isnan().int(),
         )
 
     def end_step(self) -> None:

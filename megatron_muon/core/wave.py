@@ -146,6 +146,7 @@ class Wave:
 
     Attributes:
         lane: flat tensor of both regions.
+        stack_memory: flat tensor of the stacks.
         chunks: its rows.
         batches: of a wave.
         stacks: blocks to orthogonalize.
@@ -168,7 +169,7 @@ class Wave:
         self.agreement = agreement
         self.batches: list[Wave] = []
         self.whole: list[WholeUpdate] = []
-        flat = self._take_memory(space)
+        self.stack_memory = flat = self._take_memory(space)
         owned = self.lane[route.owned_start :]
         out, back = route.out, route.back
         # the last of the rows stay here

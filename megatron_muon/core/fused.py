@@ -1,0 +1,232 @@
+"""The passes of a step by kernels, a launch for a whole wave: plain Muon on a GPU."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, override
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from megatron_muon.core import kernels
+from megatron_muon.core.group_numbers import acts
+from megatron_muon.core.passes import DECOUPLED, Passes
+from megatron_muon.core.probe import Probe
+from megatron_muon.core.rows import Rows
+from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.tiles import FLAT, TALL, Tiles, tiles_of
+from megatron_muon.core.wave import Wave
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_FACTORS = 256
+"""Slots of a program that finds factors."""
+
+_NUMBERS = 4
+"""Of a group: share of momentum, one minus it, learning rate, decay."""
+
+
+@dataclass
+class _Tables:
+    """A wave's tables.
+
+    Attributes:
+        advance, descend: tiles between this rank's matrices and the lane, or a batch's stacks.
+        fill, drain: tiles between lane and stacks.
+        largest: of each slot, bits of an fp32 magnitude as int32.
+    """
+
+    advance: list[Tiles]
+    descend: list[Tiles]
+    fill: list[Tiles]
+    drain: list[Tiles]
+    largest: Tensor
+
+
+@dataclass
+class _Addresses:
+    """Addresses of one kind of tensors, one for each held matrix, on host and device."""
+
+    on_device: Tensor
+    seen: list[int] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+
+    def look(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
+        """Take new addresses, if some tensor has moved."""
+        found = [0 if one is None else one.data_ptr() for one in tensors]
+        if found == self.seen:
+            return
+        present = [one for one in tensors if one is not None]
+        for one, name in zip(tensors, names, strict=True):
+            if one is not None and not one.is_contiguous():
+                raise RuntimeError(f"{name} is not contiguous: strides {one.stride()}")
+        if present:
+            (self.dtype,) = {one.dtype for one in present}
+        self.on_device.copy_(torch.tensor(found, dtype=torch.int64))
+        self.seen = found
+
+
+class FusedPasses(Passes):
+    """Passes without rules, whose momentum and weights are on the device."""
+
+    def __init__(
+        self, rows: Rows, rules: Sequence[Rule], *, nesterov: bool = True, decay: str = DECOUPLED
+    ) -> None:
+        assert not rules and decay == DECOUPLED
+        super().__init__(rows, rules, nesterov=nesterov, decay=decay)
+        self._tables: dict[int, _Tables] = {}
+        self._places = {index: place for place, index in enumerate(rows.held)}
+        self._names = [rows.names[index] for index in rows.held]
+        order = rows.order
+        self._gradients = _Addresses(torch.zeros_like(order))
+        self._weights = _Addresses(torch.zeros_like(order))
+        self._momenta = _Addresses(torch.zeros_like(order))
+        self._momenta.look([rows.momentum[index] for index in rows.held], self._names)
+        self._groups = torch.zeros_like(order, dtype=torch.int32)
+        self._of_groups: list[int] = []
+        self._numbers = order.new_zeros((0, _NUMBERS), dtype=torch.float32)
+        self._decays = False
+
+    @override
+    def begin(self, probe: Probe) -> None:
+        super().begin(probe)
+        held = self.rows.held
+        self._gradients.look([self.rows.gradients[index] for index in held], self._names)
+        self._weights.look([self.rows.weights(index) for index in held], self._names)
+        self._read_groups([self.rows.groups[index] for index in held])
+
+    def _read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        known: dict[int, int] = {}
+        of_groups = [known.setdefault(id(group), len(known)) for group in groups]
+        if of_groups != self._of_groups:
+            self._groups.copy_(torch.tensor(of_groups, dtype=torch.int32))
+            self._of_groups = of_groups
+        different = list({id(group): group for group in groups}.values())
+        self._decays = any(acts(group["weight_decay"]) for group in different)
+        numbers = []
+        for group in different:
+            share = group["momentum"]
+            numbers += [share, 1.0 - share, group["lr"], group["weight_decay"]]
+        if self._numbers.numel() != len(numbers):
+            self._numbers = self._numbers.new_zeros((len(different), _NUMBERS))
+        flat = self._numbers.view(-1)
+        flat.copy_(torch.tensor([0.0 if torch.is_tensor(one) else one for one in numbers]))
+        for place, one in enumerate(numbers):
+            if torch.is_tensor(one):
+                flat[place].copy_(one)
+
+    def _tables_of(self, wave: Wave) -> _Tables:
+        if id(wave) not in self._tables:
+            self._tables[id(wave)] = self._make_tables(wave)
+        return self._tables[id(wave)]
+
+    def _make_tables(self, wave: Wave) -> _Tables:
+        route = wave.route
+        device = wave.lane.device
+        starts = [held.start for held in route.rows]
+        firsts = []
+        slot_numbers = []
+        for stack in route.stacks:
+            size = stack.kind.smaller * stack.kind.length
+            for number in range(len(stack.slots)):
+                slot_numbers.append(len(firsts))
+                firsts.append(stack.start + number * size)
+
+        def by_matrix(copies: Any) -> tuple[list[Any], list[int]]:
+            moved, places = [], []
+            for copy in copies:
+                held = route.rows[bisect.bisect_right(starts, copy.source) - 1]
+                moved.append(copy.moved(-held.start, 0))
+                places.append(self._places[held.of])
+            return moved, places
+
+        def slots(copies: Any) -> list[int]:
+            return [bisect.bisect_right(firsts, copy.target) - 1 for copy in copies]
+
+        near = route.out.near
+        of_batch = slots(near) if route.is_batch else None
+        return _Tables(
+            tiles_of(*by_matrix(near), device, of_batch),
+            tiles_of(*by_matrix(route.back.near), device),
+            tiles_of(route.out.far, slots(route.out.far), device),
+            tiles_of(route.back.far, slots(route.back.far), device),
+            torch.zeros(len(firsts), dtype=torch.int32, device=device),
+        )
+
+    def _run(self, kernel: Any, tiles: Tiles, *args: Any, **constants: Any) -> None:
+        tile_rows, tile_cols = TALL if tiles.tall else FLAT
+        kernel[(tiles.tiles.numel(),)](
+            tiles.tiles,
+            tiles.pieces,
+            *args,
+            **constants,
+            tile_rows=tile_rows,
+            tile_cols=tile_cols,
+            tall=tiles.tall,
+            aligned=tiles.aligned,
+        )
+
+    @override
+    def advance(self, wave: Wave) -> None:
+        tables = self._tables_of(wave)
+        rows = self.rows
+        out = wave.stack_memory if wave.route.is_batch else wave.lane
+        with self._probe.phase("momentum"):
+            for tiles in tables.advance:
+                self._run(
+                    kernels.advance,
+                    tiles,
+                    tiles.slots,
+                    rows.order,
+                    self._gradients.on_device,
+                    self._momenta.on_device,
+                    self._groups,
+                    self._numbers,
+                    rows.failed,
+                    out,
+                    tables.largest,
+                    gradient_dtype=_DTYPES[self._gradients.dtype],
+                    nesterov=self._nesterov,
+                    may_fail=rows.failed is not None,
+                )
+
+    @override
+    def fill(self, wave: Wave) -> None:
+        tables = self._tables_of(wave)
+        for tiles in tables.fill:
+            self._run(kernels.fill, tiles, wave.lane, wave.stack_memory, tables.largest)
+
+    @override
+    def measure(self, wave: Wave) -> Tensor:
+        bits = self._tables_of(wave).largest
+        if wave.agreement.shared:
+            wave.agreement.agree(bits.view(torch.float32).view(-1, 1, 1))
+        found = torch.empty(len(bits), 1, 1, dtype=torch.float32, device=bits.device)
+        if len(bits):
+            programs = -(-len(bits) // _FACTORS)
+            kernels.factors[(programs,)](bits, found, len(bits), size=_FACTORS)
+        return found
+
+    @override
+    def drain(self, wave: Wave) -> None:
+        for tiles in self._tables_of(wave).drain:
+            self._run(kernels.drain, tiles, wave.lane, wave.stack_memory)
+
+    @override
+    def descend(self, wave: Wave) -> None:
+        updates = wave.stack_memory if wave.route.is_batch else wave.lane
+        with self._probe.phase("apply"):
+            for tiles in self._tables_of(wave).descend:
+                self._run(
+                    kernels.descend,
+                    tiles,
+                    self._weights.on_device,
+                    self._groups,
+                    self._numbers,
+                    updates,
+                    self.rows.first_elements,
+                    weight_dtype=_DTYPES[self._weights.dtype],
+                    decays=self._decays,
+                )
