@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, override
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from megatron_muon.core import kernels
@@ -20,12 +21,49 @@ from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.tiles import FLAT, TALL, Tiles, tiles_of
 from megatron_muon.core.wave import Wave
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 _FACTORS = 256
 """Slots of a program that finds factors."""
 
 _NUMBERS = 4
 """Of a group: share of momentum, one minus it, learning rate, decay."""
+
+
+_LIBRARY = torch.library.Library("megatron_muon", "FRAGMENT")
+_LIBRARY.define(
+    "launch(str kernel, int programs, Tensor(a!)[] tensors, int nbytes, int[] constants) -> ()"
+)
+"""A launch of a kernel, as an operation of torch that fake tensors have too; `nbytes` is what it
+reads and writes."""
+
+
+@torch.library.impl(_LIBRARY, "launch", "CompositeExplicitAutograd")
+def _launched(
+    kernel: str, programs: int, tensors: list[Tensor], nbytes: int, constants: list[int]
+) -> None:
+    getattr(kernels, kernel)[(programs,)](*tensors, *constants)
+
+
+@torch.library.register_fake("megatron_muon::launch", lib=_LIBRARY)
+def _launched_on_paper(*_: Any) -> None:
+    pass
+
+
+_launch = torch.ops.megatron_muon.launch.default
+
+
+def _run(
+    kernel: str,
+    tiles: Tiles,
+    tensors: list[Tensor],
+    element_bytes: int,
+    flags: Sequence[bool] = (),
+    aligned: int = 16,
+) -> None:
+    """Launch a kernel on tiles, which moves so many bytes for an element."""
+    constants = [*map(int, flags), *(TALL if tiles.tall else FLAT), int(tiles.tall)]
+    constants.append(min(aligned, tiles.aligned))
+    given = [tiles.tiles, tiles.pieces, *tensors]
+    _launch(kernel, tiles.tiles.numel(), given, tiles.numel * element_bytes, constants)
 
 
 @dataclass
@@ -52,6 +90,7 @@ class _Addresses:
     on_device: Tensor
     seen: list[int] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
+    aligned: int = 1
 
     def look(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
         """Take new addresses, if some tensor has moved."""
@@ -66,6 +105,8 @@ class _Addresses:
             (self.dtype,) = {one.dtype for one in present}
         self.on_device.copy_(torch.tensor(found, dtype=torch.int64))
         self.seen = found
+        bits = functools.reduce(operator.or_, found, 32)
+        self.aligned = max(1, (bits & -bits) // 2)
 
 
 class FusedPasses(Passes):
@@ -155,19 +196,6 @@ class FusedPasses(Passes):
             torch.zeros(len(firsts), dtype=torch.int32, device=device),
         )
 
-    def _run(self, kernel: Any, tiles: Tiles, *args: Any, **constants: Any) -> None:
-        tile_rows, tile_cols = TALL if tiles.tall else FLAT
-        kernel[(tiles.tiles.numel(),)](
-            tiles.tiles,
-            tiles.pieces,
-            *args,
-            **constants,
-            tile_rows=tile_rows,
-            tile_cols=tile_cols,
-            tall=tiles.tall,
-            aligned=tiles.aligned,
-        )
-
     @override
     def advance(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
@@ -175,28 +203,30 @@ class FusedPasses(Passes):
         out = wave.stack_memory if wave.route.is_batch else wave.lane
         with self._probe.phase("momentum"):
             for tiles in tables.advance:
-                self._run(
-                    kernels.advance,
-                    tiles,
-                    tiles.slots,
+                tensors = [
+                    rows.order if tiles.slots is None else tiles.slots,
                     rows.order,
                     self._gradients.on_device,
                     self._momenta.on_device,
                     self._groups,
                     self._numbers,
-                    rows.failed,
+                    self._numbers if rows.failed is None else rows.failed,
                     out,
                     tables.largest,
-                    gradient_dtype=_DTYPES[self._gradients.dtype],
-                    nesterov=self._nesterov,
-                    may_fail=rows.failed is not None,
-                )
+                ]
+                half = self._gradients.dtype is torch.bfloat16
+                may_fail = rows.failed is not None
+                flags = [half, self._nesterov, may_fail, tiles.slots is not None]
+                aligned = min(self._gradients.aligned, self._momenta.aligned)
+                element_bytes = self._gradients.dtype.itemsize + 8 + out.dtype.itemsize
+                _run("advance", tiles, tensors, element_bytes, flags, aligned)
 
     @override
     def fill(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
         for tiles in tables.fill:
-            self._run(kernels.fill, tiles, wave.lane, wave.stack_memory, tables.largest)
+            tensors = [wave.lane, wave.stack_memory, tables.largest]
+            _run("fill", tiles, tensors, 2 * wave.lane.dtype.itemsize)
 
     @override
     def measure(self, wave: Wave) -> Tensor:
@@ -205,28 +235,27 @@ class FusedPasses(Passes):
             wave.agreement.agree(bits.view(torch.float32).view(-1, 1, 1))
         found = torch.empty(len(bits), 1, 1, dtype=torch.float32, device=bits.device)
         if len(bits):
-            programs = -(-len(bits) // _FACTORS)
-            kernels.factors[(programs,)](bits, found, len(bits), size=_FACTORS)
+            _launch("factors", -(-len(bits) // _FACTORS), [bits, found], 8 * len(bits), [len(bits), _FACTORS])
         return found
 
     @override
     def drain(self, wave: Wave) -> None:
         for tiles in self._tables_of(wave).drain:
-            self._run(kernels.drain, tiles, wave.lane, wave.stack_memory)
+            tensors = [wave.lane, wave.stack_memory]
+            _run("drain", tiles, tensors, 2 * wave.lane.dtype.itemsize)
 
     @override
     def descend(self, wave: Wave) -> None:
         updates = wave.stack_memory if wave.route.is_batch else wave.lane
         with self._probe.phase("apply"):
             for tiles in self._tables_of(wave).descend:
-                self._run(
-                    kernels.descend,
-                    tiles,
+                tensors = [
                     self._weights.on_device,
                     self._groups,
                     self._numbers,
                     updates,
                     self.rows.first_elements,
-                    weight_dtype=_DTYPES[self._weights.dtype],
-                    decays=self._decays,
-                )
+                ]
+                flags = [self._weights.dtype is torch.bfloat16, self._decays]
+                element_bytes = 2 * self._weights.dtype.itemsize + updates.dtype.itemsize
+                _run("descend", tiles, tensors, element_bytes, flags, self._weights.aligned)

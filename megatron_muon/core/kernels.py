@@ -68,18 +68,22 @@ def advance(
     failed,
     out,
     largest,
-    gradient_dtype: tl.constexpr,
+    half: tl.constexpr,
     nesterov: tl.constexpr,
     may_fail: tl.constexpr,
+    noted: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_cols: tl.constexpr,
     tall: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """momentum <- lerp(momentum, gradient, 1 - share); out <- lerp(gradient, momentum, share)."""
+    """momentum <- lerp(momentum, gradient, 1 - share); out <- lerp(gradient, momentum, share).
+
+    `half`: gradients are bf16.
+    """
     of, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
     address = tl.load(gradients + of)
-    gradient_at = tl.multiple_of(address.to(tl.pointer_type(gradient_dtype)), 2 * aligned)
+    gradient_at = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16 if half else tl.float32)), 2 * aligned)
     momentum_at = tl.multiple_of(tl.load(momenta + of).to(tl.pointer_type(tl.float32)), 2 * aligned)
     number = numbers + tl.load(groups + of) * 4
     share = tl.load(number)
@@ -97,7 +101,7 @@ def advance(
     tl.store(momentum_at + near, advanced, mask=inside)
     sent = sent.to(out.dtype.element_ty)
     tl.store(out + far, sent, mask=inside)
-    if slots is not None:
+    if noted:
         piece = tl.load(tiles + tl.program_id(0))
         _note(largest, tl.load(slots + piece), tl.where(inside, sent, 0.0))
 
@@ -146,7 +150,7 @@ def descend(
     numbers,
     updates,
     firsts,
-    weight_dtype: tl.constexpr,
+    half: tl.constexpr,
     decays: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_cols: tl.constexpr,
@@ -155,7 +159,8 @@ def descend(
 ):
     """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays."""
     of, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
-    weight_at = tl.multiple_of(tl.load(weights + of).to(tl.pointer_type(weight_dtype)), 2 * aligned)
+    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
+    weight_at = tl.multiple_of(tl.load(weights + of).to(tl.pointer_type(dtype)), 2 * aligned)
     number = numbers + tl.load(groups + of) * 4
     update = tl.load(updates + far, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_at + near, mask=inside, other=0.0)
@@ -167,7 +172,7 @@ def descend(
         step = update
     after = before - tl.load(number + 2) * step
     after = tl.where(update == update, after, before)
-    tl.store(weight_at + near, after.to(weight_dtype), mask=inside)
+    tl.store(weight_at + near, after.to(dtype), mask=inside)
 
 
 @triton.jit
