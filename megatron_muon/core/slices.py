@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.layout import Ints, Matrix, RowSplit, Shard
+from megatron_muon.core.layout import Ints, Matrix, Shard
 
 TEAM_SIZES = (1, 2, 4, 8)
 """Ranks that may own a matrix together: powers of two, so that of two teams that share a rank one holds the other."""
@@ -62,14 +62,13 @@ class BlockSlice:
     """The rectangle of a block that one rank orthogonalizes: all of it, or a part."""
 
     index: int  # of the matrix
-    block: int  # number in the split of the matrix
-    split: RowSplit
+    matrix: Matrix
+    block: int  # number in its split
     of: tuple[int, int]  # shape of the block
     rows: range  # of the block
     cols: range
     ranks: tuple[int, ...]  # that cut the block
     rank: int
-    steps: int = 0  # of the matrix
 
     @property
     def numel(self) -> int:
@@ -89,7 +88,7 @@ class BlockSlice:
             smaller,
             longer,
             scale,
-            self.steps,
+            self.matrix.steps,
             ranks,
             self.numel // smaller,
         )
@@ -104,10 +103,11 @@ class BlockSlice:
         if left >= right:
             return []
         ends = np.array([shard.row_start, shard.row_start + shard.rows])
-        above = self.split.rows_above(self.block, ends).tolist()
+        split = self.matrix.split
+        above = split.rows_above(self.block, ends).tolist()
         top = max(self.rows.start, above[0])
         bottom = min(self.rows.stop, above[1])
-        part = self.split.parts[self.block]
+        part = split.parts[self.block]
         # Whole groups are between the two inner edges.
         edges = [top, -(-top // part) * part, bottom // part * part, bottom]
         if edges[1] > edges[2]:
@@ -118,14 +118,14 @@ class BlockSlice:
                 repeats = max((end - start) // part, 1)
                 found.append(
                     Piece(
-                        self.split.row(self.block, start),
+                        split.row(self.block, start),
                         (end - start) // repeats,
                         left,
                         right - left,
                         start - self.rows.start,
                         left - self.cols.start,
                         repeats,
-                        self.split.stride,
+                        split.stride,
                     )
                 )
         return found
@@ -133,8 +133,8 @@ class BlockSlice:
     def overlaps(self, rectangles: Ints) -> Ints:
         """Elements of the slice in each of `rectangles`, rows of `(row_start, rows, col_start, cols)`."""
         row, rows, col, cols = rectangles.T
-        above = self.split.rows_above(self.block, row)
-        below = self.split.rows_above(self.block, row + rows)
+        above = self.matrix.split.rows_above(self.block, row)
+        below = self.matrix.split.rows_above(self.block, row + rows)
         common_rows = _common(self.rows, above, below)
         return common_rows * _common(self.cols, col, col + cols)
 
@@ -168,14 +168,13 @@ class Team:
                 found.append(
                     BlockSlice(
                         index,
+                        matrix,
                         block,
-                        matrix.split,
                         blocks[block],
                         rows,
                         cols,
                         ranks,
                         rank,
-                        matrix.steps,
                     )
                 )
         return found
