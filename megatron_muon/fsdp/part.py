@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.build import Waves
 from megatron_muon.core.engine import Engine
 from megatron_muon.core.layout import Rectangle
-from megatron_muon.core.passes import Passes
+from megatron_muon.core.passes import DECOUPLED, Passes
 from megatron_muon.core.probe import SILENT
 from megatron_muon.core.rows import MOMENTUM, Rows, Storage
 from megatron_muon.core.rules.rule import Rule
@@ -109,6 +109,12 @@ def view_parameters(
     return viewed
 
 
+def _fused() -> type[Passes]:
+    from megatron_muon.core.fused import FusedPasses
+
+    return FusedPasses
+
+
 class Part:
     """Matrices whose rows one set of ranks holds.
 
@@ -171,7 +177,11 @@ class Part:
             skip_missing=skip_missing,
         )
         self.skipped_updates = self.rows.skipped_updates
-        self.engine = Engine(waves, Passes(self.rows, rules, **passing))
+        is_plain = not rules and store is None and outside is None
+        passes = _fused() if is_plain and self.device.type == "cuda" else Passes
+        if passing.get("decay", DECOUPLED) != DECOUPLED:
+            passes = Passes
+        self.engine = Engine(waves, passes(self.rows, rules, **passing))
         self._show_state()
 
     def _momentum_of_views(self) -> dict[int, Tensor]:
