@@ -1,0 +1,37 @@
+"""The kernels in Triton's interpreter, on tensors of a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def _rounded(given: Any) -> Any:
+    """Triton's interpreter 3.7 cuts off the bits that a bf16 lacks; a GPU rounds to even."""
+    convert = given
+
+    def rounding(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source != tl.float32 or target != tl.bfloat16:
+            return convert(data, source, target, mode)
+        bits = data.view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        rounded = np.where(np.isnan(data.view(np.float32)), 0x7FC0, rounded)
+        return rounded.astype(np.uint16)
+
+    return rounding
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels of the passes run in the interpreter."""
+    rounding = mock.patch.object(
+        interpreter, "_convert_float", _rounded(interpreter._convert_float)
+    )
+    with rounding:
+        yield
