@@ -39,7 +39,7 @@ def trained(passes: type[Passes], dtype: torch.dtype, **settings: Any) -> Any:
     for step in range(3):
         for number, p in enumerate(named.values()):
             p.grad = torch.randn(p.shape).to(dtype)
-            if (step, number) == (1, 2):
+            if (step, number) == (1, 4):
                 p.grad[0, 0] = math.nan
         optimizer.step()
     states = [optimizer.state[p] for p in named.values()]
