@@ -71,6 +71,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     with Patches() as patches, recorder, nodes:
         for name, value in stand_ins.items():
             patches.replace(torch.cuda, name, value)
+        patches.replace(torch.Tensor, "pin_memory", lambda host: host)
         patches.replace(symmetric, "symmetric_kernel", kernel)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
         yield

@@ -66,6 +66,14 @@ def _run(
     _launch(kernel, tiles.tiles.numel(), given, tiles.numel * element_bytes, constants)
 
 
+def _send(target: Tensor, values: Sequence[float]) -> None:
+    """Copy numbers of the host to a device, which it need not wait for."""
+    host = torch.tensor(values, dtype=target.dtype)
+    if target.is_cuda:
+        host = host.pin_memory()
+    target.copy_(host, non_blocking=True)
+
+
 @dataclass
 class _Tables:
     """A wave's tables.
@@ -92,21 +100,25 @@ class _Addresses:
     dtype: torch.dtype = torch.float32
     aligned: int = 1
 
-    def look(self, tensors: Sequence[Tensor | None], names: Sequence[str]) -> None:
-        """Take new addresses, if some tensor has moved."""
+    def look(self, tensors: Sequence[Tensor | None]) -> None:
+        """Take new addresses, if some tensor has moved; they are contiguous and of one dtype."""
         found = [0 if one is None else one.data_ptr() for one in tensors]
         if found == self.seen:
             return
-        present = [one for one in tensors if one is not None]
-        for one, name in zip(tensors, names, strict=True):
-            if one is not None and not one.is_contiguous():
-                raise RuntimeError(f"{name} is not contiguous: strides {one.stride()}")
-        if present:
-            (self.dtype,) = {one.dtype for one in present}
-        self.on_device.copy_(torch.tensor(found, dtype=torch.int64))
+        self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
+        _send(self.on_device, found)
         self.seen = found
         bits = functools.reduce(operator.or_, found, 32)
         self.aligned = max(1, (bits & -bits) // 2)
+
+
+def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients, contiguous and of one dtype: copies, in fp32, of those that are not."""
+    dtypes = {one.dtype for one in gradients if one is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    if dtype not in (torch.float32, torch.bfloat16):
+        dtype = torch.float32
+    return [None if one is None else one.to(dtype).contiguous() for one in gradients]
 
 
 class FusedPasses(Passes):
@@ -119,12 +131,11 @@ class FusedPasses(Passes):
         super().__init__(rows, rules, nesterov=nesterov, decay=decay)
         self._tables: dict[int, _Tables] = {}
         self._places = {index: place for place, index in enumerate(rows.held)}
-        self._names = [rows.names[index] for index in rows.held]
         order = rows.order
         self._gradients = _Addresses(torch.zeros_like(order))
         self._weights = _Addresses(torch.zeros_like(order))
         self._momenta = _Addresses(torch.zeros_like(order))
-        self._momenta.look([rows.momentum[index] for index in rows.held], self._names)
+        self._momenta.look([rows.momentum[index] for index in rows.held])
         self._groups = torch.zeros_like(order, dtype=torch.int32)
         self._of_groups: list[int] = []
         self._numbers = order.new_zeros((0, _NUMBERS), dtype=torch.float32)
@@ -134,15 +145,16 @@ class FusedPasses(Passes):
     def begin(self, probe: Probe) -> None:
         super().begin(probe)
         held = self.rows.held
-        self._gradients.look([self.rows.gradients[index] for index in held], self._names)
-        self._weights.look([self.rows.weights(index) for index in held], self._names)
+        self._regular = _alike([self.rows.gradients[index] for index in held])
+        self._gradients.look(self._regular)
+        self._weights.look([self.rows.weights(index) for index in held])
         self._read_groups([self.rows.groups[index] for index in held])
 
     def _read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         known: dict[int, int] = {}
         of_groups = [known.setdefault(id(group), len(known)) for group in groups]
         if of_groups != self._of_groups:
-            self._groups.copy_(torch.tensor(of_groups, dtype=torch.int32))
+            _send(self._groups, of_groups)
             self._of_groups = of_groups
         different = list({id(group): group for group in groups}.values())
         self._decays = any(acts(group["weight_decay"]) for group in different)
@@ -153,7 +165,7 @@ class FusedPasses(Passes):
         if self._numbers.numel() != len(numbers):
             self._numbers = self._numbers.new_zeros((len(different), _NUMBERS))
         flat = self._numbers.view(-1)
-        flat.copy_(torch.tensor([0.0 if torch.is_tensor(one) else one for one in numbers]))
+        _send(flat, [0.0 if torch.is_tensor(one) else one for one in numbers])
         for place, one in enumerate(numbers):
             if torch.is_tensor(one):
                 flat[place].copy_(one)
