@@ -129,7 +129,8 @@ class FusedPasses(Passes):
     ) -> None:
         assert not rules and decay == DECOUPLED
         super().__init__(rows, rules, nesterov=nesterov, decay=decay)
-        self._tables: dict[int, _Tables] = {}
+        self._tables: dict[int, _Tables | None] = {}
+        self._is_measured = False
         self._places = {index: place for place, index in enumerate(rows.held)}
         order = rows.order
         self._gradients = _Addresses(torch.zeros_like(order))
@@ -144,6 +145,7 @@ class FusedPasses(Passes):
     @override
     def begin(self, probe: Probe) -> None:
         super().begin(probe)
+        self._is_measured = type(probe).momentum is not Probe.momentum
         held = self.rows.held
         self._regular = _alike([self.rows.gradients[index] for index in held])
         self._gradients.look(self._regular)
@@ -170,10 +172,13 @@ class FusedPasses(Passes):
             if torch.is_tensor(one):
                 flat[place].copy_(one)
 
-    def _tables_of(self, wave: Wave) -> _Tables:
+    def _tables_of(self, wave: Wave) -> _Tables | None:
+        """A wave's tables; None where torch operations take it: rows have gaps, or are measured."""
         if id(wave) not in self._tables:
-            self._tables[id(wave)] = self._make_tables(wave)
-        return self._tables[id(wave)]
+            weights = [self.rows.weights(held.of) for held in wave.route.rows]
+            is_dense = all(one.is_contiguous() for one in weights)
+            self._tables[id(wave)] = self._make_tables(wave) if is_dense else None
+        return None if self._is_measured else self._tables[id(wave)]
 
     def _make_tables(self, wave: Wave) -> _Tables:
         route = wave.route
@@ -211,6 +216,8 @@ class FusedPasses(Passes):
     @override
     def advance(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
+        if tables is None:
+            return super().advance(wave)
         rows = self.rows
         out = wave.stack_memory if wave.route.is_batch else wave.lane
         with self._probe.phase("momentum"):
@@ -236,31 +243,48 @@ class FusedPasses(Passes):
     @override
     def fill(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
+        if tables is None:
+            return super().fill(wave)
         for tiles in tables.fill:
             tensors = [wave.lane, wave.stack_memory, tables.largest]
             _run("fill", tiles, tensors, 2 * wave.lane.dtype.itemsize)
 
     @override
     def measure(self, wave: Wave) -> Tensor:
-        bits = self._tables_of(wave).largest
+        tables = self._tables_of(wave)
+        if tables is None:
+            return super().measure(wave)
+        bits = tables.largest
         if wave.agreement.shared:
             wave.agreement.agree(bits.view(torch.float32).view(-1, 1, 1))
         found = torch.empty(len(bits), 1, 1, dtype=torch.float32, device=bits.device)
         if len(bits):
-            _launch("factors", -(-len(bits) // _FACTORS), [bits, found], 8 * len(bits), [len(bits), _FACTORS])
+            _launch(
+                "factors",
+                -(-len(bits) // _FACTORS),
+                [bits, found],
+                8 * len(bits),
+                [len(bits), _FACTORS],
+            )
         return found
 
     @override
     def drain(self, wave: Wave) -> None:
-        for tiles in self._tables_of(wave).drain:
+        tables = self._tables_of(wave)
+        if tables is None:
+            return super().drain(wave)
+        for tiles in tables.drain:
             tensors = [wave.lane, wave.stack_memory]
             _run("drain", tiles, tensors, 2 * wave.lane.dtype.itemsize)
 
     @override
     def descend(self, wave: Wave) -> None:
+        tables = self._tables_of(wave)
+        if tables is None:
+            return super().descend(wave)
         updates = wave.stack_memory if wave.route.is_batch else wave.lane
         with self._probe.phase("apply"):
-            for tiles in self._tables_of(wave).descend:
+            for tiles in tables.descend:
                 tensors = [
                     self._weights.on_device,
                     self._groups,

@@ -13,7 +13,14 @@ FIELDS = tl.constexpr(9)
 
 
 @triton.jit
-def _place(tiles, pieces, tile_rows: tl.constexpr, tile_cols: tl.constexpr, tall: tl.constexpr, aligned: tl.constexpr):
+def _place(
+    tiles,
+    pieces,
+    tile_rows: tl.constexpr,
+    tile_cols: tl.constexpr,
+    tall: tl.constexpr,
+    aligned: tl.constexpr,
+):
     """The piece's number, and offsets at both ends `(tile_rows, tile_cols)` with their mask."""
     number = tl.program_id(0)
     piece = pieces + tl.load(tiles + number).to(tl.int64) * FIELDS
@@ -83,7 +90,9 @@ def advance(
     """
     of, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
     address = tl.load(gradients + of)
-    gradient_at = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16 if half else tl.float32)), 2 * aligned)
+    gradient_at = tl.multiple_of(
+        address.to(tl.pointer_type(tl.bfloat16 if half else tl.float32)), 2 * aligned
+    )
     momentum_at = tl.multiple_of(tl.load(momenta + of).to(tl.pointer_type(tl.float32)), 2 * aligned)
     number = numbers + tl.load(groups + of) * 4
     share = tl.load(number)

@@ -1,7 +1,7 @@
 """The kernels of the passes in Triton's interpreter, against the passes in torch operations.
 
-Triton decides when it is imported whether it interprets: `tests/unit/test_kernels.py` runs these in a process with
-TRITON_INTERPRET=1.
+Triton decides when it is imported whether it interprets: `tests/unit/test_kernels.py` runs these in a
+process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def trained(passes: type[Passes], dtype: torch.dtype, **settings: Any) -> Any:
     for number, shape in enumerate(SHAPES):
         named[f"w{number}"] = torch.nn.Parameter(torch.randn(shape).to(dtype))
     with mock.patch.object(part, "Passes", passes):
-        optimizer = megatron_muon.Muon(
-            list(named.items()), lr=0.02, **settings
-        )
+        optimizer = megatron_muon.Muon(list(named.items()), lr=0.02, **settings)
     for step in range(3):
         for number, p in enumerate(named.values()):
             p.grad = torch.randn(p.shape).to(dtype)
@@ -113,5 +111,3 @@ def test_factors_are_those_of_torch_and_magnitudes_begin_at_zero() -> None:
     kernels.factors[(1,)](bits, out, len(values), 256)
     assert torch.equal(out.nan_to_num(7.0), unit_factor(magnitudes).nan_to_num(7.0))
     assert not bits.any()
-
-
