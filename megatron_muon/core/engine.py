@@ -8,9 +8,9 @@ matrix has an owner, or a team of them. A step walks waves, each as many matrice
     apply           weights descend along the rows of their updates
 
 While blocks of one wave are orthogonalized, rows of the next and updates of the one before travel.
-Matrices that are whole on their owner, and nowhere else, are in batches beside the waves: their
-rows go to the stacks, and updates to the weights, while the updates of a wave travel. Gradient
-reduction, clipping and installing weights are the caller's part.
+Matrices local to their owner form batches: their rows go to the stacks, and updates to the weights,
+while the updates of a wave travel. Gradient reduction, clipping and installing weights are the
+caller's part.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Engine:
 
     def step(self) -> None:
         """Everything that the device does in a step. Collective, as the transport is."""
-        self._under_way.clear()  # of a step that failed
+        self._under_way.clear()  # left by a failed step
         self.memory.acquire()
         self.passes.begin(self.probe)
         with self.method.arithmetic():

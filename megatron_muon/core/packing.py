@@ -18,8 +18,8 @@ from megatron_muon.core.slices import BlockKind, Team
 from megatron_muon.core.traffic import owned_elements
 
 MIN_WAVES = 7
-"""Waves of a step, if matrices are small enough: one can arrive and one can leave while one is worked
-on, and the first rows and the last updates, which travel alone, are a small part."""
+"""Least number of waves if matrices are small enough: one arrives and one leaves while a third is
+processed, and the first rows and the last updates, which overlap nothing, are a small part."""
 
 SMALL_BYTES = 2**22
 """Bytes that travel in one wave if they are no more: a collective's own time is longer than what it
@@ -105,7 +105,7 @@ class Packing:
         return ranks, found
 
     def fit(self, buffer_bytes: int | None) -> tuple[Packed, int]:
-        """Waves and batches of a step of at most so many bytes, or the fewest that some lane takes.
+        """Waves and batches of a step of at most so many bytes, or the fewest of all lanes tried.
 
         With None it may take `AUTO_BYTES`, or as many as it needs where every rank owns a matrix as
         large as the largest and serves as many rows to others. The second result is the limit.
@@ -153,9 +153,9 @@ class Packing:
         return Packed(waves, tuple(batches), nbytes)
 
     def _cut_waves(self, lane: int) -> Parts:
-        """The matrices in waves with lanes of at most so many bytes, and stacks of two thirds of that.
+        """Cut the matrices into waves: lanes of at most so many bytes, stacks of two thirds of that.
 
-        Both are larger where one matrix takes more.
+        Both are larger where one matrix needs more.
         """
         most = lane // self._sizes.dtype.itemsize
         waves: list[list[int]] = [[]]
@@ -172,10 +172,10 @@ class Packing:
 
     @functools.cached_property
     def _interleaved(self) -> list[int]:
-        """Matrices in an order in which owners' work, and where rows come from, are even throughout.
+        """Matrices, ordered so that each wave has even work for owners and rows from all ranks.
 
-        By cost alone matrices of one shape, which each layer has on the same ranks, would travel
-        together.
+        Sorted by cost alone, matrices of one shape, whose rows are on the same ranks in each layer,
+        would travel together.
         """
         rows = {}
         work = {}
@@ -197,11 +197,11 @@ class Packing:
         order: Sequence[int],
         held: Mapping[int, tuple[Ints, Any]],
     ) -> list[int]:
-        """Matrices by the share of what their ranks have that comes before their middle.
+        """Sort matrices by progress: the largest share of a rank's total before a matrix's middle.
 
-        `held` has the ranks of each matrix, and what each has of it.
+        `held` maps each matrix to its ranks and their amounts, of rows or of work.
         """
-        total = np.full(self._ranks, 1e-9)
+        total = np.full(self._ranks, 1e-9)  # avoids division by zero
         middles = {}
         for index in order:
             ranks, parts = held[index]
@@ -215,8 +215,8 @@ class Packing:
     def _cut_batches(self, rank: int, free: int, at_least: int) -> Parts:
         """A rank's own matrices in so many batches, or as many more as fit so many bytes.
 
-        Batches have as many elements, and equal shapes together. More may fill the stacks that a
-        method takes together: part of one launches as many kernels.
+        Batches have equal numbers of elements, and equal shapes together. There are more of them if
+        stacks are full then: a partial stack (`Method.together`) launches as many kernels.
         """
         order = sorted(
             self.local[rank],

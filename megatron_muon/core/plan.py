@@ -107,7 +107,7 @@ def make_plan(
     rules = rules or TeamRules(sizes.method.cost, [0] * layout.world_size, size=1)
     attempts = [(rules, buffer_bytes)]
     if buffer_bytes is not None and not rules.size:
-        # the last cuts as finely as teams can
+        # the last divides matrices as finely as teams allow
         attempts += [(rules, buffer_bytes // 2), (rules, 0)]
         attempts += [(replace(rules, size=size), None) for size in rules.sizes]
     least = math.inf

@@ -333,7 +333,7 @@ class Part:
         return kept if self.store is None else [MOMENTUM, *kept]
 
     def show_kept(self) -> None:
-        """Have empty tensors as state in these slots: flattened state dicts of torch read names."""
+        """Put empty tensors into the state for them: torch's flattened state dicts read names."""
         for p, slots in self.state.items():
             slots |= dict.fromkeys(self.kept_slots(p), torch.empty(0))
 

@@ -166,7 +166,7 @@ class MuonState(torch.optim.Optimizer):
         for key, slots in others.items():
             others[key] = dict(slots)
             for slot, value in slots.items():
-                if isinstance(value, torch.Tensor):  # in memory of its own
+                if isinstance(value, torch.Tensor):  # steps change it in place
                     others[key][slot] = value.clone()
         return saved, others
 
