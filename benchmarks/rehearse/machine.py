@@ -55,6 +55,8 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         assert out.is_contiguous()
         assert c is None or c.is_contiguous()
         recorder.now.flops += len(a) ** 2 * a.shape[1]
+        size = a.nbytes + out.nbytes + (0 if c is None else c.nbytes)
+        recorder.count(1, size, is_product=True)
 
     # `symmetric.products_on` distinguishes machines by it
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)

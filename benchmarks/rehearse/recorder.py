@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import megatron_muon
+from benchmarks.rehearse import traffic
 from megatron_muon.core.layout import Ints
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.slices import BlockSlice
@@ -32,6 +33,7 @@ from megatron_muon.core.slices import BlockSlice
 PACKAGE = Path(megatron_muon.__file__).resolve().parent
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+PRODUCTS = "products"
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
@@ -95,6 +97,9 @@ class StepTrace:
     orthogonalized: Counter[BlockPart] = field(default_factory=Counter)
     flops: int = 0  # of all products
     operations: int = 0  # of torch that are not views
+    # kernels and bytes of memory by pass: a phase of the probe, "products", or "other"
+    launches: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
     begin_bytes: int = 0
     end_bytes: int = 0
     # beyond weights, gradients and state, by kind of group; and what of it lasts
@@ -163,13 +168,22 @@ class Recorder(FakeTensorMode):
         self._device = device
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._live_bytes = self._peak_bytes = 0
+        self._is_within = False  # an operation that fake mode makes of others
+        self.phase = "other"
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_of_host(args, kwargs):
             return func(*args, **kwargs)
-        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        is_outer = not self._is_within
+        self._is_within = True
+        try:
+            result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._is_within = not is_outer
+        if is_outer and self.is_in_step:
+            self._count_traffic(func, args, kwargs, result)
         if func.namespace == "aten" and not func.is_view:
             self.now.operations += 1
         if func.overloadpacket in _PRODUCTS:
@@ -181,6 +195,20 @@ class Recorder(FakeTensorMode):
         if func in _COPIES:
             self._look_for_wait(args, kwargs, result)
         return result
+
+    def _count_traffic(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if func.namespace == "megatron_muon":
+            count, size = 1, args[-1]
+        else:
+            count = traffic.launches(func, args, kwargs)
+            size = traffic.moved_bytes(func, args, kwargs, result) if count else 0
+        self.count(count, size, is_product=func.overloadpacket in _PRODUCTS)
+
+    def count(self, launches: int, size: int, *, is_product: bool) -> None:
+        """Count kernels of a pass, and bytes that they move."""
+        phase = PRODUCTS if is_product else self.phase
+        self.now.launches[phase] += launches
+        self.now.moved[phase] += size
 
     def _is_of_host(self, args: Any, kwargs: Any) -> bool:
         if args and isinstance(args[0], FakeTensor):
@@ -252,6 +280,13 @@ class OrthogonalizedParts(Probe):
     def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
         self._recorder = recorder
         self._names = names
+
+    @override
+    @contextlib.contextmanager
+    def phase(self, name: str, wave: int | None = None) -> Iterator[None]:
+        before, self._recorder.phase = self._recorder.phase, name
+        yield
+        self._recorder.phase = before
 
     @override
     def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:

@@ -117,8 +117,10 @@ class Engine:
         factors = self.passes.measure(wave)
         one = len(wave.stacks) == 1
         of_stacks = [factors] if one else factors.split(wave.counts)
-        for stack, of_stack in zip(wave.stacks, of_stacks, strict=True):
-            self.method.run(
+        for number, of_stack in enumerate(of_stacks):
+            stack = wave.stacks[number]
+            self.passes.scale(wave, stack, of_stack)
+            updates = self.method.run(
                 stack.blocks,
                 stack.kind,
                 of_stack,
@@ -127,6 +129,7 @@ class Engine:
                 team=stack.team,
                 probe=self.probe,
             )
+            self.passes.take(wave, number, stack.blocks if updates is None else updates)
         self.passes.finish(wave, factors)
         self.probe.orthogonalized(wave.route.slots)
 

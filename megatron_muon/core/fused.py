@@ -1,115 +1,107 @@
-"""The passes of a step by kernels, a launch for a whole wave: plain Muon on a GPU."""
+"""The passes of a step by kernels, a launch for a whole wave: `core.kernels`, on a GPU."""
 
 from __future__ import annotations
 
-import bisect
 import functools
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, override
+from typing import Any, Protocol, override
 
 import torch
 from torch import Tensor
 
-from megatron_muon.core import kernels
+from megatron_muon.core import launches, wave_tables
 from megatron_muon.core.group_numbers import acts
-from megatron_muon.core.passes import DECOUPLED, Passes
+from megatron_muon.core.passes import COUPLED, DECOUPLED, Passes
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.rows import Rows
+from megatron_muon.core.rules.cautious import CautiousDecay
+from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.tiles import FLAT, TALL, Tiles, tiles_of
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.rules.second_moments import AdaMuon, NorMuon
+from megatron_muon.core.tiles import Tiles
+from megatron_muon.core.wave import Wave, WaveStack
+from megatron_muon.core.wave_tables import Tables
 
-_FACTORS = 256
-"""Slots of a program that finds factors."""
+_NUMBERS = 8
+"""Numbers of a group, as `kernels.GROUP` has them."""
 
-_NUMBERS = 4
-"""Of a group: share of momentum, one minus it, learning rate, decay."""
+_NO_DECAY, _DECOUPLED, _CAUTIOUS = range(3)
 
-
-_LIBRARY = torch.library.Library("megatron_muon", "FRAGMENT")
-_LIBRARY.define(
-    "launch(str kernel, int programs, Tensor(a!)[] tensors, int nbytes, int[] constants) -> ()"
-)
-"""A launch of a kernel, as an operation of torch that fake tensors have too; `nbytes` is what it
-reads and writes."""
+_FUSED: tuple[type[Rule], ...] = (AdaMuon, NorMuon, CautiousDecay, Hyperball)
+"""Rules that the kernels have."""
 
 
-@torch.library.impl(_LIBRARY, "launch", "CompositeExplicitAutograd")
-def _launched(
-    kernel: str, programs: int, tensors: list[Tensor], nbytes: int, constants: list[int]
-) -> None:
-    getattr(kernels, kernel)[(programs,)](*tensors, *constants)
+class Records(Protocol):
+    """Momentum that is stored in a format of its own, on the device."""
+
+    format: int
+    """`kernels.FP32`, `BF16` or `INT8`."""
+
+    def addresses(self, index: int) -> tuple[int, int]:
+        """Of a matrix's elements and scales."""
+
+    def seeds(self, index: int) -> tuple[int, int, int, int]:
+        """Of the noise of rows and of columns in this step; first row and column of the shard."""
 
 
-@torch.library.register_fake("megatron_muon::launch", lib=_LIBRARY)
-def _launched_on_paper(*_: Any) -> None:
-    pass
+def can_fuse(device: torch.device, rules: Sequence[Rule], decay: str) -> bool:
+    """True if kernels have these rules, and this decay."""
+    known = all(type(rule) in _FUSED for rule in rules)
+    return launches.has_kernels(device) and known and decay != COUPLED
 
 
-_launch = torch.ops.megatron_muon.launch.default
-
-
-def _run(
-    kernel: str,
-    tiles: Tiles,
-    tensors: list[Tensor],
-    element_bytes: int,
-    flags: Sequence[bool] = (),
-    aligned: int = 16,
-) -> None:
-    """Launch a kernel on tiles, which moves so many bytes for an element."""
-    constants = [*map(int, flags), *(TALL if tiles.tall else FLAT), int(tiles.tall)]
-    constants.append(min(aligned, tiles.aligned))
-    given = [tiles.tiles, tiles.pieces, *tensors]
-    _launch(kernel, tiles.tiles.numel(), given, tiles.numel * element_bytes, constants)
-
-
-def _send(target: Tensor, values: Sequence[float]) -> None:
-    """Copy numbers of the host to a device, which it need not wait for."""
+def _send(target: Tensor, values: Sequence[float]) -> Tensor:
+    """Copy numbers of the host to a device, which it need not wait for; keep what it returns."""
     host = torch.tensor(values, dtype=target.dtype)
     if target.is_cuda:
         host = host.pin_memory()
     target.copy_(host, non_blocking=True)
+    return host
 
 
 @dataclass
-class _Tables:
-    """A wave's tables.
-
-    Attributes:
-        advance, descend: tiles between this rank's matrices and the lane, or a batch's stacks.
-        fill, drain: tiles between lane and stacks.
-        largest: of each slot, bits of an fp32 magnitude as int32.
-    """
-
-    advance: list[Tiles]
-    descend: list[Tiles]
-    fill: list[Tiles]
-    drain: list[Tiles]
-    largest: Tensor
-
-
-@dataclass
-class _Addresses:
-    """Addresses of one kind of tensors, one for each held matrix, on host and device."""
+class _Sent:
+    """Numbers of the host on a device, sent again when they change."""
 
     on_device: Tensor
-    seen: list[int] = field(default_factory=list)
+    seen: Sequence[float] = ()
+    _host: Tensor | None = None
+
+    def look(self, values: Sequence[float]) -> bool:
+        """Take values; True if they are new."""
+        if values == self.seen:
+            return False
+        self._host = _send(self.on_device, values)
+        self.seen = values
+        return True
+
+
+@dataclass
+class _Addresses(_Sent):
+    """Addresses of one kind of tensors, one for each held matrix."""
+
     dtype: torch.dtype = torch.float32
     aligned: int = 1
 
-    def look(self, tensors: Sequence[Tensor | None]) -> None:
+    def look_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Take new addresses, if some tensor has moved; they are contiguous and of one dtype."""
-        found = [0 if one is None else one.data_ptr() for one in tensors]
-        if found == self.seen:
-            return
-        self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
-        _send(self.on_device, found)
-        self.seen = found
-        bits = functools.reduce(operator.or_, found, 32)
-        self.aligned = max(1, (bits & -bits) // 2)
+        if self.look([0 if one is None else one.data_ptr() for one in tensors]):
+            self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
+            self.aligned = _alignment(self.seen)
+
+    @property
+    def is_half(self) -> bool:
+        """They are bf16."""
+        return self.dtype is torch.bfloat16
+
+
+def _alignment(addresses: Sequence[Any]) -> int:
+    """Elements of two bytes, at most 16, of which addresses are multiples."""
+    bits = functools.reduce(operator.or_, addresses, 32)
+    return max(1, (bits & -bits) // 2)
 
 
 def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -122,176 +114,269 @@ def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
 
 
 class FusedPasses(Passes):
-    """Passes without rules, whose momentum and weights are on the device."""
+    """Passes whose momentum and weights are on the device.
+
+    Args:
+        waves: of the step, with their batches.
+        records: momentum that is not fp32 beside the rows.
+    """
 
     def __init__(
-        self, rows: Rows, rules: Sequence[Rule], *, nesterov: bool = True, decay: str = DECOUPLED
+        self,
+        rows: Rows,
+        rules: Sequence[Rule],
+        *,
+        waves: Sequence[Wave] = (),
+        records: Records | None = None,
+        nesterov: bool = True,
+        decay: str = DECOUPLED,
     ) -> None:
-        assert not rules and decay == DECOUPLED
         super().__init__(rows, rules, nesterov=nesterov, decay=decay)
-        self._tables: dict[int, _Tables | None] = {}
+        self._waves = [each for wave in waves for each in (wave, *wave.batches)]
+        self._records = records
+        self._tables: dict[int, Tables] = {}
         self._is_measured = False
-        self._places = {index: place for place, index in enumerate(rows.held)}
+        by_type: Mapping[type[Rule], Any] = {type(rule): rule for rule in rules}
+        self._divisor: AdaMuon | None = by_type.get(AdaMuon)
+        self._norms: NorMuon | None = by_type.get(NorMuon)
+        self._sphere: Hyperball | None = by_type.get(Hyperball)
+        self._is_cautious = CautiousDecay in by_type
         order = rows.order
-        self._gradients = _Addresses(torch.zeros_like(order))
-        self._weights = _Addresses(torch.zeros_like(order))
-        self._momenta = _Addresses(torch.zeros_like(order))
-        self._momenta.look([rows.momentum[index] for index in rows.held])
-        self._groups = torch.zeros_like(order, dtype=torch.int32)
-        self._of_groups: list[int] = []
-        self._numbers = order.new_zeros((0, _NUMBERS), dtype=torch.float32)
+
+        def addresses() -> _Addresses:
+            return _Addresses(torch.zeros_like(order))
+
+        self._gradients, self._weights = addresses(), addresses()
+        self._momenta, self._scales = addresses(), addresses()
+        self._moments, self._row_scales = addresses(), addresses()
+        self._groups = _Sent(torch.zeros_like(order, dtype=torch.int32))
+        self._all_groups = _Sent(order.new_zeros(len(rows.names), dtype=torch.int32))
+        self._seeds = _Sent(order.new_zeros(4 * len(order), dtype=torch.int32))
+        self._numbers = _Sent(order.new_zeros(0, dtype=torch.float32))
         self._decays = False
 
     @override
     def begin(self, probe: Probe) -> None:
         super().begin(probe)
-        self._is_measured = type(probe).momentum is not Probe.momentum
         held = self.rows.held
+        self._is_measured = type(probe).momentum is not Probe.momentum
         self._regular = _alike([self.rows.gradients[index] for index in held])
-        self._gradients.look(self._regular)
-        self._weights.look([self.rows.weights(index) for index in held])
-        self._read_groups([self.rows.groups[index] for index in held])
+        self._gradients.look_at(self._regular)
+        self._weights.look_at([self.rows.weights(index) for index in held])
+        self._read_groups(self.rows.groups)
+        if not self._tables:
+            self._make_tables()
+        if self._records is not None:
+            self._seeds.look([seed for index in held for seed in self._records.seeds(index)])
+
+    def _make_tables(self) -> None:
+        held = self.rows.held
+        places = {index: place for place, index in enumerate(held)}
+        for wave in self._waves:
+            weights = [self.rows.weights(row.of) for row in wave.route.rows]
+            if all(one.is_contiguous() for one in weights) and self._has_whole_scales(wave):
+                tables = Tables(wave, places, norms=self._norms, sphere=self._sphere)
+                self._tables[id(wave)] = tables
+        if self._records is None:
+            self._momenta.look_at([self.rows.momentum[index] for index in held])
+        else:
+            found = [self._records.addresses(index) for index in held]
+            self._momenta.look([elements for elements, _ in found])
+            self._momenta.aligned = _alignment(self._momenta.seen)
+            self._scales.look([scales for _, scales in found])
+        if self._divisor is not None:
+            self._moments.look_at([self._divisor.moments[index] for index in held])
+            self._row_scales.look_at([self._divisor.row_scales[index] for index in held])
+        if self._sphere is not None:
+            self._sphere.move = self._move
+
+    def _has_whole_scales(self, wave: Wave) -> bool:
+        """Columns are cut where blocks of one scale are, if there are scales."""
+        if self._records is None or self._records.format != wave_tables.INT8:
+            return True
+        cols = {row.of: row.shard.cols for row in wave.route.rows}
+        return wave_tables.keeps_scales(wave, cols)
 
     def _read_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         known: dict[int, int] = {}
-        of_groups = [known.setdefault(id(group), len(known)) for group in groups]
-        if of_groups != self._of_groups:
-            _send(self._groups, of_groups)
-            self._of_groups = of_groups
+        of_matrices = [known.setdefault(id(group), len(known)) for group in groups]
+        self._all_groups.look(of_matrices)
+        self._groups.look([of_matrices[index] for index in self.rows.held])
         different = list({id(group): group for group in groups}.values())
         self._decays = any(acts(group["weight_decay"]) for group in different)
-        numbers = []
+        numbers: list[Any] = []
         for group in different:
-            share = group["momentum"]
-            numbers += [share, 1.0 - share, group["lr"], group["weight_decay"]]
-        if self._numbers.numel() != len(numbers):
-            self._numbers = self._numbers.new_zeros((len(different), _NUMBERS))
-        flat = self._numbers.view(-1)
-        _send(flat, [0.0 if torch.is_tensor(one) else one for one in numbers])
+            share, beta2 = group["momentum"], group.get("beta2", 0.0)
+            of_group = [share, 1.0 - share, group["lr"], group["weight_decay"]]
+            of_group += [1.0 - beta2, group.get("eps", 0.0)]
+            numbers += of_group + [0.0] * (_NUMBERS - len(of_group))
+        if self._numbers.on_device.numel() != len(numbers):
+            self._numbers = _Sent(self._numbers.on_device.new_zeros(len(numbers)))
+        known_numbers = [0.0 if torch.is_tensor(one) else one for one in numbers]
+        self._numbers.look(known_numbers)
         for place, one in enumerate(numbers):
             if torch.is_tensor(one):
-                flat[place].copy_(one)
+                self._numbers.on_device[place].copy_(one)
 
-    def _tables_of(self, wave: Wave) -> _Tables | None:
+    def _tables_of(self, wave: Wave) -> Tables | None:
         """A wave's tables; None where torch operations take it: rows have gaps, or are measured."""
-        if id(wave) not in self._tables:
-            weights = [self.rows.weights(held.of) for held in wave.route.rows]
-            is_dense = all(one.is_contiguous() for one in weights)
-            self._tables[id(wave)] = self._make_tables(wave) if is_dense else None
-        return None if self._is_measured else self._tables[id(wave)]
+        return None if self._is_measured else self._tables.get(id(wave))
 
-    def _make_tables(self, wave: Wave) -> _Tables:
-        route = wave.route
-        device = wave.lane.device
-        starts = [held.start for held in route.rows]
-        firsts = []
-        slot_numbers = []
-        for stack in route.stacks:
-            size = stack.kind.smaller * stack.kind.length
-            for number in range(len(stack.slots)):
-                slot_numbers.append(len(firsts))
-                firsts.append(stack.start + number * size)
-
-        def by_matrix(copies: Any) -> tuple[list[Any], list[int]]:
-            moved, places = [], []
-            for copy in copies:
-                held = route.rows[bisect.bisect_right(starts, copy.source) - 1]
-                moved.append(copy.moved(-held.start, 0))
-                places.append(self._places[held.of])
-            return moved, places
-
-        def slots(copies: Any) -> list[int]:
-            return [bisect.bisect_right(firsts, copy.target) - 1 for copy in copies]
-
-        near = route.out.near
-        of_batch = slots(near) if route.is_batch else None
-        return _Tables(
-            tiles_of(*by_matrix(near), device, of_batch),
-            tiles_of(*by_matrix(route.back.near), device),
-            tiles_of(route.out.far, slots(route.out.far), device),
-            tiles_of(route.back.far, slots(route.back.far), device),
-            torch.zeros(len(firsts), dtype=torch.int32, device=device),
-        )
+    def _run(
+        self,
+        kernel: str,
+        tiles: Tiles | None,
+        tensors: Sequence[Tensor],
+        element_bytes: int,
+        flags: Sequence[int] = (),
+        aligned: int = 16,
+    ) -> None:
+        """Launch a kernel on tiles, which moves so many bytes for an element."""
+        if tiles is not None:
+            constants = [*map(int, flags), *tiles.shape, min(aligned, tiles.aligned)]
+            given = [tiles.tiles, tiles.pieces, *tensors]
+            launches.launch(kernel, len(tiles.tiles), given, constants, tiles.numel * element_bytes)
 
     @override
     def advance(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
-        if tables is None:
-            return super().advance(wave)
+        if tables is None or (tiles := tables.advance) is None:
+            return super().advance(wave) if tables is None else None
         rows = self.rows
         out = wave.stack_memory if wave.route.is_batch else wave.lane
+        failed = self._numbers.on_device if rows.failed is None else rows.failed
+        stored = 0 if self._records is None else self._records.format
+        tensors = [
+            rows.order if tiles.slots is None else tiles.slots,
+            rows.order,
+            self._gradients.on_device,
+            self._momenta.on_device,
+            self._scales.on_device,
+            self._seeds.on_device,
+            self._groups.on_device,
+            self._numbers.on_device,
+            failed,
+            out,
+            *tables.levels,
+        ]
+        flags = [self._gradients.is_half, stored, self._nesterov, rows.failed is not None]
+        flags += [tiles.slots is not None, not wave.agreement.is_among_ranks]
+        element_bytes = self._gradients.dtype.itemsize + out.dtype.itemsize
+        element_bytes += 2 * (4, 2, 1)[stored]
+        aligned = min(self._gradients.aligned, self._momenta.aligned)
         with self._probe.phase("momentum"):
-            for tiles in tables.advance:
-                tensors = [
-                    rows.order if tiles.slots is None else tiles.slots,
-                    rows.order,
-                    self._gradients.on_device,
-                    self._momenta.on_device,
-                    self._groups,
-                    self._numbers,
-                    self._numbers if rows.failed is None else rows.failed,
-                    out,
-                    tables.largest,
-                ]
-                half = self._gradients.dtype is torch.bfloat16
-                may_fail = rows.failed is not None
-                flags = [half, self._nesterov, may_fail, tiles.slots is not None]
-                aligned = min(self._gradients.aligned, self._momenta.aligned)
-                element_bytes = self._gradients.dtype.itemsize + 8 + out.dtype.itemsize
-                _run("advance", tiles, tensors, element_bytes, flags, aligned)
+            self._run("advance", tiles, tensors, element_bytes, flags, aligned)
 
     @override
     def fill(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
         if tables is None:
             return super().fill(wave)
-        for tiles in tables.fill:
-            tensors = [wave.lane, wave.stack_memory, tables.largest]
-            _run("fill", tiles, tensors, 2 * wave.lane.dtype.itemsize)
+        tensors = [wave.lane, wave.stack_memory, *tables.levels]
+        flags = [not wave.agreement.is_among_ranks]
+        self._run("fill", tables.fill, tensors, 2 * wave.lane.dtype.itemsize, flags)
 
     @override
     def measure(self, wave: Wave) -> Tensor:
+        """As `Passes.measure`, but 1 for blocks whose squares fit; blocks are multiplied already."""
         tables = self._tables_of(wave)
         if tables is None:
             return super().measure(wave)
-        bits = tables.largest
-        if wave.agreement.shared:
-            wave.agreement.agree(bits.view(torch.float32).view(-1, 1, 1))
-        found = torch.empty(len(bits), 1, 1, dtype=torch.float32, device=bits.device)
-        if len(bits):
-            _launch(
-                "factors",
-                -(-len(bits) // _FACTORS),
-                [bits, found],
-                8 * len(bits),
-                [len(bits), _FACTORS],
-            )
-        return found
+        if wave.agreement.is_among_ranks:
+            wave.agreement.agree(tables.largest.view(torch.float32).view(-1, 1, 1))
+            tables.level(wave.stack_memory)
+        return tables.factors
+
+    @override
+    def scale(self, wave: Wave, stack: WaveStack, factors: Tensor) -> None:
+        if self._tables_of(wave) is None:
+            super().scale(wave, stack, factors)
+
+    @override
+    def finish(self, wave: Wave, factors: Tensor) -> None:
+        tables = self._tables_of(wave)
+        if tables is None:
+            super().finish(wave, factors)
+        elif tables.neurons is not None:
+            assert self._norms is not None
+            numbers = [self._all_groups.on_device, self._numbers.on_device]
+            tables.neurons.normalize(wave.stack_memory, factors, self._norms.moments_of_neurons, numbers)
+
+    @override
+    def take(self, wave: Wave, number: int, updates: Tensor) -> None:
+        """Drain a wave's stack, or let weights descend along a batch's, right from where it is."""
+        tables = self._tables_of(wave)
+        if tables is None or not tables.parts:
+            super().take(wave, number, updates)
+        elif wave.route.is_batch:
+            self._descend(tables, tables.parts[number], updates)
+        else:
+            self._drain(tables.parts[number], wave.lane, updates)
 
     @override
     def drain(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
         if tables is None:
-            return super().drain(wave)
-        for tiles in tables.drain:
-            tensors = [wave.lane, wave.stack_memory]
-            _run("drain", tiles, tensors, 2 * wave.lane.dtype.itemsize)
+            super().drain(wave)
+        elif not tables.parts:
+            self._drain(tables.drain, wave.lane, wave.stack_memory)
+
+    def _drain(self, tiles: Tiles | None, lane: Tensor, stacks: Tensor) -> None:
+        self._run("drain", tiles, [lane, stacks], lane.dtype.itemsize + stacks.dtype.itemsize)
 
     @override
     def descend(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
         if tables is None:
-            return super().descend(wave)
-        updates = wave.stack_memory if wave.route.is_batch else wave.lane
+            super().descend(wave)
+        elif not wave.route.is_batch:
+            self._descend(tables, tables.descend, wave.lane)
+        elif not tables.parts:
+            self._descend(tables, tables.descend, wave.stack_memory)
+
+    def _descend(self, tables: Tables, tiles: Tiles | None, updates: Tensor) -> None:
+        if tiles is None:
+            return
+        holds = self._sphere is not None
+        tensors = [
+            self._weights.on_device,
+            self._groups.on_device,
+            self._numbers.on_device,
+            updates,
+            self.rows.first_elements,
+            self._moments.on_device,
+            self._row_scales.on_device,
+            self._gradients.on_device,
+            tables.partial(tiles) if holds else self._numbers.on_device,
+        ]
+        decay = _CAUTIOUS if self._is_cautious else _DECOUPLED
+        flags = [self._weights.is_half, self._gradients.is_half]
+        flags += [decay if self._decays else _NO_DECAY, self._divisor is not None, holds]
+        weight_bytes = self._weights.dtype.itemsize
+        element_bytes = updates.dtype.itemsize + weight_bytes
+        element_bytes += self._gradients.dtype.itemsize if holds else weight_bytes
+        element_bytes += 8 if self._divisor is not None else 0
+        aligned = self._weights.aligned
+        if holds:
+            aligned = min(aligned, self._gradients.aligned)
         with self._probe.phase("apply"):
-            for tiles in tables.descend:
-                tensors = [
-                    self._weights.on_device,
-                    self._groups,
-                    self._numbers,
-                    updates,
-                    self.rows.first_elements,
-                ]
-                flags = [self._weights.dtype is torch.bfloat16, self._decays]
-                element_bytes = 2 * self._weights.dtype.itemsize + updates.dtype.itemsize
-                _run("descend", tiles, tensors, element_bytes, flags, self._weights.aligned)
+            self._run("descend", tiles, tensors, element_bytes, flags, aligned)
+            if self._sphere is not None:
+                tables.add_up(tiles, self._sphere.sums)
+
+    def _move(self, of_weights: Tensor, of_updates: Tensor) -> None:
+        """Take weights along the updates that are in the gradients' place: `Hyperball.end`."""
+        if self._is_measured:
+            return
+        tensors = [
+            self.rows.order,
+            self._weights.on_device,
+            self._gradients.on_device,
+            of_weights,
+            of_updates,
+        ]
+        flags = [self._weights.is_half, self._gradients.is_half]
+        element_bytes = 2 * self._weights.dtype.itemsize + self._gradients.dtype.itemsize
+        aligned = min(self._weights.aligned, self._gradients.aligned)
+        for tables in self._tables.values():
+            self._run("move", tables.descend, tensors, element_bytes, flags, aligned)

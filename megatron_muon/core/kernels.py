@@ -1,7 +1,8 @@
 """The passes over memory of a step as Triton kernels, a whole wave in a launch.
 
-Each kernel copies between rows, which lie at addresses of their own, and a flat tensor (a lane, or
-stacks), and computes on the way. `tiles` say what a program copies: see `core.tiles`.
+A kernel copies between rows, which lie at addresses of their own or in a lane (the near end), and a
+lane or stacks (the far end), and computes on the way. `core.tiles` makes the tables that say what a
+program copies, `core.fused` launches. A sum takes its terms in the same order at every run.
 """
 
 from __future__ import annotations
@@ -9,40 +10,79 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FIELDS = tl.constexpr(9)
+PIECE = tl.constexpr(9)
+"""Fields of a piece: `core.tiles`."""
+GROUP = tl.constexpr(8)
+"""Numbers of a group: share of momentum, one minus it, lr, decay, one minus beta2, eps."""
+FP32, BF16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Formats of momentum."""
+SCALE_COLS = tl.constexpr(128)
+"""Columns that share a scale in int8: `offload.codecs`."""
+NONE, DECOUPLED, CAUTIOUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Kinds of decay."""
+LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
+"""Magnitudes of 2^-40 and 2^40, between which blocks are iterated as they are."""
 
 
 @triton.jit
-def _place(
-    tiles,
-    pieces,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    tall: tl.constexpr,
-    aligned: tl.constexpr,
-):
-    """The piece's number, and offsets at both ends `(tile_rows, tile_cols)` with their mask."""
-    number = tl.program_id(0)
-    piece = pieces + tl.load(tiles + number).to(tl.int64) * FIELDS
-    of = tl.load(piece)
-    near_start = tl.multiple_of(tl.load(piece + 1), aligned)
-    near_stride = tl.multiple_of(tl.load(piece + 2), aligned)
-    far_start = tl.load(piece + 3)
-    far_stride = tl.load(piece + 4)
-    rows = tl.load(piece + 5)
-    cols = tl.multiple_of(tl.load(piece + 6), aligned)
-    numel = tl.multiple_of(tl.load(piece + 7), aligned)
-    tile = number - tl.load(piece + 8)
-    across = tl.cdiv(cols, tile_cols)
-    row = (tile // across * tile_rows + tl.arange(0, tile_rows))[:, None]
-    col = (tile % across * tile_cols + tl.arange(0, tile_cols))[None, :]
-    inside = (row < rows) & (col < cols) & (row * cols + col < numel)
-    near = near_start + row * near_stride + col
-    if tall:
-        far = far_start + row + col * far_stride
+def _tile(tiles, pieces, rows: tl.constexpr, cols: tl.constexpr, aligned: tl.constexpr):
+    """This program's piece, `(rows, 1)` and `(1, cols)` offsets in it, and their mask."""
+    number = tl.load(tiles + tl.program_id(0))
+    piece = pieces + number.to(tl.int64) * PIECE
+    tile = tl.program_id(0) - tl.load(piece + 7)
+    height = tl.load(piece + 5)
+    width = tl.multiple_of(tl.load(piece + 6), aligned)
+    across = tl.cdiv(width, cols)
+    row = (tile // across * rows + tl.arange(0, rows))[:, None]
+    col = (tile % across * cols + tl.arange(0, cols))[None, :]
+    return number, piece, row, col, (row < height) & (col < width)
+
+
+@triton.jit
+def _near(piece, row, col, aligned: tl.constexpr):
+    """Offsets at the near end."""
+    start = tl.multiple_of(tl.load(piece + 1), aligned)
+    return start + row * tl.multiple_of(tl.load(piece + 2), aligned) + col
+
+
+@triton.jit
+def _in_shard(piece, row, col):
+    """Rows and columns of a shard, whose rows are the near end's."""
+    start = tl.load(piece + 1)
+    stride = tl.load(piece + 2)
+    return (start // stride).to(tl.int32) + row, (start % stride).to(tl.int32) + col
+
+
+@triton.jit
+def _load_far(far, piece, row, col, inside, aligned: tl.constexpr):
+    """Values of the far end, where columns may be rows."""
+    start = tl.load(piece + 3)
+    stride = tl.load(piece + 4)
+    if tl.load(piece + 8) == 1:
+        values = tl.load(far + start + row + col * stride, mask=inside, other=0.0)
     else:
-        far = tl.multiple_of(far_start, aligned) + row * tl.multiple_of(far_stride, aligned) + col
-    return of, near, far, inside
+        at = tl.multiple_of(start, aligned) + row * tl.multiple_of(stride, aligned) + col
+        values = tl.load(far + at, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
+def _store_far(far, piece, row, col, values, inside, aligned: tl.constexpr):
+    """Write values to the far end."""
+    start = tl.load(piece + 3)
+    stride = tl.load(piece + 4)
+    if tl.load(piece + 8) == 1:
+        tl.store(far + start + row + col * stride, values, mask=inside)
+    else:
+        at = tl.multiple_of(start, aligned) + row * tl.multiple_of(stride, aligned) + col
+        tl.store(far + at, values, mask=inside)
+
+
+@triton.jit
+def _pointer(addresses, of, dtype: tl.constexpr, aligned: tl.constexpr):
+    """A matrix's memory."""
+    pointer = tl.load(addresses + of).to(tl.pointer_type(dtype))
+    return tl.multiple_of(pointer, 2 * aligned)
 
 
 @triton.jit
@@ -63,6 +103,182 @@ def _note(largest, slot, values):
 
 
 @triton.jit
+def _mixed(bits, shift: tl.constexpr):
+    return bits ^ (bits >> shift)
+
+
+@triton.jit
+def _hash(numbers, seed):
+    """`codecs._hashes`: lowbias32 of numbers xor a seed."""
+    first = tl.full((), 0x7FEB352D, tl.uint32)
+    second = tl.full((), 0x846CA68B, tl.uint32)
+    bits = _mixed(numbers.to(tl.uint32) ^ seed.to(tl.uint32), 16) * first
+    return _mixed(_mixed(bits, 15) * second, 16)
+
+
+@triton.jit
+def _noise(seeds, of, row, col):
+    """`codecs._noise`: int32 in [-2^15, 2^15) by row and column of the matrix."""
+    seed = seeds + of * 4
+    rows = _hash(row + tl.load(seed + 2), tl.load(seed))
+    cols = _hash(col + tl.load(seed + 3), tl.load(seed + 1))
+    bits = _mixed((rows ^ cols) * tl.full((), 0x7FEB352D, tl.uint32), 15)
+    bits = bits * tl.full((), 0x846CA68B, tl.uint32)
+    return bits.to(tl.int32, bitcast=True) >> 16
+
+
+@triton.jit
+def _load_momentum(
+    momenta,
+    scales,
+    of,
+    piece,
+    row,
+    col,
+    inside,
+    stored: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """Momentum in fp32, from its format; in int8 a code stands for its square with its sign."""
+    near = _near(piece, row, col, aligned)
+    if stored == FP32:
+        at = _pointer(momenta, of, tl.float32, aligned) + near
+        momentum = tl.load(at, mask=inside, other=0.0)
+    elif stored == BF16:
+        at = _pointer(momenta, of, tl.bfloat16, aligned) + near
+        momentum = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        at = _pointer(momenta, of, tl.int8, aligned) + near
+        roots = tl.load(at, mask=inside, other=0).to(tl.float32)
+        in_row, in_col = _in_shard(piece, row, col)
+        line = tl.cdiv(tl.load(piece + 2), SCALE_COLS)
+        scale = tl.load(scales + of).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scale + in_row * line + in_col // SCALE_COLS, mask=inside, other=0.0)
+        momentum = roots * tl.abs(roots) * scale
+    return momentum
+
+
+@triton.jit
+def _store_momentum(
+    momenta,
+    scales,
+    seeds,
+    of,
+    piece,
+    row,
+    col,
+    values,
+    inside,
+    stored: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """Store momentum in its format, rounded as `offload.codecs` does."""
+    near = _near(piece, row, col, aligned)
+    if stored == FP32:
+        tl.store(_pointer(momenta, of, tl.float32, aligned) + near, values, mask=inside)
+    else:
+        in_row, in_col = _in_shard(piece, row, col)
+        noise = _noise(seeds, of, in_row, in_col)
+        if stored == BF16:
+            bits = values.to(tl.int32, bitcast=True) + (noise & 0xFFFF)
+            bits = tl.where(values == values, bits, 0x7FC00000) >> 16
+            at = _pointer(momenta, of, tl.int16, aligned) + near
+            tl.store(at, bits.to(tl.int16), mask=inside)
+        else:
+            at = _pointer(momenta, of, tl.int8, aligned) + near
+            line = tl.cdiv(tl.load(piece + 2), SCALE_COLS)
+            scale_at = tl.load(scales + of).to(tl.pointer_type(tl.float32))
+            scale_at += in_row * line
+            first = tl.min(in_col) // SCALE_COLS
+            codes, scale = _companded(tl.where(inside, tl.abs(values), 0.0), noise)
+            tl.store(at, tl.where(values < 0, -codes, codes).to(tl.int8), mask=inside)
+            block = first + tl.arange(0, scale.shape[1])[None, :]
+            end = tl.load(piece + 5) - tl.min(row)
+            height = tl.arange(0, values.shape[0])[:, None] < end
+            last = tl.max(tl.where(inside, in_col, -1)) // SCALE_COLS
+            tl.store(scale_at + block, scale, mask=height & (block <= last))
+
+
+@triton.jit
+def _companded(magnitudes, noise):
+    """Codes of magnitudes `(rows, cols)`, and scales `(rows, cols / 128)`: `codecs.Int8.encode`."""
+    rows: tl.constexpr = magnitudes.shape[0]
+    blocks: tl.constexpr = magnitudes.shape[1] // SCALE_COLS
+    cut = tl.reshape(magnitudes, (rows, blocks, SCALE_COLS))
+    largest = tl.max(cut.to(tl.int32, bitcast=True), axis=2).to(tl.float32, bitcast=True)
+    square = tl.full((), 16129.0, tl.float32)
+    scale = tl.div_rn(tl.div_rn(largest, square) * square, square)
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    one = tl.full((), 1.0, tl.float32)
+    inverse = tl.where(scale > 0, tl.div_rn(one, tl.where(scale > 0, scale, 1.0)), 0.0)
+    squares = tl.reshape(cut * inverse[:, :, None], magnitudes.shape)
+    roots = tl.floor(tl.sqrt_rn(squares))
+    remainders = squares - roots * roots
+    half = roots + 0.5
+    codes = half + 0.5 * tl.div_rn(remainders, half)
+    codes = codes + (noise >> 2).to(tl.float32) * 0.00006103515625
+    codes = tl.floor(codes + 0.000030517578125)
+    return tl.minimum(tl.where(codes == codes, codes, 0.0), 127.0), scale
+
+
+@triton.jit
+def _level(fields, slots, siblings, largest, stacks, factors, size: tl.constexpr):
+    """Multiply the slots of a matrix by their factors, which are kept; magnitudes become 0."""
+    first = tl.load(fields + 2)
+    end = first + tl.load(fields + 3)
+    worst = tl.full((), 0, tl.int32)
+    for number in range(first, end):
+        bits = tl.atomic_max(largest + tl.load(siblings + number), 0) & 0x7FFFFFFF
+        worst = tl.maximum(worst, bits)
+    for number in range(first, end):
+        slot = tl.load(siblings + number)
+        bits = tl.atomic_max(largest + slot, 0) & 0x7FFFFFFF
+        power = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
+        is_usual = (bits == 0) | ((bits >= LEAST_BITS) & (bits <= MOST_BITS))
+        factor = tl.where(is_usual, 1.0, 0.5 / power)
+        factor = tl.where(worst < 0x7F800000, factor, float("nan"))
+        tl.store(factors + slot, factor)
+        tl.store(largest + slot, 0)
+        if factor != 1.0:
+            start = stacks + tl.load(slots + slot * 6)
+            numel = tl.load(slots + slot * 6 + 1)
+            for begin in range(0, numel, size):
+                place = begin + tl.arange(0, size)
+                inside = place < numel
+                values = tl.load(start + place, mask=inside, other=0.0, cache_modifier=".cg")
+                scaled = (values.to(tl.float32) * factor).to(values.dtype)
+                tl.store(start + place, scaled, mask=inside)
+
+
+@triton.jit
+def _noted(slot, slots, siblings, largest, counters, stacks, factors, values, size: tl.constexpr):
+    """Take values into a slot's largest magnitude; the last program of a matrix levels its slots.
+
+    It sees what the others have stored, as all add to the matrix's counter after that.
+    """
+    _note(largest, slot, values)
+    fields = slots + slot * 6
+    counter = counters + tl.load(fields + 5)
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
+    if before == tl.load(fields + 4) - 1:
+        _level(fields, slots, siblings, largest, stacks, factors, size)
+        tl.store(counter, 0)
+
+
+@triton.jit
+def level(heads, slots, siblings, largest, stacks, factors, size: tl.constexpr):
+    """Level the slots of matrices, each named by one of its slots.
+
+    A slot is multiplied by the power of two that `passes.unit_factor` gives, if it is far from 1, and
+    becomes NaN if an element of its matrix is not finite. `slots` are start, elements, first of its
+    matrix's slots among siblings and their number, tiles of the matrix, its counter.
+    """
+    fields = slots + tl.load(heads + tl.program_id(0)) * 6
+    _level(fields, slots, siblings, largest, stacks, factors, size)
+
+
+@triton.jit
 def advance(
     tiles,
     pieces,
@@ -70,49 +286,60 @@ def advance(
     matrices,
     gradients,
     momenta,
+    scales,
+    seeds,
     groups,
     numbers,
     failed,
     out,
+    levels,
+    siblings,
     largest,
+    counters,
+    factors,
     half: tl.constexpr,
+    stored: tl.constexpr,
     nesterov: tl.constexpr,
     may_fail: tl.constexpr,
-    noted: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    tall: tl.constexpr,
+    to_stacks: tl.constexpr,
+    alone: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
     aligned: tl.constexpr,
 ):
     """momentum <- lerp(momentum, gradient, 1 - share); out <- lerp(gradient, momentum, share).
 
-    `half`: gradients are bf16.
+    `half`: gradients are bf16. `to_stacks`: magnitudes of slots are noted; `alone`: no other rank's
+    matter, so slots are levelled.
     """
-    of, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
-    address = tl.load(gradients + of)
-    gradient_at = tl.multiple_of(
-        address.to(tl.pointer_type(tl.bfloat16 if half else tl.float32)), 2 * aligned
-    )
-    momentum_at = tl.multiple_of(tl.load(momenta + of).to(tl.pointer_type(tl.float32)), 2 * aligned)
-    number = numbers + tl.load(groups + of) * 4
-    share = tl.load(number)
-    rest = tl.load(number + 1)
-    there = inside & (address != 0)
-    gradient = tl.load(gradient_at + near, mask=there, other=0.0).to(tl.float32)
-    momentum = tl.load(momentum_at + near, mask=inside, other=0.0)
-    advanced = _lerp(momentum, gradient, rest)
-    sent = _lerp(gradient, advanced, share) if nesterov else advanced
+    number, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    of = tl.load(piece)
+    group = numbers + tl.load(groups + of) * GROUP
+    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
+    gradient_at = _pointer(gradients, of, dtype, aligned) + _near(piece, row, col, aligned)
+    there = inside & (tl.load(gradients + of) != 0)
+    gradient = tl.load(gradient_at, mask=there, other=0.0).to(tl.float32)
+    momentum = _load_momentum(momenta, scales, of, piece, row, col, inside, stored, aligned)
+    advanced = _lerp(momentum, gradient, tl.load(group + 1))
+    sent = _lerp(gradient, advanced, tl.load(group)) if nesterov else advanced
     if may_fail:
         mark = tl.load(failed + tl.load(matrices + of))
         stays = mark != mark
         advanced = tl.where(stays, momentum, advanced)
         sent = tl.where(stays, mark, sent)
-    tl.store(momentum_at + near, advanced, mask=inside)
+    _store_momentum(
+        momenta, scales, seeds, of, piece, row, col, advanced, inside, stored, aligned
+    )
     sent = sent.to(out.dtype.element_ty)
-    tl.store(out + far, sent, mask=inside)
-    if noted:
-        piece = tl.load(tiles + tl.program_id(0))
-        _note(largest, tl.load(slots + piece), tl.where(inside, sent, 0.0))
+    _store_far(out, piece, row, col, sent, inside, aligned)
+    if to_stacks:
+        slot = tl.load(slots + number)
+        sent = tl.where(inside, sent, 0.0)
+        if alone:
+            size: tl.constexpr = rows * cols
+            _noted(slot, levels, siblings, largest, counters, out, factors, sent, size)
+        else:
+            _note(largest, slot, sent)
 
 
 @triton.jit
@@ -121,17 +348,26 @@ def fill(
     pieces,
     lane,
     stacks,
+    levels,
+    siblings,
     largest,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    tall: tl.constexpr,
+    counters,
+    factors,
+    alone: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
     aligned: tl.constexpr,
 ):
     """Copy a lane to stacks, with the largest magnitude of each slot."""
-    slot, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
-    values = tl.load(lane + near, mask=inside, other=0.0)
-    tl.store(stacks + far, values, mask=inside)
-    _note(largest, slot, values)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    values = tl.load(lane + _near(piece, row, col, aligned), mask=inside, other=0.0)
+    _store_far(stacks, piece, row, col, values, inside, aligned)
+    slot = tl.load(piece)
+    if alone:
+        size: tl.constexpr = rows * cols
+        _noted(slot, levels, siblings, largest, counters, stacks, factors, values, size)
+    else:
+        _note(largest, slot, values)
 
 
 @triton.jit
@@ -140,14 +376,127 @@ def drain(
     pieces,
     lane,
     stacks,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    tall: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
     aligned: tl.constexpr,
 ):
     """Copy stacks to a lane."""
-    _, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
-    tl.store(lane + near, tl.load(stacks + far, mask=inside), mask=inside)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    values = _load_far(stacks, piece, row, col, inside, aligned)
+    tl.store(lane + _near(piece, row, col, aligned), values, mask=inside)
+
+
+@triton.jit
+def neurons(
+    strips,
+    parts,
+    lanes,
+    stacks,
+    factors,
+    before,
+    after,
+    scales,
+    sums,
+    groups,
+    numbers,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """Advance second moments of neurons; what they multiply updates with, and sums of squares.
+
+    `strips` are matrix, slot, first neuron, neurons, first part, parts, offset in a part, elements
+    of a neuron; `parts` start, strides of neurons and of their elements, elements; `lanes` the
+    places of neurons among moments.
+    `sums` get those of a strip, as the update is and as it will be.
+    """
+    strip = strips + tl.program_id(0) * 8
+    neuron = tl.arange(0, width)
+    inside = neuron < tl.load(strip + 3)
+    squares = tl.zeros((width,), tl.float32)
+    first = tl.load(strip + 4)
+    for number in range(first, first + tl.load(strip + 5)):
+        part = parts + number * 4
+        start = stacks + tl.load(part)
+        across = tl.load(part + 1)
+        along = tl.load(part + 2)
+        elements = tl.load(part + 3)
+        for begin in range(0, elements, depth):
+            element = begin + tl.arange(0, depth)
+            there = element < elements
+            if across == 1:
+                at = start + tl.load(strip + 6) + element[:, None] * along + neuron[None, :]
+                mask = there[:, None] & inside[None, :]
+                values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                squares += tl.sum(values * values, axis=0)
+            else:
+                rows = (tl.load(strip + 6) + neuron) * across
+                at = start + rows[:, None] + element[None, :]
+                mask = inside[:, None] & there[None, :]
+                values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                squares += tl.sum(values * values, axis=1)
+    factor = tl.load(factors + tl.load(strip + 1))
+    is_finite = factor == factor
+    squares = tl.where(is_finite, squares, 0.0)
+    group = numbers + tl.load(groups + tl.load(strip)) * GROUP
+    lane = tl.load(strip + 2) + neuron
+    place = tl.load(lanes + lane, mask=inside, other=0)
+    moment = tl.load(before + place, mask=inside, other=0.0)
+    means = squares / tl.load(strip + 7).to(tl.float32)
+    moment = _lerp(moment, means, tl.where(is_finite, tl.load(group + 4), 0.0))
+    tl.store(after + place, moment, mask=inside)
+    inverse = 1.0 / tl.sqrt_rn(tl.maximum(moment, tl.load(group + 5)))
+    tl.store(scales + lane, inverse, mask=inside)
+    tl.store(sums + tl.program_id(0) * 2, tl.sum(squares))
+    tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(squares * inverse * inverse))
+
+
+@triton.jit
+def normalize(
+    tiles,
+    pieces,
+    weights,
+    stacks,
+    factors,
+    scales,
+    sums,
+    groups,
+    numbers,
+    most: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
+):
+    """Multiply updates by their neurons' factors, their norm's, and their block's scale.
+
+    `pieces` are matrix, slot, start, rows, columns, first neuron, 1 if these are columns, first
+    strip, strips, first tile; `weights` the blocks' scales.
+    """
+    number = tl.load(tiles + tl.program_id(0)).to(tl.int64)
+    piece = pieces + number * 10
+    height = tl.load(piece + 3)
+    width = tl.load(piece + 4)
+    tile = tl.program_id(0) - tl.load(piece + 9)
+    across = tl.cdiv(width, cols)
+    row = (tile // across * rows + tl.arange(0, rows))[:, None]
+    col = (tile % across * cols + tl.arange(0, cols))[None, :]
+    inside = (row < height) & (col < width)
+    strip = tl.arange(0, most)
+    there = strip < tl.load(piece + 8)
+    sum_at = sums + (tl.load(piece + 7) + strip) * 2
+    group = numbers + tl.load(groups + tl.load(piece)) * GROUP
+    norm = tl.sqrt_rn(tl.sum(tl.load(sum_at, mask=there, other=0.0)))
+    norm_now = tl.sqrt_rn(tl.sum(tl.load(sum_at + 1, mask=there, other=0.0)))
+    ratio = norm / tl.maximum(norm_now, tl.load(group + 5))
+    factor = tl.load(factors + tl.load(piece + 1))
+    ratio = tl.where(factor == factor, ratio, factor)
+    neuron = scales + tl.load(piece + 5)
+    if tl.load(piece + 6) == 1:
+        scale = tl.load(neuron + col, mask=col < width, other=0.0) + row * 0.0
+    else:
+        scale = tl.load(neuron + row, mask=row < height, other=0.0) + col * 0.0
+    at = stacks + tl.load(piece + 2) + row * width + col
+    values = tl.load(at, mask=inside, other=0.0)
+    changed = values.to(tl.float32) * scale * ratio * tl.load(weights + number)
+    tl.store(at, changed.to(values.dtype), mask=inside)
 
 
 @triton.jit
@@ -159,38 +508,166 @@ def descend(
     numbers,
     updates,
     firsts,
+    moments,
+    row_scales,
+    gradients,
+    sums,
     half: tl.constexpr,
-    decays: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_cols: tl.constexpr,
-    tall: tl.constexpr,
+    half_gradients: tl.constexpr,
+    decay: tl.constexpr,
+    divides: tl.constexpr,
+    holds: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays."""
-    of, near, far, inside = _place(tiles, pieces, tile_rows, tile_cols, tall, aligned)
+    """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays.
+
+    `half`: weights are bf16. `divides`: by the root of second moments. `holds`: weights stay,
+    updates go to the gradients' place, and their sums ||w||^2, ||u||^2 and <w, u> to `sums`.
+    """
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    of = tl.load(piece)
+    near = _near(piece, row, col, aligned)
     dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
-    weight_at = tl.multiple_of(tl.load(weights + of).to(tl.pointer_type(dtype)), 2 * aligned)
-    number = numbers + tl.load(groups + of) * 4
-    update = tl.load(updates + far, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_at + near, mask=inside, other=0.0)
+    weight_at = _pointer(weights, of, dtype, aligned) + near
+    group = numbers + tl.load(groups + of) * GROUP
+    lr = tl.load(group + 2)
+    update = _load_far(updates, piece, row, col, inside, aligned).to(tl.float32)
+    weight = tl.load(weight_at, mask=inside, other=0.0)
     before = weight.to(tl.float32)
-    tl.store(firsts + of + near * 0, update, mask=inside & (near == 0))
-    if decays:
-        step = update + tl.load(number + 3) * before
+    if (tl.load(piece + 1) == 0) & (tl.program_id(0) == tl.load(piece + 7)):
+        tl.store(firsts + of, tl.load(updates + tl.load(piece + 3)).to(tl.float32))
+    if divides:
+        moment_at = _pointer(moments, of, tl.float32, 1) + near
+        moment = tl.load(moment_at, mask=inside, other=0.0)
+        advanced = _lerp(moment, update * update, tl.load(group + 4))
+        moment = tl.where(update == update, advanced, moment)
+        tl.store(moment_at, moment, mask=inside)
+        in_row, _ = _in_shard(piece, row, col)
+        scale_at = _pointer(row_scales, of, tl.float32, 1) + in_row
+        scale = tl.load(scale_at, mask=row < tl.load(piece + 5), other=0.0)
+        update = tl.div_rn(update, tl.sqrt_rn(moment) + tl.load(group + 5)) * scale
+    if holds:
+        kind: tl.constexpr = tl.bfloat16 if half_gradients else tl.float32
+        update_at = _pointer(gradients, of, kind, aligned) + near
+        there = inside & (tl.load(gradients + of) != 0)
+        update = tl.where(there & (update == update), update, 0.0).to(kind)
+        tl.store(update_at, update, mask=there)
+        update = update.to(tl.float32)
+        at = sums + tl.program_id(0) * 3
+        tl.store(at, tl.sum(before * before))
+        tl.store(at + 1, tl.sum(update * update))
+        tl.store(at + 2, tl.sum(before * update))
     else:
+        rate = tl.load(group + 3)
         step = update
-    after = before - tl.load(number + 2) * step
-    after = tl.where(update == update, after, before)
-    tl.store(weight_at + near, after.to(dtype), mask=inside)
+        if decay == CAUTIOUS:
+            less = (before - before * (rate * lr)).to(dtype).to(tl.float32)
+            before = tl.where(update * before >= 0, less, before)
+        elif decay == DECOUPLED:
+            step = update + rate * before
+        after = tl.where(update == update, before - lr * step, before)
+        tl.store(weight_at, after.to(dtype), mask=inside)
 
 
 @triton.jit
-def factors(largest, out, count, size: tl.constexpr):
-    """`passes.unit_factor` of magnitudes that are given as bits, which become 0."""
-    place = tl.program_id(0) * size + tl.arange(0, size)
-    inside = place < count
-    bits = tl.load(largest + place, mask=inside, other=0)
-    power = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-    factor = tl.where(bits < 0x7F800000, 0.5 / power, float("nan"))
-    tl.store(out + place, factor, mask=inside)
-    tl.store(largest + place, tl.zeros_like(bits), mask=inside)
+def total(runs, partial, sums, count, size: tl.constexpr):
+    """Sums of three numbers of the tiles of each matrix; `runs` are matrix, first tile, tiles."""
+    run = runs + tl.program_id(0) * 3
+    first = tl.load(run + 1)
+    tiles = tl.load(run + 2)
+    for number in tl.static_range(3):
+        terms = tl.zeros((size,), tl.float32)
+        for begin in range(0, tiles, size):
+            tile = begin + tl.arange(0, size)
+            at = partial + (first + tile) * 3 + number
+            terms += tl.load(at, mask=tile < tiles, other=0.0)
+        tl.store(sums + number * count + tl.load(run), tl.sum(terms))
+
+
+@triton.jit
+def move(
+    tiles,
+    pieces,
+    matrices,
+    weights,
+    gradients,
+    of_weights,
+    of_updates,
+    half: tl.constexpr,
+    half_gradients: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
+    aligned: tl.constexpr,
+):
+    """weight <- of_weights * weight + of_updates * update, with a matrix's two numbers."""
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    of = tl.load(piece)
+    near = _near(piece, row, col, aligned)
+    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
+    kind: tl.constexpr = tl.bfloat16 if half_gradients else tl.float32
+    inside = inside & (tl.load(gradients + of) != 0)
+    weight_at = _pointer(weights, of, dtype, aligned) + near
+    weight = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
+    update_at = _pointer(gradients, of, kind, aligned) + near
+    update = tl.load(update_at, mask=inside, other=0.0).to(tl.float32)
+    matrix = tl.load(matrices + of)
+    weight = (weight * tl.load(of_weights + matrix)).to(dtype).to(tl.float32)
+    weight += update * tl.load(of_updates + matrix)
+    tl.store(weight_at, weight.to(dtype), mask=inside)
+
+
+@triton.jit
+def divide(
+    given,
+    least,
+    out,
+    roots,
+    m,
+    has_least: tl.constexpr,
+    parts: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Blocks divided by their traces, of no less than 2^-100 and `least` squared.
+
+    Each program adds up the diagonal, in the same order. `roots` get the roots of the inverses.
+    """
+    numel = m.to(tl.int64) * m
+    across = tl.cdiv(numel, size * parts)
+    block = tl.program_id(0) // across
+    start = given + block * numel
+    terms = tl.zeros((1024,), tl.float32)
+    for begin in range(0, m, 1024):
+        place = begin + tl.arange(0, 1024)
+        at = start + place.to(tl.int64) * (m + 1)
+        terms += tl.load(at, mask=place < m, other=0.0).to(tl.float32)
+    square = tl.sum(terms)
+    if has_least:
+        norm = tl.load(least + block)
+        square = tl.maximum(square, norm * norm, propagate_nan=tl.PropagateNan.ALL)
+    smallest = tl.full((), 7.888609052210118e-31, tl.float32)
+    square = tl.maximum(square, smallest, propagate_nan=tl.PropagateNan.ALL)
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), square)
+    part = tl.program_id(0) % across
+    if part == 0:
+        tl.store(roots + block, tl.sqrt_rn(inverse))
+    for number in tl.static_range(parts):
+        place = (part * parts + number) * size + tl.arange(0, size)
+        values = tl.load(start + place, mask=place < numel, other=0.0)
+        divided = (values.to(tl.float32) * inverse).to(values.dtype)
+        tl.store(out + block * numel + place, divided, mask=place < numel)
+
+
+@triton.jit
+def shift(q, factors, added, m, size: tl.constexpr):
+    """q <- factor * (q + added I), rounded once, of each block."""
+    numel = m.to(tl.int64) * m
+    across = tl.cdiv(numel, size)
+    block = tl.program_id(0) // across
+    place = tl.program_id(0) % across * size + tl.arange(0, size)
+    at = q + block * numel + place
+    stored = tl.load(at, mask=place < numel, other=0.0)
+    values = stored.to(tl.float32) + tl.where(place % (m + 1) == 0, added, 0.0)
+    values *= tl.load(factors + block)
+    tl.store(at, values.to(stored.dtype), mask=place < numel)

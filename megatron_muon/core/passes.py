@@ -28,7 +28,7 @@ from megatron_muon.core.group_numbers import Number, acts
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import HeldRows, Rows
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.wave import Wave
+from megatron_muon.core.wave import Wave, WaveStack
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
 
@@ -120,6 +120,16 @@ class Passes:
         if wave.agreement.shared:
             wave.agreement.agree(largest)
         return unit_factor(largest)
+
+    def scale(self, wave: Wave, stack: WaveStack, factors: Tensor) -> None:
+        """Multiply blocks of a wave by their factors; rounds nothing, as these are powers of two."""
+        torch.mul(stack.blocks, factors.to(stack.blocks.dtype), out=stack.blocks)
+
+    def take(self, wave: Wave, number: int, updates: Tensor) -> None:
+        """Take the updates of a stack of a wave from where the method has left them."""
+        blocks = wave.stacks[number].blocks
+        if updates is not blocks:
+            blocks.copy_(updates)
 
     def finish(self, wave: Wave, factors: Tensor) -> None:
         """Have rules change whole updates on their owner; `factors` are NaN for slots to skip."""

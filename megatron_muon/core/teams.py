@@ -121,6 +121,11 @@ class Agreement:
         self._matrices = torch.tensor(matrices, dtype=torch.int64, device=device)
         self._count = len(numbers)
 
+    @property
+    def is_among_ranks(self) -> bool:
+        """Some slot's magnitude, or whether a matrix is finite, depends on other ranks."""
+        return bool(self._owned or self._cut)
+
     def agree(self, largest: Tensor) -> None:
         """Make magnitudes those of whole blocks, NaN where a matrix is not finite. Collective in teams.
 

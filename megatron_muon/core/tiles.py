@@ -15,8 +15,12 @@ from torch import Tensor
 
 from megatron_muon.core.copies import Copy
 
-FLAT, TALL = (4, 1024), (64, 64)
-"""Rows and columns of a tile, by whether the far end is transposed."""
+SHAPES = (64, 128), (8, 1024)
+"""Rows and columns of tiles; a launch has those of which fewer cover its pieces."""
+
+FIELDS = 9
+"""Of a piece: number of its matrix or slot, near start and row stride, far start and stride, rows,
+columns, first tile, 1 if columns are rows at the far end."""
 
 _MOST_ALIGNED = 16
 
@@ -27,20 +31,24 @@ class Tiles:
 
     Attributes:
         tiles: the piece of each tile, int32.
-        pieces: for each piece nine int64: number of its matrix or slot, near start and row stride,
-            far start and stride, rows, columns, elements, first tile.
-        slots: the slot of each piece at the far end, int32, where the near end is by matrix.
-        tall: columns are rows at the far end.
-        aligned: elements of which all starts and strides are multiples.
+        pieces: fields of each piece, int64 `(pieces, FIELDS)`.
+        slots: the slot of each piece at the far end, int64, where the near end is by matrix.
+        tiles_on_host, slots_on_host: the same on the host.
+        shape: rows and columns of a tile.
+        aligned: elements of which starts and strides are multiples.
         numel: of all pieces.
+        runs: matrix, first tile and number of tiles of each matrix, int64, on the host.
     """
 
     tiles: Tensor
     pieces: Tensor
     slots: Tensor | None
-    tall: bool
+    tiles_on_host: np.ndarray
+    slots_on_host: np.ndarray
+    shape: tuple[int, int]
     aligned: int
     numel: int
+    runs: np.ndarray
 
 
 def tiles_of(
@@ -48,72 +56,68 @@ def tiles_of(
     numbers: Sequence[int],
     device: torch.device,
     slots: Sequence[int] | None = None,
-) -> list[Tiles]:
+) -> Tiles | None:
     """Tiles of copies whose near end is the source; offsets there are from the matrix or lane.
 
-    `numbers` are those of matrices, or slots, by copy; `slots` likewise, if both are needed.
+    `numbers` are those of matrices, or slots, by copy; `slots` likewise, if both are needed. None
+    for no copies.
     """
-    kinds: dict[bool, list[list[int]]] = {False: [], True: []}
+    rows_of = []
     for place, copy in enumerate(copies):
-        (repeats, *steps), (rows, near, far), (cols, one, far_col) = copy.dims
-        assert one == 1
-        tall = far_col != 1 and cols > 1
-        if tall:
-            assert far == 1 or rows == 1
-            far = far_col
-        elif near == far == cols or rows == 1:
-            rows, cols = 1, rows * cols
-            if steps == [cols, cols]:
-                repeats, cols = 1, repeats * cols
+        (repeats, *steps), (rows, near, far), (cols, _, far_col) = copy.dims
+        is_tall = far_col != 1 and cols > 1
+        stride = far_col if is_tall else far
         for number in range(repeats):
             source = copy.source + number * steps[0]
             target = copy.target + number * steps[1]
-            kinds[tall].append([place, source, near, target, far, rows, cols, rows * cols])
-    found = []
-    for tall, pieces in kinds.items():
-        if pieces:
-            found.append(_tiles(np.array(pieces, dtype=np.int64), numbers, slots, tall, device))
-    return found
-
-
-def _tiles(
-    pieces: np.ndarray,
-    numbers: Sequence[int],
-    slots: Sequence[int] | None,
-    tall: bool,
-    device: torch.device,
-) -> Tiles:
-    tile_rows, tile_cols = TALL if tall else FLAT
+            rows_of.append([place, source, near, target, stride, rows, cols, 0, int(is_tall)])
+    if not rows_of:
+        return None
+    pieces = np.array(rows_of, dtype=np.int64)
     places = pieces[:, 0].copy()
     pieces[:, 0] = np.asarray(numbers, dtype=np.int64)[places]
-    numel = int(pieces[:, 7].sum())
-    aligned = _aligned(pieces)
-    # runs are as many rows as needed
-    is_run = pieces[:, 5] == 1
-    if not tall:
-        cols = np.where(is_run, tile_cols, pieces[:, 6])
-        pieces[:, 5] = np.where(is_run, -(-pieces[:, 6] // tile_cols), pieces[:, 5])
-        pieces[:, 2] = np.where(is_run, tile_cols, pieces[:, 2])
-        pieces[:, 4] = np.where(is_run, tile_cols, pieces[:, 4])
-        pieces[:, 6] = cols
-    counts = -(-pieces[:, 5] // tile_rows) * -(-pieces[:, 6] // tile_cols)
-    firsts = counts.cumsum() - counts
-    table = np.column_stack([pieces, firsts])
-    tiles = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
-    of_slots = None
-    if slots is not None:
-        of_slots = torch.from_numpy(np.asarray(slots, dtype=np.int32)[places]).to(device)
+    order = np.argsort(pieces[:, 0], kind="stable")
+    pieces, places = pieces[order], places[order]
+    counts, shape = min(
+        ((_counts(pieces, shape), shape) for shape in SHAPES), key=lambda found: found[0].sum()
+    )
+    pieces[:, 7] = counts.cumsum() - counts
+    tiles = tiled(counts)
+    of_slots = np.asarray(slots, dtype=np.int64)[places] if slots else np.zeros(0, dtype=np.int64)
     return Tiles(
         torch.from_numpy(tiles).to(device),
-        torch.from_numpy(table).to(device),
+        torch.from_numpy(pieces).to(device),
+        torch.from_numpy(of_slots).to(device) if slots else None,
+        tiles,
         of_slots,
-        tall,
-        aligned,
-        numel,
+        shape,
+        _aligned(pieces),
+        int((pieces[:, 5] * pieces[:, 6]).sum()),
+        _runs(pieces, counts),
     )
 
 
+def tiled(counts: np.ndarray) -> np.ndarray:
+    """The number of the piece of each tile, int32, of so many tiles each."""
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def _counts(pieces: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    rows, cols = shape
+    found: np.ndarray = -(-pieces[:, 5] // rows) * -(-pieces[:, 6] // cols)
+    return found
+
+
+def _runs(pieces: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Matrix, first tile and tiles of consecutive pieces of a matrix."""
+    numbers, firsts = np.unique(pieces[:, 0], return_index=True)
+    tiles = np.add.reduceat(counts, firsts)
+    return np.column_stack([numbers, pieces[firsts, 7], tiles])
+
+
 def _aligned(pieces: np.ndarray) -> int:
-    """The largest power of two, up to 16, of which starts and strides are multiples."""
-    bits = int(np.bitwise_or.reduce(pieces[:, 1:5], axis=None)) | _MOST_ALIGNED
+    """The largest power of two, up to 16, of which starts, strides and columns are multiples."""
+    is_flat = pieces[:, 8] == 0
+    ends = [pieces[:, [1, 2, 6]].ravel(), pieces[is_flat][:, [3, 4]].ravel()]
+    bits = int(np.bitwise_or.reduce(np.concatenate(ends))) | _MOST_ALIGNED
     return bits & -bits

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.build import Waves
 from megatron_muon.core.engine import Engine
+from megatron_muon.core.fused import FusedPasses, can_fuse
 from megatron_muon.core.layout import Rectangle
 from megatron_muon.core.passes import DECOUPLED, Passes
 from megatron_muon.core.probe import SILENT
@@ -109,12 +110,6 @@ def view_parameters(
     return viewed
 
 
-def _fused() -> type[Passes]:
-    from megatron_muon.core.fused import FusedPasses
-
-    return FusedPasses
-
-
 class Part:
     """Matrices whose rows one set of ranks holds.
 
@@ -177,12 +172,22 @@ class Part:
             skip_missing=skip_missing,
         )
         self.skipped_updates = self.rows.skipped_updates
-        is_plain = not rules and store is None and outside is None
-        passes = _fused() if is_plain and self.device.type == "cuda" else Passes
-        if passing.get("decay", DECOUPLED) != DECOUPLED:
-            passes = Passes
-        self.engine = Engine(waves, passes(self.rows, rules, **passing))
+        self.engine = Engine(waves, self._make_passes(passing, outside))
         self._show_state()
+
+    def _make_passes(self, passing: Mapping[str, Any], outside: Storage | None) -> Passes:
+        """Passes by kernels where these have all that is asked for, or in torch operations."""
+        is_resident = outside is None and (self.store is None or self.store.is_resident)
+        decay = passing.get("decay", DECOUPLED)
+        if not (is_resident and can_fuse(self.device, self.rules, decay)):
+            return Passes(self.rows, self.rules, **passing)
+        return FusedPasses(
+            self.rows,
+            self.rules,
+            waves=self.waves.all,
+            records=self.store,
+            **passing,
+        )
 
     def _momentum_of_views(self) -> dict[int, Tensor]:
         """Momentum of parameters that are not held matrices themselves, in their own order."""

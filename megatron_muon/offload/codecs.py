@@ -12,6 +12,7 @@ nearest.
 from __future__ import annotations
 
 import hashlib
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple, override
@@ -48,10 +49,16 @@ class Codec(ABC):
     name: str
     dtype: torch.dtype
     """The dtype of the stored elements."""
+    format: int
+    """Its number in `core.kernels`."""
 
     def record_bytes(self, rows: int, cols: int) -> int:
         """Size of the record of a (rows, cols) rectangle."""
         return self.dtype.itemsize * rows * cols
+
+    def scale_bytes(self, rows: int, cols: int) -> int:
+        """Size of what precedes the elements; nothing by default."""
+        return 0
 
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
         """The stored values, (rows, cols) fp32; a view of the record for fp32."""
@@ -71,6 +78,7 @@ class Fp32(Codec):
 
     name = "fp32"
     dtype = torch.float32
+    format = 0
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -89,6 +97,7 @@ class Bf16(Codec):
 
     name = "bf16"
     dtype = torch.bfloat16
+    format = 1
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -115,10 +124,11 @@ class Int8(Codec):
 
     name = "int8"
     dtype = torch.int8
+    format = 2
 
     @override
     def record_bytes(self, rows: int, cols: int) -> int:
-        return super().record_bytes(rows, cols) + self._scale_bytes(rows, cols)
+        return super().record_bytes(rows, cols) + self.scale_bytes(rows, cols)
 
     @override
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
@@ -143,12 +153,13 @@ class Int8(Codec):
             roots = _rounded_roots(magnitudes.mul_(_by_column(inverse, cols)), noise)
             codes[chunk].copy_(roots.copysign_(values[chunk]))
 
-    def _scale_bytes(self, rows: int, cols: int) -> int:
+    @override
+    def scale_bytes(self, rows: int, cols: int) -> int:
         return 4 * rows * -(-cols // BLOCK_COLS)
 
     def _scales_and_codes(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Views of the record: (rows, blocks) fp32 and (rows, cols) int8."""
-        scale_bytes = self._scale_bytes(rows, cols)
+        scale_bytes = self.scale_bytes(rows, cols)
         scales = record[:scale_bytes].view(torch.float32)
         codes = record[scale_bytes : self.record_bytes(rows, cols)].view(torch.int8)
         return scales.view(rows, -(-cols // BLOCK_COLS)), codes.view(rows, cols)
@@ -219,10 +230,10 @@ def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, 
     mixed again: otherwise the numbers would form a matrix of low rank, and orthogonalisation would
     amplify it.
     """
-    seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
+    of_row, of_col = seeds(place, step)
     rows, cols = values.shape
-    of_rows = _hashes(place.row, rows, seed[:4], values.device)
-    of_cols = _hashes(place.col, cols, seed[4:], values.device)
+    of_rows = _hashes(place.row, rows, of_row, values.device)
+    of_cols = _hashes(place.col, cols, of_col, values.device)
     first, second = _MULTIPLIERS
     for chunk in _chunks(values):
         # The input is a hash already and only the upper bits are used: lowbias32's first and last
@@ -234,10 +245,17 @@ def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, 
         yield chunk, numbers.bitwise_right_shift_(16)
 
 
-def _hashes(first: int, count: int, seed: bytes, device: torch.device) -> Tensor:
+def seeds(place: Place, step: int) -> tuple[int, int]:
+    """Of the noise of rows and columns of a matrix in a step, 32 bits with a sign."""
+    seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
+    row, col = struct.unpack("<ii", seed)
+    return row, col
+
+
+def _hashes(first: int, count: int, seed: int, device: torch.device) -> Tensor:
     """lowbias32 of each number from `first` on xor a seed: (count,) int32."""
     numbers = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    numbers.bitwise_xor_(int.from_bytes(seed, "little", signed=True))
+    numbers.bitwise_xor_(seed)
     for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
         _xor_shift(numbers, shift)
         numbers.mul_(multiplier)

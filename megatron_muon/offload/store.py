@@ -28,7 +28,7 @@ import torch
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.rows import Borrowed, InOrder, Storage
 from megatron_muon.core.wave import Chunk
-from megatron_muon.offload.codecs import Codec, Place, matrix_key
+from megatron_muon.offload.codecs import Codec, Place, matrix_key, seeds
 from megatron_muon.offload.disk import (
     PAGE,
     DiskRecords,
@@ -184,6 +184,27 @@ class RecordStore(Storage):
         self._writers = ThreadPoolExecutor(_THREADS, "momentum out", initializer)
         self.is_apart = bool(self._pages) and self._on_gpu
         self.beside = PrepareStream(device) if self.is_apart else InOrder()
+
+    @property
+    def is_resident(self) -> bool:
+        """True if all records are where the arithmetic is."""
+        return not self._pages
+
+    @property
+    def format(self) -> int:
+        """The storage format, as kernels number it."""
+        return self.codec.format
+
+    def addresses(self, index: int) -> tuple[int, int]:
+        """Of a record's elements, and of its scales."""
+        record, shard = self._home[index].data_ptr(), self.shards[index]
+        return record + self.codec.scale_bytes(shard.rows, shard.cols), record
+
+    def seeds(self, index: int) -> tuple[int, int, int, int]:
+        """Of the noise of rows and of columns in this step; first row and column of the shard."""
+        shard = self.shards[index]
+        place = Place(self._keys[index], shard.row_start, shard.col_start)
+        return (*seeds(place, self.steps), place.row, place.col)
 
     def verify(self) -> None:
         """Wait for the reads ahead of a step, so that `disk.failure` is up to date."""

@@ -175,19 +175,25 @@ class Method(ABC):
         state: Mapping[str, Tensor] | None = None,
         team: TeamGroup | None = None,
         probe: Probe = SILENT,
-    ) -> None:
-        """Put scaled updates in the stack's place, NaN where a factor is NaN. Collective in a team.
+    ) -> Tensor | None:
+        """Make scaled updates, NaN where a factor is NaN. Collective in a team.
 
         Within `arithmetic`.
 
         Args:
-            stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks; a tall
-                block is its transpose here. In a team, n are this rank's columns.
-            factors: `(count, 1, 1)` fp32, the power of two that brings each block to a largest
-                magnitude in [0.5, 1); NaN for a block of a matrix that is not finite.
+            stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks, multiplied
+                by `factors`; a tall block is its transpose here. In a team, n are this rank's
+                columns.
+            factors: `(count, 1, 1)` fp32, powers of two after which the largest magnitude of a
+                block is in [0.5, 1), or 1 where it is in [2^-40, 2^40]; NaN for a block of a
+                matrix that is not finite.
             work: buffers of `work_bytes`.
             state: `(count, ...)` fp32 by slot name, as `state_shapes`, to be changed in place; that
                 of a block with a NaN factor must stay.
+
+        Returns:
+            Updates `(count, m, n)`, in memory of `work` that is read before the next `run`; None if
+            they are in the stack's place.
         """
 
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:

@@ -26,6 +26,7 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor,
 from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
+from megatron_muon.core import launches
 from megatron_muon.core.cost import GRAM, KERNEL, Coefficients, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods import symmetric
@@ -38,8 +39,11 @@ from megatron_muon.core.teams import TeamGroup
 # as muon_utils.newton_schulz treats these sets
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")
 
+_PARTS, _ELEMENTS = 4, 8192
+"""Parts of a program of `kernels.divide`, and elements of one, or of a program of `kernels.shift`."""
+
 _LEAST_SQUARE = 2.0**-100
-"""A block of zeros stays zero: the squared norm of others is at least a quarter, as their largest magnitude is half."""
+"""A block of zeros stays zero: the squared norm of others is at least 2^-80, as their largest magnitude is 2^-40."""
 
 
 @dataclass
@@ -132,20 +136,17 @@ class NewtonSchulz(Method):
         state: Mapping[str, Tensor] | None = None,
         team: TeamGroup | None = None,
         probe: Probe = SILENT,
-    ) -> None:
+    ) -> Tensor:
         iteration = self.iteration
         products = SymmetricProducts(iteration.products, work, team, probe)
         method, runs = _runs_of(iteration, kind)
         x = stack
         if stack.dtype != self.dtype:
-            x = work.take("x", stack.shape, self.dtype)
-        # rounded once, as factors are powers of two
-        torch.mul(stack, factors.to(stack.dtype), out=x)
+            x = work.take("x", stack.shape, self.dtype).copy_(stack)
         least_norm = factors * self.eps if self.eps else None
         updates = iterate(x, runs, method, products, least_norm)
-        if updates is not stack:
-            stack.copy_(updates)
-        probe.blocks(stack, kind.scale, team)
+        probe.blocks(updates, kind.scale, team)
+        return updates
 
     @override
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:
@@ -242,14 +243,8 @@ def iterate(
         that is not finite becomes NaN.
     """
     first, *others = runs
-    r = products.product("r", x, x)
-    diagonal = r.diagonal(dim1=-2, dim2=-1)
-    square = diagonal.sum(dim=-1, dtype=torch.float32).view(-1, 1, 1)
-    if least_norm is not None:
-        square = torch.maximum(square, least_norm.square())
-    inverse = square.clamp_min_(_LEAST_SQUARE).reciprocal_()
-    torch.mul(r, inverse, out=r)
-    q = _factor_of_run(r, first, products, inverse.sqrt())
+    r, root = _divide_by_trace(products.product("z", x, x), least_norm, products)
+    q = _factor_of_run(r, first, products, root)
     wide = products.work.take("wide", x.shape, x.dtype)
     x, spare = torch.bmm(q, x, out=wide), x
     for run in others:
@@ -273,24 +268,64 @@ def _factor_of_run(
     """Q of a run that starts with this R, times `factor`, `(count, m, m)`."""
     (a, b, c), *others = steps
     # Z without its a I
-    z = products.product("z", r, r, r, beta=b, alpha=c)
-    q = z
-    if others:
-        q = products.work.take("q", z.shape, z.dtype).copy_(z)
-    # Q <- factor * (Q + a I), rounded once
+    z = q = products.product("z", r, r, r, beta=b, alpha=c)
+    if not others:
+        return _shifted(z, a, factor, products)
+    q_name, spare = "z", "t"
+    for next_a, b, c in others:
+        between = products.product(spare, z, r, r, beta=a)
+        r = products.product("r", between, z, between, beta=a)
+        if q is z:  # which was needed without a I until now
+            q = _shifted(z, a, factor, products)
+        a = next_a
+        # R from three products is symmetric up to rounding.
+        z = products.product("q", r, r, r, beta=b, alpha=c, is_exact=False)
+        q = products.product(spare, z, q, q, beta=a)
+        q_name, spare = spare, q_name
+    return q
+
+
+def _divide_by_trace(
+    given: Tensor,
+    least_norm: Tensor | None,
+    products: SymmetricProducts,
+) -> tuple[Tensor, Tensor]:
+    """Blocks divided by their traces, in "r"; the roots of the traces' inverses, `(count, 1, 1)` fp32."""
+    r = products.work.take("r", given.shape, given.dtype)
+    if launches.has_kernels(r.device):
+        count, m, _ = r.shape
+        roots = r.new_empty(count, 1, 1, dtype=torch.float32)
+        tensors = [given, roots if least_norm is None else least_norm, r, roots]
+        programs = count * -(-m * m // (_PARTS * _ELEMENTS))
+        constants = [m, least_norm is not None, _PARTS, _ELEMENTS]
+        launches.launch("divide", programs, tensors, constants, 2 * r.nbytes)
+        return r, roots
+    square = given.diagonal(dim1=-2, dim2=-1).sum(dim=-1, dtype=torch.float32).view(-1, 1, 1)
+    if least_norm is not None:
+        square = torch.maximum(square, least_norm.square())
+    inverse = square.clamp_min_(_LEAST_SQUARE).reciprocal_()
+    torch.mul(given, inverse, out=r)
+    return r, inverse.sqrt()
+
+
+def _shifted(
+    q: Tensor,
+    a: float,
+    factor: Tensor | None,
+    products: SymmetricProducts,
+) -> Tensor:
+    """Q <- factor * (Q + a I), rounded once."""
     diagonal = q.diagonal(dim1=-2, dim2=-1)
     if factor is None:
         torch.add(diagonal, products.work.one, alpha=a, out=diagonal)
+    elif launches.has_kernels(q.device):
+        count, m, _ = q.shape
+        programs = count * -(-m * m // _ELEMENTS)
+        tensors = [q, factor]
+        constants = [m, _ELEMENTS]
+        launches.launch("shift", programs, tensors, constants, 2 * q.nbytes, numbers=[a])
     else:
         sums = torch.add(diagonal, products.work.one, alpha=a).mul_(factor[:, 0])
         torch.mul(q, factor, out=q)
         diagonal.copy_(sums)
-    # Products with Q go to the buffer that does not have it.
-    for (next_a, b, c), spare in zip(others, itertools.cycle("tq"), strict=False):
-        between = products.product(spare, z, r, r, beta=a)
-        r = products.product("r", between, z, between, beta=a)
-        a = next_a
-        # R from three products is symmetric up to rounding.
-        z = products.product("z", r, r, r, beta=b, alpha=c, is_exact=False)
-        q = products.product(spare, z, q, q, beta=a)
     return q

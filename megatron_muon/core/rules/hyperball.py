@@ -13,7 +13,7 @@ and one pass over the weights.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, override
 
 import torch
@@ -41,21 +41,27 @@ ROUNDING = 1e-6
 
 
 class Hyperball(Rule):
-    """Holds the updates of each wave, and moves the weights after the exchange. Without state."""
+    """Holds the updates of each wave, and moves the weights after the exchange. Without state.
+
+    Attributes:
+        sums: ||w||^2, ||update||^2 and <w, update> of each matrix, `(3, matrices)` fp32.
+        move: moves weights that this rule does not hold, by two factors of each matrix.
+    """
 
     moves_weights = True
 
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
         count = len(held.layout.matrices)
+        self.move: Callable[[Tensor, Tensor], None] | None = None
         # ||w||^2, ||u||^2 and <w, u> of each weight and its update; zeros without a gradient
-        self._sums = torch.zeros(
+        self.sums = torch.zeros(
             3,
             count,
             dtype=torch.float32,
             device=held.device,
         )
-        self._entries = [row.unbind() for row in self._sums]
+        self._entries = [row.unbind() for row in self.sums]
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}  # weight and update
 
     @override
@@ -86,7 +92,7 @@ class Hyperball(Rule):
     @override
     def begin(self, step: Rows) -> None:
         super().begin(step)
-        self._sums.zero_()
+        self.sums.zero_()
 
     @override
     def after(self, part: HeldRows) -> None:
@@ -116,18 +122,21 @@ class Hyperball(Rule):
     @override
     def end(self) -> None:
         """Move the weights over the sphere along the updates. Collective."""
-        self._sums[:2].square_()
-        self.held.add_up(self._sums, alike=self.held.replicated)
-        shrink, pace = self._numbers(self._sums)
-        of_weights = shrink.unbind()
-        of_updates = (shrink * pace).neg_().unbind()
+        self.held.add_up(self.sums, alike=self.held.replicated)
+        shrink, pace = self._numbers(self.sums)
+        of_updates = (shrink * pace).neg_()
+        if self.move is not None:
+            self.move(shrink, of_updates)
+        if not self._waiting:
+            return
+        of_weights, of_updates = shrink.unbind(), of_updates.unbind()
         for index, (weight, update) in self._waiting.items():
             weight.mul_(of_weights[index])
             weight.addcmul_(update, of_updates[index])
         self._waiting.clear()
 
     def _measure(self, indices: Sequence[int]) -> None:
-        """Write ||w||, ||u|| and <w, u> of these weights and updates."""
+        """Write ||w||^2, ||u||^2 and <w, u> of these weights and updates."""
         weights = []
         updates = []
         products = []
@@ -138,6 +147,7 @@ class Hyperball(Rule):
             flat = update.reshape(-1).float()
             products.append(torch.dot(weight.reshape(-1).float(), flat))
         norms = torch._foreach_norm(weights + updates, dtype=torch.float32)
+        torch._foreach_mul_(norms, norms)
         entries = [row[index] for row in self._entries for index in indices]
         torch._foreach_copy_(entries, [*norms, *products])
 
@@ -171,7 +181,7 @@ class Hyperball(Rule):
         names: Sequence[str],
     ) -> None:
         """Raise a SettingError for matrices of zeros. Collective; waits for the device."""
-        norms = torch.zeros_like(self._sums[0])
+        norms = torch.zeros_like(self.sums[0])
         for index, rows in enumerate(weights):
             norms[index] = torch.linalg.vector_norm(rows.float())
         self.held.add_up(norms, alike=self.held.replicated)

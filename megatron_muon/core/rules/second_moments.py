@@ -7,6 +7,7 @@ own shape.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, override
 
@@ -41,20 +42,23 @@ class AdaMuon(SecondMoment):
     """One second moment for each element, fp32, with the rows.
 
     A rank advances it when the update of its rows arrives.
+
+    Attributes:
+        row_scales: factors of each shard's rows, `(rows, 1)` fp32.
     """
 
     scratch = True
 
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
-        self._scales: Tensors = []
+        self.row_scales: Tensors = []
         for scales, shard in zip(held.scales, held.shards, strict=True):
             mine = scales.narrow(
                 0,
                 shard.row_start,
                 shard.rows,
             )
-            self._scales.append(mine)
+            self.row_scales.append(mine)
 
     @override
     def after(self, part: HeldRows) -> None:
@@ -68,7 +72,7 @@ class AdaMuon(SecondMoment):
             roots = torch.sqrt(moment, out=squares)
             roots.add_(group["eps"])
             rows.div_(roots)
-            rows.mul_(self._scales[index])
+            rows.mul_(self.row_scales[index])
 
 
 class NorMuon(SecondMoment):
@@ -79,6 +83,10 @@ class NorMuon(SecondMoment):
     `(1, cols)`. Before the exchange every rank gets the numbers of all neurons, by one all-reduce
     in which each number comes from one rank and zeros from the others: a sum that rounds nothing.
     After the exchange they return the same way.
+
+    Attributes:
+        moments_of_neurons: of all matrices, before and after the exchange, `(2, neurons)` fp32.
+        starts: the first neuron of each matrix.
     """
 
     def __init__(self, held: Held, options: Options) -> None:
@@ -88,13 +96,14 @@ class NorMuon(SecondMoment):
         self._averaged = [int(rows >= cols) for rows, cols in shapes]
         sizes = [max(shape) for shape in shapes]
         # before and after the exchange
-        self._numbers = torch.zeros(
+        self.moments_of_neurons = torch.zeros(
             2,
             sum(sizes),
             dtype=torch.float32,
             device=held.device,
         )
-        self._flat_before, self._flat_after = self._numbers
+        self.starts = [0, *itertools.accumulate(sizes)]
+        self._flat_before, self._flat_after = self.moments_of_neurons
         self._before = self._flat_before.split(sizes)
         self._after = self._flat_after.split(sizes)
         # of neurons of which this rank holds parts
@@ -123,9 +132,10 @@ class NorMuon(SecondMoment):
     @override
     def begin(self, step: Rows) -> None:
         super().begin(step)
-        self._numbers.zero_()
-        for index, sent in self._sent.items():
-            sent.copy_(self.moments[index].view(-1))
+        self.moments_of_neurons.zero_()
+        if self._sent:
+            own = [self.moments[index].view(-1) for index in self._sent]
+            torch._foreach_copy_(list(self._sent.values()), own)
         self.held.add_up(self._flat_before, alike=self.held.replicated)
 
     def normalize(
@@ -165,5 +175,5 @@ class NorMuon(SecondMoment):
     @override
     def end(self) -> None:
         self.held.add_up(self._flat_after, alike=self.held.repeated)
-        for moment, received in zip(self.moments, self._received, strict=True):
-            moment.view(-1).copy_(received)
+        own = [moment.view(-1) for moment in self.moments]
+        torch._foreach_copy_(own, self._received)

@@ -1,0 +1,322 @@
+"""Tables of a wave for the kernels of its passes, made once."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_muon.core import launches
+from megatron_muon.core.copies import Copy
+from megatron_muon.core.rules.hyperball import Hyperball
+from megatron_muon.core.rules.second_moments import NorMuon
+from megatron_muon.core.slices import BlockSlice
+from megatron_muon.core.tiles import SHAPES, Tiles, tiled, tiles_of
+from megatron_muon.core.wave import Wave
+
+INT8 = 2
+"""`kernels.INT8`."""
+
+_SCALE_COLS = 128
+_TERMS = 1024
+"""Tiles whose sums a program adds at a time."""
+
+_STRIP, _DEPTH = 64, 64
+"""Neurons of a program, and elements of each that it takes at a time."""
+
+
+def keeps_scales(wave: Wave, cols: Mapping[int, int]) -> bool:
+    """True if no piece of rows has a part of the columns of a scale; `cols` are of shards."""
+    route = wave.route
+    starts = [held.start for held in route.rows]
+    for copy in route.out.near:
+        held = route.rows[bisect.bisect_right(starts, copy.source) - 1]
+        first = (copy.source - held.start) % max(1, cols[held.of])
+        last = first + copy.dims[-1][0]
+        if first % _SCALE_COLS or (last % _SCALE_COLS and last != cols[held.of]):
+            return False
+    return True
+
+
+class Tables:
+    """A wave's tables.
+
+    Args:
+        places: of matrices among those that this rank holds.
+        norms, sphere: rules, if they are of the step.
+
+    Attributes:
+        advance, descend: tiles between this rank's matrices and the lane, or a batch's stacks.
+        fill, drain: tiles between lane and stacks.
+        slots, siblings, counters: tables with which kernels level slots.
+        largest: of each slot, bits of an fp32 magnitude as int32.
+        factors: of each slot, `(slots, 1, 1)` fp32.
+        parts: tiles of `descend` of a batch, or of `drain`, for each stack by itself; none with
+            NorMuon, which needs whole matrices.
+        neurons: tables of NorMuon.
+    """
+
+    def __init__(
+        self,
+        wave: Wave,
+        places: Mapping[int, int],
+        *,
+        norms: NorMuon | None = None,
+        sphere: Hyperball | None = None,
+    ) -> None:
+        route = wave.route
+        device = wave.lane.device
+        slots = _slots(wave)
+        firsts = [start for start, _ in slots]
+        self._places = places
+        self._starts = [held.start for held in route.rows]
+        self._of = [held.of for held in route.rows]
+
+        def of_slots(copies: Sequence[Copy]) -> list[int]:
+            return [bisect.bisect_right(firsts, copy.target) - 1 for copy in copies]
+
+        near, far = route.out.near, route.out.far
+        self._of_batch = of_slots(near) if route.is_batch else None
+        self.advance = tiles_of(*self._by_matrix(near), device, self._of_batch)
+        self.descend = tiles_of(*self._by_matrix(route.back.near), device)
+        self._make_parts(wave, norms is None)
+        self.fill = tiles_of(far, of_slots(far), device, of_slots(far))
+        back = route.back.far
+        self.drain = tiles_of(back, [0] * len(back), device)
+        self._make_levels(route.slots, slots, device)
+        self.neurons = None
+        if norms is not None and wave.whole:
+            self.neurons = Neurons(wave, slots, norms)
+        if sphere is not None:
+            self._make_partial(sphere)
+
+    def _by_matrix(self, copies: Sequence[Copy]) -> tuple[list[Copy], list[int]]:
+        """Copies with offsets in their matrix's shard, and the matrices."""
+        moved, places = [], []
+        for copy in copies:
+            row = bisect.bisect_right(self._starts, copy.source) - 1
+            moved.append(copy.moved(-self._starts[row], 0))
+            places.append(self._places[self._of[row]])
+        return moved, places
+
+    def _make_parts(self, wave: Wave, is_apart: bool) -> None:
+        """Tiles of `descend` of a batch, or of `drain`, for each stack of the wave by itself."""
+        route, device = wave.route, wave.lane.device
+        self.parts: list[Tiles | None] = []
+        if not is_apart:
+            return
+        copies = route.back.near if route.is_batch else route.back.far
+        start = wave.stack_memory.storage_offset()
+        for stack in wave.stacks:
+            first = stack.blocks.storage_offset() - start
+            end = first + stack.blocks.numel()
+            chosen = [copy.moved(0, -first) for copy in copies if first <= copy.target < end]
+            if route.is_batch:
+                self.parts.append(tiles_of(*self._by_matrix(chosen), device))
+            else:
+                self.parts.append(tiles_of(chosen, [0] * len(chosen), device))
+
+    def _make_levels(
+        self,
+        slices: Sequence[BlockSlice],
+        slots: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        """Tables of the slots of each matrix, whose last tile levels them."""
+        entering = self.fill if self._of_batch is None else self.advance
+        tiles = [0] * len(slots)
+        if entering is not None:
+            by_piece = np.bincount(entering.tiles_on_host, minlength=len(entering.slots_on_host))
+            for slot, count in zip(entering.slots_on_host, by_piece, strict=True):
+                tiles[slot] += int(count)
+        by_matrix: dict[int, list[int]] = {}
+        for number, each in enumerate(slices):
+            by_matrix.setdefault(each.index, []).append(number)
+        table, siblings = [], []
+        firsts: dict[int, int] = {}
+        for alike in by_matrix.values():
+            firsts |= dict.fromkeys(alike, len(siblings))
+            siblings += alike
+        for number, (start, numel) in enumerate(slots):
+            alike = by_matrix[slices[number].index]
+            of_matrix = sum(tiles[slot] for slot in alike)
+            table.append([start, numel, firsts[number], len(alike), of_matrix, alike[0]])
+        make = functools.partial(torch.tensor, dtype=torch.int64, device=device)
+        self.slots = make(table).view(-1, 6)
+        self.siblings = make(siblings)
+        self._heads = make([alike[0] for alike in by_matrix.values()])
+        self.counters = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        self.largest = torch.zeros(len(slots), dtype=torch.int32, device=device)
+        self.factors = torch.ones(len(slots), 1, 1, dtype=torch.float32, device=device)
+
+    @property
+    def levels(self) -> list[Tensor]:
+        """What a kernel needs to level slots."""
+        return [self.slots, self.siblings, self.largest, self.counters, self.factors]
+
+    def level(self, stacks: Tensor) -> None:
+        """Level the slots, whose magnitudes ranks have agreed on."""
+        tensors = [self._heads, self.slots, self.siblings, self.largest, stacks, self.factors]
+        launches.launch("level", len(self._heads), tensors, [8192], 8 * len(self.slots))
+
+    @property
+    def descents(self) -> list[Tiles]:
+        """Tiles of all launches of `descend`."""
+        launched = self.parts if self._of_batch is not None and self.parts else [self.descend]
+        return [tiles for tiles in launched if tiles is not None]
+
+    def _make_partial(self, sphere: Hyperball) -> None:
+        device = self.slots.device
+        indices = {place: index for index, place in self._places.items()}
+        self._partial: dict[int, tuple[Tensor, Tensor]] = {}
+        for tiles in self.descents:
+            runs = []
+            for place, first, count in tiles.runs.tolist():
+                if sphere.held.counts(indices[place]):
+                    runs.append([indices[place], first, count])
+            self._partial[id(tiles)] = (
+                torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 3),
+                torch.zeros(len(tiles.tiles), 3, dtype=torch.float32, device=device),
+            )
+
+    def partial(self, tiles: Tiles) -> Tensor:
+        """Sums of tiles, `(tiles, 3)` fp32."""
+        return self._partial[id(tiles)][1]
+
+    def add_up(self, tiles: Tiles, sums: Tensor) -> None:
+        """Add the sums of tiles to those of matrices, `(3, matrices)` fp32."""
+        runs, partial = self._partial[id(tiles)]
+        constants = [sums.shape[1], _TERMS]
+        launches.launch("total", len(runs), [runs, partial, sums], constants, partial.nbytes)
+
+
+def _slots(wave: Wave) -> list[tuple[int, int]]:
+    """First element and elements of each slot."""
+    found = []
+    for stack in wave.route.stacks:
+        size = stack.kind.smaller * stack.kind.length
+        found += [(stack.start + number * size, size) for number in range(len(stack.slots))]
+    return found
+
+
+class Neurons:
+    """NorMuon's tables of a wave, whose matrices this rank owns alone."""
+
+    def __init__(
+        self,
+        wave: Wave,
+        slots: Sequence[tuple[int, int]],
+        rule: NorMuon,
+    ) -> None:
+        self._slots = slots
+        self._strips: list[list[int]] = []
+        self._parts: list[list[int]] = []
+        self._pieces: list[list[int]] = []
+        self._of_lanes: list[int] = []
+        device = wave.lane.device
+        by_matrix: dict[int, list[tuple[int, BlockSlice]]] = {}
+        for number, each in enumerate(wave.route.slots):
+            by_matrix.setdefault(each.index, []).append((number, each))
+        self._most = 1
+        scales = []
+        for index, blocks in by_matrix.items():
+            blocks.sort(key=lambda found: found[1].block)
+            first = len(self._strips), len(self._pieces)
+            of_blocks = self._add(rule.starts[index], blocks)
+            strips = len(self._strips) - first[0]
+            self._most = max(self._most, strips)
+            for piece in self._pieces[first[1] :]:
+                piece[7:9] = [first[0], strips]
+            scales += [rule.held.scales[index][rows[0], 0] for rows in of_blocks]
+        counts: list[int] = []
+        tile_rows, tile_cols = SHAPES[0]
+        for piece in self._pieces:
+            piece[9] = sum(counts)
+            counts.append(-(-piece[3] // tile_rows) * -(-piece[4] // tile_cols))
+        self._numel = sum(piece[3] * piece[4] for piece in self._pieces)
+        self._tiles = torch.from_numpy(tiled(np.array(counts, dtype=np.int64))).to(device)
+        tables = self._strips, self._parts, self._pieces
+        self._on_device = [torch.tensor(one, dtype=torch.int64, device=device) for one in tables]
+        self._lanes = torch.tensor(self._of_lanes, dtype=torch.int64, device=device)
+        self._weights = torch.stack(scales).to(device, torch.float32)
+        self._scales = torch.zeros(len(self._of_lanes), dtype=torch.float32, device=device)
+        self._sums = torch.zeros(len(self._strips), 2, dtype=torch.float32, device=device)
+
+    def _add(self, start: int, blocks: Sequence[tuple[int, BlockSlice]]) -> list[list[int]]:
+        """Add a matrix, whose moments begin at `start`; the rows of its blocks."""
+        matrix = blocks[0][1].matrix
+        rows, cols = matrix.shape
+        lines = matrix.split.views(torch.arange(rows).view(-1, 1))
+        of_blocks = [lines[each.block].reshape(-1).tolist() for _, each in blocks]
+        lane, part = len(self._of_lanes), len(self._parts)
+        by_rows = rows >= cols
+        for (slot, each), numbers in zip(blocks, of_blocks, strict=True):
+            height, width = len(numbers), cols
+            begin, _ = self._slots[slot]
+            # a stack's rows are columns of a tall block
+            across, along = (1, height) if each.is_tall else (width, 1)
+            if not by_rows:
+                across, along = along, across
+            self._parts.append([begin, across, along, cols if by_rows else height])
+            shape = [width, height] if each.is_tall else [height, width]
+            is_col = int(by_rows == each.is_tall)
+            first = len(self._of_lanes) if by_rows else lane
+            self._pieces.append([each.index, slot, begin, *shape, first, is_col, 0, 0, 0])
+            if by_rows:
+                self._cut(each.index, slot, [start + one for one in numbers], [part, 1], cols)
+                part += 1
+        if not by_rows:
+            moments = list(range(start, start + cols))
+            self._cut(blocks[0][1].index, blocks[0][0], moments, [part, len(blocks)], rows)
+        return of_blocks
+
+    def _cut(
+        self, index: int, slot: int, moments: list[int], parts: list[int], elements: int
+    ) -> None:
+        """Add strips of neurons with these moments; each has so many elements, over these parts."""
+        lane = len(self._of_lanes)
+        self._of_lanes += moments
+        for begin in range(0, len(moments), _STRIP):
+            count = min(_STRIP, len(moments) - begin)
+            self._strips.append([index, slot, lane + begin, count, *parts, begin, elements])
+
+    def normalize(
+        self,
+        stacks: Tensor,
+        factors: Tensor,
+        moments: Tensor,
+        groups: list[Tensor],
+    ) -> None:
+        """Advance moments, `(2, neurons)` fp32 before and after, and normalize updates.
+
+        `groups` are the group of each matrix, and the numbers of groups.
+        """
+        before, after = moments
+        strips, parts, pieces = self._on_device
+        size = self._numel * stacks.itemsize
+        launches.launch(
+            "neurons",
+            len(strips),
+            [
+                strips,
+                parts,
+                self._lanes,
+                stacks,
+                factors,
+                before,
+                after,
+                self._scales,
+                self._sums,
+                *groups,
+            ],
+            [_STRIP, _DEPTH],
+            size,
+        )
+        tensors = [self._tiles, pieces, self._weights, stacks, factors, self._scales, self._sums]
+        most = 1 << (self._most - 1).bit_length()
+        constants = [most, *SHAPES[0]]
+        launches.launch("normalize", len(self._tiles), [*tensors, *groups], constants, 2 * size)
