@@ -93,6 +93,8 @@ def _are_fast(lists: Sequence[Sequence[Tensor]], name: str) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
+    if not tensor.numel():
+        return True
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return 1 + last == max(tensor.numel(), 1)
+    return 1 + last == tensor.numel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from unittest import mock
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+from megatron_muon.core import launches
 
 
 def _rounded(given: Any) -> Any:
@@ -28,10 +31,19 @@ def _rounded(given: Any) -> Any:
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """Kernels of the passes run in the interpreter."""
-    rounding = mock.patch.object(
-        interpreter, "_convert_float", _rounded(interpreter._convert_float)
-    )
-    with rounding:
-        yield
+def interpreted() -> Iterator[Counter[str]]:
+    """Kernels take the passes, in the interpreter; yields how often each is launched."""
+    launched = Counter[str]()
+    launch = launches.launch
+
+    def counting(kernel: str, *args: Any, **kwargs: Any) -> None:
+        launched[kernel] += 1
+        launch(kernel, *args, **kwargs)
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", _rounded(interpreter._convert_float)),
+        mock.patch.object(launches, "has_kernels", lambda device: True),
+        mock.patch.object(launches, "launch", counting),
+        np.errstate(all="ignore"),
+    ):
+        yield launched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_muon.core import kernels
-from megatron_muon.core.tiles import FLAT, TALL
+from megatron_muon.core.tiles import SHAPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,36 +29,75 @@ def test_interpreted() -> None:
 
 POINTERS = {
     "tiles": "*i32",
-    "pieces": "*i64",
-    "slots": "*i32",
-    "matrices": "*i64",
-    "gradients": "*i64",
-    "momenta": "*i64",
-    "weights": "*i64",
+    "largest": "*i32",
+    "counters": "*i32",
     "groups": "*i32",
+    "seeds": "*i32",
     "numbers": "*fp32",
     "failed": "*fp32",
     "firsts": "*fp32",
-    "largest": "*i32",
+    "factors": "*fp32",
+    "sums": "*fp32",
+    "partial": "*fp32",
+    "before": "*fp32",
+    "after": "*fp32",
+    "roots": "*fp32",
+    "least": "*fp32",
+    "of_weights": "*fp32",
+    "of_updates": "*fp32",
+    "m": "i32",
     "count": "i32",
+    "added": "fp32",
 }
-FLAGS = ("half", "nesterov", "may_fail", "noted", "decays")
+"""Types of arguments; of elements on the wire, bf16; of all others, int64."""
+ELEMENTS = ("out", "lane", "stacks", "updates", "given", "q")
+SIZES = {"aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "most": 256, "stored": 0}
+FORMS: dict[str, list[dict[str, int]]] = {
+    "advance": [{"stored": stored, "alone": stored != 1} for stored in range(3)],
+    "fill": [{}],
+    "drain": [{}],
+    "level": [{}],
+    "neurons": [{}],
+    "normalize": [{}],
+    "descend": [
+        {"decay": 2, "holds": 0},
+        {"decay": 1, "divides": 0, "half": 0, "holds": 0},
+        {"decay": 0, "divides": 0},
+    ],
+    "total": [{}],
+    "move": [{}],
+    "divide": [{}],
+    "shift": [{}],
+}
+"""Constants of each kernel to compile; those that are not named are 1."""
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("name", ["advance", "fill", "drain", "descend", "factors"])
-def test_kernels_compile_for_gpus(name: str, tall: bool, capability: int) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_kernels_compile_for_gpus(name: str, capability: int) -> None:
     kernel = getattr(kernels, name)
-    rows, cols = TALL if tall else FLAT
-    shape = {"tile_rows": rows, "tile_cols": cols, "tall": tall, "aligned": 8, "size": 256}
-    constants = {arg: shape[arg] for arg in kernel.arg_names if arg in shape}
-    constants |= {arg: True for arg in kernel.arg_names if arg in FLAGS}
-    signature = {}
-    for arg in kernel.arg_names:
-        signature[arg] = "constexpr" if arg in constants else POINTERS.get(arg, "*bf16")
-    if name == "factors":
-        signature["out"] = "*fp32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    assert f"sm_{capability}" in compiled.asm["ptx"]
+    for form, (rows, cols) in zip(FORMS[name], itertools.cycle(SHAPES), strict=False):
+        given = {"rows": rows, "cols": cols} | SIZES | form
+        signature, constants = {}, {}
+        for parameter in kernel.params:
+            arg = parameter.name
+            if parameter.is_constexpr:
+                signature[arg] = "constexpr"
+                constants[arg] = given.get(arg, 1)
+            else:
+                signature[arg] = POINTERS.get(arg, "*bf16" if arg in ELEMENTS else "*i64")
+        if name == "normalize":
+            signature["weights"] = signature["scales"] = "*fp32"
+        if name == "neurons":
+            signature["scales"] = "*fp32"
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        options = {"num_warps": 8}
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options=options
+        )
+        assert f"sm_{capability}" in compiled.asm["ptx"]
+
+
+def test_every_kernel_is_compiled() -> None:
+    launched = {name for name, one in vars(kernels).items() if isinstance(one, triton.JITFunction)}
+    assert {name for name in launched if not name.startswith("_")} == set(FORMS)

@@ -108,6 +108,7 @@ class NorMuon(SecondMoment):
         self._after = self._flat_after.split(sizes)
         # of neurons of which this rank holds parts
         self._sent: dict[int, Tensor] = {}
+        self._flat_moments: Tensors = []
         self._received: Tensors = []
         for index, averaged in enumerate(self._averaged):
             row, rows, col, cols = held.rectangles[index]
@@ -133,8 +134,10 @@ class NorMuon(SecondMoment):
     def begin(self, step: Rows) -> None:
         super().begin(step)
         self.moments_of_neurons.zero_()
+        if not self._flat_moments:
+            self._flat_moments = [moment.view(-1) for moment in self.moments]
         if self._sent:
-            own = [self.moments[index].view(-1) for index in self._sent]
+            own = [self._flat_moments[index] for index in self._sent]
             torch._foreach_copy_(list(self._sent.values()), own)
         self.held.add_up(self._flat_before, alike=self.held.replicated)
 
@@ -175,5 +178,4 @@ class NorMuon(SecondMoment):
     @override
     def end(self) -> None:
         self.held.add_up(self._flat_after, alike=self.held.repeated)
-        own = [moment.view(-1) for moment in self.moments]
-        torch._foreach_copy_(own, self._received)
+        torch._foreach_copy_(self._flat_moments, self._received)
