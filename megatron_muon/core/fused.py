@@ -234,6 +234,7 @@ class FusedPasses(Passes):
         """Launch a kernel on tiles, which moves so many bytes for an element."""
         if tiles is not None:
             constants = [*map(int, flags), *tiles.shape, min(aligned, tiles.aligned)]
+            constants.append(tiles.tall_aligned)
             given = [tiles.tiles, tiles.pieces, *tensors]
             launches.launch(kernel, len(tiles.tiles), given, constants, tiles.numel * element_bytes)
 

@@ -25,12 +25,19 @@ LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
 
 
 @triton.jit
-def _tile(tiles, pieces, rows: tl.constexpr, cols: tl.constexpr, aligned: tl.constexpr):
+def _tile(
+    tiles,
+    pieces,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
+    aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
+):
     """This program's piece, `(rows, 1)` and `(1, cols)` offsets in it, and their mask."""
     number = tl.load(tiles + tl.program_id(0))
     piece = pieces + number.to(tl.int64) * PIECE
     tile = tl.program_id(0) - tl.load(piece + 7)
-    height = tl.load(piece + 5)
+    height = tl.multiple_of(tl.load(piece + 5), tall_aligned)
     width = tl.multiple_of(tl.load(piece + 6), aligned)
     across = tl.cdiv(width, cols)
     row = (tile // across * rows + tl.arange(0, rows))[:, None]
@@ -54,12 +61,15 @@ def _in_shard(piece, row, col):
 
 
 @triton.jit
-def _load_far(far, piece, row, col, inside, aligned: tl.constexpr):
+def _load_far(
+    far, piece, row, col, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr
+):
     """Values of the far end, where columns may be rows."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
     if tl.load(piece + 8) == 1:
-        values = tl.load(far + start + row + col * stride, mask=inside, other=0.0)
+        down = tl.multiple_of(start, tall_aligned) + col * tl.multiple_of(stride, tall_aligned)
+        values = tl.load(far + down + row, mask=inside, other=0.0)
     else:
         at = tl.multiple_of(start, aligned) + row * tl.multiple_of(stride, aligned) + col
         values = tl.load(far + at, mask=inside, other=0.0)
@@ -67,12 +77,15 @@ def _load_far(far, piece, row, col, inside, aligned: tl.constexpr):
 
 
 @triton.jit
-def _store_far(far, piece, row, col, values, inside, aligned: tl.constexpr):
+def _store_far(
+    far, piece, row, col, values, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr
+):
     """Write values to the far end."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
     if tl.load(piece + 8) == 1:
-        tl.store(far + start + row + col * stride, values, mask=inside)
+        down = tl.multiple_of(start, tall_aligned) + col * tl.multiple_of(stride, tall_aligned)
+        tl.store(far + down + row, values, mask=inside)
     else:
         at = tl.multiple_of(start, aligned) + row * tl.multiple_of(stride, aligned) + col
         tl.store(far + at, values, mask=inside)
@@ -306,13 +319,14 @@ def advance(
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
 ):
     """momentum <- lerp(momentum, gradient, 1 - share); out <- lerp(gradient, momentum, share).
 
     `half`: gradients are bf16. `to_stacks`: magnitudes of slots are noted; `alone`: no other rank's
     matter, so slots are levelled.
     """
-    number, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    number, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
     group = numbers + tl.load(groups + of) * GROUP
     dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
@@ -331,12 +345,12 @@ def advance(
         momenta, scales, seeds, of, piece, row, col, advanced, inside, stored, aligned
     )
     sent = sent.to(out.dtype.element_ty)
-    _store_far(out, piece, row, col, sent, inside, aligned)
+    _store_far(out, piece, row, col, sent, inside, aligned, tall_aligned)
     if to_stacks:
         slot = tl.load(slots + number)
         sent = tl.where(inside, sent, 0.0)
         if alone:
-            size: tl.constexpr = rows * cols
+            size: tl.constexpr = 2048
             _noted(slot, levels, siblings, largest, counters, out, factors, sent, size)
         else:
             _note(largest, slot, sent)
@@ -357,14 +371,15 @@ def fill(
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
 ):
     """Copy a lane to stacks, with the largest magnitude of each slot."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     values = tl.load(lane + _near(piece, row, col, aligned), mask=inside, other=0.0)
-    _store_far(stacks, piece, row, col, values, inside, aligned)
+    _store_far(stacks, piece, row, col, values, inside, aligned, tall_aligned)
     slot = tl.load(piece)
     if alone:
-        size: tl.constexpr = rows * cols
+        size: tl.constexpr = 2048
         _noted(slot, levels, siblings, largest, counters, stacks, factors, values, size)
     else:
         _note(largest, slot, values)
@@ -379,10 +394,11 @@ def drain(
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
 ):
     """Copy stacks to a lane."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
-    values = _load_far(stacks, piece, row, col, inside, aligned)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    values = _load_far(stacks, piece, row, col, inside, aligned, tall_aligned)
     tl.store(lane + _near(piece, row, col, aligned), values, mask=inside)
 
 
@@ -464,6 +480,7 @@ def normalize(
     most: tl.constexpr,
     rows: tl.constexpr,
     cols: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     """Multiply updates by their neurons' factors, their norm's, and their block's scale.
 
@@ -473,7 +490,7 @@ def normalize(
     number = tl.load(tiles + tl.program_id(0)).to(tl.int64)
     piece = pieces + number * 10
     height = tl.load(piece + 3)
-    width = tl.load(piece + 4)
+    width = tl.multiple_of(tl.load(piece + 4), aligned)
     tile = tl.program_id(0) - tl.load(piece + 9)
     across = tl.cdiv(width, cols)
     row = (tile // across * rows + tl.arange(0, rows))[:, None]
@@ -493,7 +510,7 @@ def normalize(
         scale = tl.load(neuron + col, mask=col < width, other=0.0) + row * 0.0
     else:
         scale = tl.load(neuron + row, mask=row < height, other=0.0) + col * 0.0
-    at = stacks + tl.load(piece + 2) + row * width + col
+    at = stacks + tl.multiple_of(tl.load(piece + 2), aligned) + row * width + col
     values = tl.load(at, mask=inside, other=0.0)
     changed = values.to(tl.float32) * scale * ratio * tl.load(weights + number)
     tl.store(at, changed.to(values.dtype), mask=inside)
@@ -520,20 +537,21 @@ def descend(
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
 ):
     """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays.
 
     `half`: weights are bf16. `divides`: by the root of second moments. `holds`: weights stay,
     updates go to the gradients' place, and their sums ||w||^2, ||u||^2 and <w, u> to `sums`.
     """
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
     near = _near(piece, row, col, aligned)
     dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
     weight_at = _pointer(weights, of, dtype, aligned) + near
     group = numbers + tl.load(groups + of) * GROUP
     lr = tl.load(group + 2)
-    update = _load_far(updates, piece, row, col, inside, aligned).to(tl.float32)
+    update = _load_far(updates, piece, row, col, inside, aligned, tall_aligned).to(tl.float32)
     weight = tl.load(weight_at, mask=inside, other=0.0)
     before = weight.to(tl.float32)
     if (tl.load(piece + 1) == 0) & (tl.program_id(0) == tl.load(piece + 7)):
@@ -600,9 +618,10 @@ def move(
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
 ):
     """weight <- of_weights * weight + of_updates * update, with a matrix's two numbers."""
-    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned)
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
     near = _near(piece, row, col, aligned)
     dtype: tl.constexpr = tl.bfloat16 if half else tl.float32

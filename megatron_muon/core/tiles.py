@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_muon.core.copies import Copy
 
-SHAPES = (64, 128), (8, 1024)
+SHAPES = (32, 128), (4, 1024)
 """Rows and columns of tiles; a launch has those of which fewer cover its pieces."""
 
 FIELDS = 9
@@ -35,7 +35,8 @@ class Tiles:
         slots: the slot of each piece at the far end, int64, where the near end is by matrix.
         tiles_on_host, slots_on_host: the same on the host.
         shape: rows and columns of a tile.
-        aligned: elements of which starts and strides are multiples.
+        aligned: elements of which starts, strides and columns are multiples, where the far end has
+            rows; `tall_aligned` those of which starts, strides and rows are, where it has columns.
         numel: of all pieces.
         runs: matrix, first tile and number of tiles of each matrix, int64, on the host.
     """
@@ -47,6 +48,7 @@ class Tiles:
     slots_on_host: np.ndarray
     shape: tuple[int, int]
     aligned: int
+    tall_aligned: int
     numel: int
     runs: np.ndarray
 
@@ -91,7 +93,7 @@ def tiles_of(
         tiles,
         of_slots,
         shape,
-        _aligned(pieces),
+        *_aligned(pieces),
         int((pieces[:, 5] * pieces[:, 6]).sum()),
         _runs(pieces, counts),
     )
@@ -115,9 +117,15 @@ def _runs(pieces: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.column_stack([numbers, pieces[firsts, 7], tiles])
 
 
-def _aligned(pieces: np.ndarray) -> int:
-    """The largest power of two, up to 16, of which starts, strides and columns are multiples."""
-    is_flat = pieces[:, 8] == 0
-    ends = [pieces[:, [1, 2, 6]].ravel(), pieces[is_flat][:, [3, 4]].ravel()]
-    bits = int(np.bitwise_or.reduce(np.concatenate(ends))) | _MOST_ALIGNED
+def _aligned(pieces: np.ndarray) -> tuple[int, int]:
+    """`Tiles.aligned` and `tall_aligned`."""
+    is_tall = pieces[:, 8] == 1
+    flat = multiple_of(pieces[:, [1, 2, 6]], pieces[~is_tall][:, [3, 4]])
+    return flat, multiple_of(pieces[is_tall][:, 3:6])
+
+
+def multiple_of(*numbers: np.ndarray) -> int:
+    """The largest power of two, up to 16, that divides all of these."""
+    flat = np.concatenate([one.ravel() for one in numbers])
+    bits = int(np.bitwise_or.reduce(flat)) | _MOST_ALIGNED
     return bits & -bits

@@ -15,7 +15,7 @@ from megatron_muon.core.copies import Copy
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.second_moments import NorMuon
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.tiles import SHAPES, Tiles, tiled, tiles_of
+from megatron_muon.core.tiles import SHAPES, Tiles, multiple_of, tiled, tiles_of
 from megatron_muon.core.wave import Wave
 
 INT8 = 2
@@ -25,7 +25,7 @@ _SCALE_COLS = 128
 _TERMS = 1024
 """Tiles whose sums a program adds at a time."""
 
-_STRIP, _DEPTH = 64, 64
+_STRIP, _DEPTH = 64, 32
 """Neurons of a program, and elements of each that it takes at a time."""
 
 
@@ -161,7 +161,7 @@ class Tables:
     def level(self, stacks: Tensor) -> None:
         """Level the slots, whose magnitudes ranks have agreed on."""
         tensors = [self._heads, self.slots, self.siblings, self.largest, stacks, self.factors]
-        launches.launch("level", len(self._heads), tensors, [8192], 8 * len(self.slots))
+        launches.launch("level", len(self._heads), tensors, [2048], 8 * len(self.slots))
 
     @property
     def descents(self) -> list[Tiles]:
@@ -237,6 +237,7 @@ class Neurons:
         for piece in self._pieces:
             piece[9] = sum(counts)
             counts.append(-(-piece[3] // tile_rows) * -(-piece[4] // tile_cols))
+        self._aligned = multiple_of(np.array([[piece[2], piece[4]] for piece in self._pieces]))
         self._numel = sum(piece[3] * piece[4] for piece in self._pieces)
         self._tiles = torch.from_numpy(tiled(np.array(counts, dtype=np.int64))).to(device)
         tables = self._strips, self._parts, self._pieces
@@ -318,5 +319,5 @@ class Neurons:
         )
         tensors = [self._tiles, pieces, self._weights, stacks, factors, self._scales, self._sums]
         most = 1 << (self._most - 1).bit_length()
-        constants = [most, *SHAPES[0]]
+        constants = [most, *SHAPES[0], self._aligned]
         launches.launch("normalize", len(self._tiles), [*tensors, *groups], constants, 2 * size)

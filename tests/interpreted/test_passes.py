@@ -155,7 +155,7 @@ def test_tiles_carry_every_element_once() -> None:
     tiles = tiles_of(COPIES, range(len(COPIES)), CPU)
     assert tiles is not None
     given = [tiles.tiles, tiles.pieces]
-    constants = [*tiles.shape, tiles.aligned]
+    constants = [*tiles.shape, tiles.aligned, tiles.tall_aligned]
     programs = (len(tiles.tiles),)
     unused = [none, none, largest, none, none]
     kernels.fill[programs](*given, lane, stacks, *unused, False, *constants)
@@ -254,7 +254,7 @@ def test_momentum_is_rounded_as_on_a_cpu(name: str) -> None:
             *[none] * 5,
             *(False, codec.format, True, False, False, True),
             *tiles.shape,
-            1,
+            *(1, 1),
         )
     found, wanted = (codec.decode(one, rows, cols) for one in (record, expected))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

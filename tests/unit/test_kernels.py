@@ -51,7 +51,7 @@ POINTERS = {
 }
 """Types of arguments; of elements on the wire, bf16; of all others, int64."""
 ELEMENTS = ("out", "lane", "stacks", "updates", "given", "q")
-SIZES = {"aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "most": 256, "stored": 0}
+SIZES = {"aligned": 8, "tall_aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "most": 256, "stored": 0}
 FORMS: dict[str, list[dict[str, int]]] = {
     "advance": [{"stored": stored, "alone": stored != 1} for stored in range(3)],
     "fill": [{}],
