@@ -119,7 +119,8 @@ class Engine:
         of_stacks = [factors] if one else factors.split(wave.counts)
         for number, of_stack in enumerate(of_stacks):
             stack = wave.stacks[number]
-            self.passes.scale(wave, stack, of_stack)
+            if self.method.takes_levelled:
+                self.passes.scale(wave, stack, of_stack)
             updates = self.method.run(
                 stack.blocks,
                 stack.kind,

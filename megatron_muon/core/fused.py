@@ -118,6 +118,7 @@ class FusedPasses(Passes):
 
     Args:
         waves: of the step, with their batches.
+        levels: the method takes levelled stacks.
         records: momentum that is not fp32 beside the rows.
     """
 
@@ -127,12 +128,14 @@ class FusedPasses(Passes):
         rules: Sequence[Rule],
         *,
         waves: Sequence[Wave] = (),
+        levels: bool = True,
         records: Records | None = None,
         nesterov: bool = True,
         decay: str = DECOUPLED,
     ) -> None:
         super().__init__(rows, rules, nesterov=nesterov, decay=decay)
         self._waves = [each for wave in waves for each in (wave, *wave.batches)]
+        self._levels = levels
         self._records = records
         self._tables: dict[int, Tables] = {}
         self._is_measured = False
@@ -261,7 +264,7 @@ class FusedPasses(Passes):
             *tables.levels,
         ]
         flags = [self._gradients.is_half, stored, self._nesterov, rows.failed is not None]
-        flags += [tiles.slots is not None, not wave.agreement.is_among_ranks]
+        flags += [tiles.slots is not None, not wave.agreement.is_among_ranks, self._levels]
         element_bytes = self._gradients.dtype.itemsize + out.dtype.itemsize
         element_bytes += 2 * (4, 2, 1)[stored]
         aligned = min(self._gradients.aligned, self._momenta.aligned)
@@ -274,18 +277,18 @@ class FusedPasses(Passes):
         if tables is None:
             return super().fill(wave)
         tensors = [wave.lane, wave.stack_memory, *tables.levels]
-        flags = [not wave.agreement.is_among_ranks]
+        flags = [not wave.agreement.is_among_ranks, self._levels]
         self._run("fill", tables.fill, tensors, 2 * wave.lane.dtype.itemsize, flags)
 
     @override
     def measure(self, wave: Wave) -> Tensor:
-        """As `Passes.measure`, but 1 for blocks whose squares fit; blocks are multiplied already."""
+        """As `Passes.measure`; of levelled stacks, which are multiplied already, 1 where squares fit."""
         tables = self._tables_of(wave)
         if tables is None:
             return super().measure(wave)
         if wave.agreement.is_among_ranks:
             wave.agreement.agree(tables.largest.view(torch.float32).view(-1, 1, 1))
-            tables.level(wave.stack_memory)
+            tables.level(wave.stack_memory, multiplies=self._levels)
         return tables.factors
 
     @override

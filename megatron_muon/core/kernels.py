@@ -20,6 +20,8 @@ SCALE_COLS = tl.constexpr(128)
 """Columns that share a scale in int8: `offload.codecs`."""
 NONE, DECOUPLED, CAUTIOUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Kinds of decay."""
+LEVEL_SIZE = tl.constexpr(2048)
+"""Elements that a program multiplies at a time."""
 LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
 """Magnitudes of 2^-40 and 2^40, between which blocks are iterated as they are."""
 
@@ -235,8 +237,17 @@ def _companded(magnitudes, noise):
 
 
 @triton.jit
-def _level(fields, slots, siblings, largest, stacks, factors, size: tl.constexpr):
-    """Multiply the slots of a matrix by their factors, which are kept; magnitudes become 0."""
+def _level(
+    fields,
+    slots,
+    siblings,
+    largest,
+    stacks,
+    factors,
+    multiplies: tl.constexpr,
+    size: tl.constexpr,
+):
+    """Factors of the slots of a matrix, by which they are multiplied; magnitudes become 0."""
     first = tl.load(fields + 2)
     end = first + tl.load(fields + 3)
     worst = tl.full((), 0, tl.int32)
@@ -247,12 +258,14 @@ def _level(fields, slots, siblings, largest, stacks, factors, size: tl.constexpr
         slot = tl.load(siblings + number)
         bits = tl.atomic_max(largest + slot, 0) & 0x7FFFFFFF
         power = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-        is_usual = (bits == 0) | ((bits >= LEAST_BITS) & (bits <= MOST_BITS))
-        factor = tl.where(is_usual, 1.0, 0.5 / power)
+        factor = 0.5 / power
+        if multiplies:
+            is_usual = (bits == 0) | ((bits >= LEAST_BITS) & (bits <= MOST_BITS))
+            factor = tl.where(is_usual, 1.0, factor)
         factor = tl.where(worst < 0x7F800000, factor, float("nan"))
         tl.store(factors + slot, factor)
         tl.store(largest + slot, 0)
-        if factor != 1.0:
+        if multiplies and factor != 1.0:
             start = stacks + tl.load(slots + slot * 6)
             numel = tl.load(slots + slot * 6 + 1)
             for begin in range(0, numel, size):
@@ -264,7 +277,18 @@ def _level(fields, slots, siblings, largest, stacks, factors, size: tl.constexpr
 
 
 @triton.jit
-def _noted(slot, slots, siblings, largest, counters, stacks, factors, values, size: tl.constexpr):
+def _noted(
+    slot,
+    slots,
+    siblings,
+    largest,
+    counters,
+    stacks,
+    factors,
+    values,
+    multiplies: tl.constexpr,
+    size: tl.constexpr,
+):
     """Take values into a slot's largest magnitude; the last program of a matrix levels its slots.
 
     It sees what the others have stored, as all add to the matrix's counter after that.
@@ -275,20 +299,30 @@ def _noted(slot, slots, siblings, largest, counters, stacks, factors, values, si
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     if before == tl.load(fields + 4) - 1:
-        _level(fields, slots, siblings, largest, stacks, factors, size)
+        _level(fields, slots, siblings, largest, stacks, factors, multiplies, size)
         tl.store(counter, 0)
 
 
 @triton.jit
-def level(heads, slots, siblings, largest, stacks, factors, size: tl.constexpr):
+def level(
+    heads,
+    slots,
+    siblings,
+    largest,
+    stacks,
+    factors,
+    multiplies: tl.constexpr,
+    size: tl.constexpr,
+):
     """Level the slots of matrices, each named by one of its slots.
 
-    A slot is multiplied by the power of two that `passes.unit_factor` gives, if it is far from 1, and
-    becomes NaN if an element of its matrix is not finite. `slots` are start, elements, first of its
+    The factor of a slot is the power of two that `passes.unit_factor` gives, and NaN if an element of
+    its matrix is not finite. With `multiplies` it is 1 where squares fit as they are, and slots are
+    multiplied by the others. `slots` are start, elements, first of its
     matrix's slots among siblings and their number, tiles of the matrix, its counter.
     """
     fields = slots + tl.load(heads + tl.program_id(0)) * 6
-    _level(fields, slots, siblings, largest, stacks, factors, size)
+    _level(fields, slots, siblings, largest, stacks, factors, multiplies, size)
 
 
 @triton.jit
@@ -316,6 +350,7 @@ def advance(
     may_fail: tl.constexpr,
     to_stacks: tl.constexpr,
     alone: tl.constexpr,
+    multiplies: tl.constexpr,
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
@@ -350,8 +385,18 @@ def advance(
         slot = tl.load(slots + number)
         sent = tl.where(inside, sent, 0.0)
         if alone:
-            size: tl.constexpr = 2048
-            _noted(slot, levels, siblings, largest, counters, out, factors, sent, size)
+            _noted(
+                slot,
+                levels,
+                siblings,
+                largest,
+                counters,
+                out,
+                factors,
+                sent,
+                multiplies,
+                LEVEL_SIZE,
+            )
         else:
             _note(largest, slot, sent)
 
@@ -368,6 +413,7 @@ def fill(
     counters,
     factors,
     alone: tl.constexpr,
+    multiplies: tl.constexpr,
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
@@ -379,8 +425,18 @@ def fill(
     _store_far(stacks, piece, row, col, values, inside, aligned, tall_aligned)
     slot = tl.load(piece)
     if alone:
-        size: tl.constexpr = 2048
-        _noted(slot, levels, siblings, largest, counters, stacks, factors, values, size)
+        _noted(
+            slot,
+            levels,
+            siblings,
+            largest,
+            counters,
+            stacks,
+            factors,
+            values,
+            multiplies,
+            LEVEL_SIZE,
+        )
     else:
         _note(largest, slot, values)
 

@@ -158,10 +158,10 @@ class Tables:
         """What a kernel needs to level slots."""
         return [self.slots, self.siblings, self.largest, self.counters, self.factors]
 
-    def level(self, stacks: Tensor) -> None:
+    def level(self, stacks: Tensor, *, multiplies: bool) -> None:
         """Level the slots, whose magnitudes ranks have agreed on."""
         tensors = [self._heads, self.slots, self.siblings, self.largest, stacks, self.factors]
-        launches.launch("level", len(self._heads), tensors, [2048], 8 * len(self.slots))
+        launches.launch("level", len(self._heads), tensors, [multiplies, 2048], 8 * len(self.slots))
 
     @property
     def descents(self) -> list[Tiles]:

@@ -185,6 +185,7 @@ class Part:
             self.rows,
             self.rules,
             waves=self.waves.all,
+            levels=self.waves.method.takes_levelled,
             records=self.store,
             **passing,
         )

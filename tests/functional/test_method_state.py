@@ -329,13 +329,13 @@ class Remembering(NewtonSchulz):
     def state_shapes(self, kind: Any) -> dict[str, tuple[int, ...]]:
         return {LEFT: (kind.smaller, kind.smaller)}
 
-    def run(self, stack: Tensor, kind: Any, factors: Tensor, work: Any, **others: Any) -> None:
+    def run(self, stack: Tensor, kind: Any, factors: Tensor, work: Any, **others: Any) -> Tensor:
         left = others["state"][LEFT]
-        for number, block in enumerate(stack * factors):
+        for number, block in enumerate(stack.clone()):
             if not factors[number].isnan():
                 left[number].lerp_(block @ block.mT, 1 - BETA)
                 stack[number] += left[number] @ stack[number]
-        super().run(stack, kind, factors, work, **others)
+        return super().run(stack, kind, factors, work, **others)
 
 
 def train_with_state(rank: int, world_size: int, **how: Any) -> tuple[int, str]:

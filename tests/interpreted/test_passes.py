@@ -158,7 +158,7 @@ def test_tiles_carry_every_element_once() -> None:
     constants = [*tiles.shape, tiles.aligned, tiles.tall_aligned]
     programs = (len(tiles.tiles),)
     unused = [none, none, largest, none, none]
-    kernels.fill[programs](*given, lane, stacks, *unused, False, *constants)
+    kernels.fill[programs](*given, lane, stacks, *unused, False, True, *constants)
     assert torch.equal(stacks, expected)
     for number, copy in enumerate(COPIES):
         found = largest.view(torch.float32)[number]
@@ -197,7 +197,7 @@ def levelled(values: list[float], siblings: list[list[int]]) -> tuple[Tensor, Te
         flat += alike
     heads = torch.tensor([alike[0] for alike in siblings])
     tables = [heads, torch.tensor(table), torch.tensor(flat)]
-    kernels.level[(len(heads),)](*tables, largest, stacks, factors, 64)
+    kernels.level[(len(heads),)](*tables, largest, stacks, factors, True, 64)
     return stacks, factors, largest
 
 
@@ -252,7 +252,7 @@ def test_momentum_is_rounded_as_on_a_cpu(name: str) -> None:
             numbers,
             torch.zeros(rows * cols),
             *[none] * 5,
-            *(False, codec.format, True, False, False, True),
+            *(False, codec.format, True, False, False, True, True),
             *tiles.shape,
             *(1, 1),
         )

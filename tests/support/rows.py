@@ -46,8 +46,13 @@ def run(
     """Run a method on a finite stack with buffers of its own."""
     for part in stack.split(min(method.together(kind), len(stack))):
         work = Work.allocated(method.work_bytes(kind, len(part), part.itemsize), part.device)
+        factors = unit_factor(largest_magnitude(part))
+        if method.takes_levelled:
+            part.mul_(factors.to(part.dtype))
         with method.arithmetic():
-            method.run(part, kind, unit_factor(largest_magnitude(part)), work, team=team)
+            updates = method.run(part, kind, factors, work, team=team)
+        if updates is not None:
+            part.copy_(updates)
 
 
 def orthogonalized(

@@ -151,13 +151,12 @@ def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> N
 
 
 def test_a_number_of_the_host_would_be_captured() -> None:
-    """The negative control: a float is part of the operation."""
+    """The negative control: a float is copied to the device when it changes."""
     with on_fake_gpu() as muon:
         enqueued(muon)
         second = enqueued(muon)
         muon.param_groups[0]["lr"] = 0.05
         third = enqueued(muon)
-    assert len(second) == len(third)
     assert second != third
 
 

@@ -42,7 +42,7 @@ LOOSE = TOOLS | {
 GROUND = {"core", *BELOW}
 """All that core/ imports of this package."""
 
-HEAVY = {"torch", "numpy", "emerging_optimizers"}
+HEAVY = {"torch", "numpy", "emerging_optimizers", "triton"}
 """All that core/ imports beside the standard library."""
 
 

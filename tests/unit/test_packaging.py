@@ -273,6 +273,7 @@ WITH = {
     "huggingface_hub": "transformers",
     "yaml": "pyyaml",
     "megatron": "megatron-core",
+    "triton": "torch",
 }
 """Packages by what installs them, where that has another name or is another package's need."""
 

@@ -79,11 +79,13 @@ class Method(ABC):
 
     Attributes:
         serves_teams: True if several ranks may share a block.
+        takes_levelled: True if `run` gets stacks that have been multiplied by their factors.
         device: of momentum and stacks.
         dtype: of its arithmetic, which "auto" takes for wire and stacks.
     """
 
     serves_teams: ClassVar[bool] = False
+    takes_levelled: ClassVar[bool] = False
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
 
@@ -181,12 +183,11 @@ class Method(ABC):
         Within `arithmetic`.
 
         Args:
-            stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks, multiplied
-                by `factors`; a tall block is its transpose here. In a team, n are this rank's
-                columns.
-            factors: `(count, 1, 1)` fp32, powers of two after which the largest magnitude of a
-                block is in [0.5, 1), or 1 where it is in [2^-40, 2^40]; NaN for a block of a
-                matrix that is not finite.
+            stack: `(count, m, n)` fp32 or bf16 with m <= n, at most `together` blocks; a tall
+                block is its transpose here. In a team, n are this rank's columns.
+            factors: `(count, 1, 1)` fp32, the power of two that brings each block to a largest
+                magnitude in [0.5, 1), or 1 if stacks are levelled and it is in [2^-40, 2^40]; NaN
+                for a block of a matrix that is not finite.
             work: buffers of `work_bytes`.
             state: `(count, ...)` fp32 by slot name, as `state_shapes`, to be changed in place; that
                 of a block with a NaN factor must stay.

@@ -64,6 +64,7 @@ class NewtonSchulz(Method):
     """
 
     serves_teams: ClassVar[bool] = True
+    takes_levelled: ClassVar[bool] = True
 
     iteration: Iteration = field(default_factory=Iteration)
     scale_mode: str = "spectral"

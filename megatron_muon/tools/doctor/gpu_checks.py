@@ -246,7 +246,11 @@ def orthogonalized(x: torch.Tensor, iteration: Iteration) -> torch.Tensor:
     work = Work.allocated(method.work_bytes(kind, count, x.itemsize), x.device)
     for part in stack.split(min(method.together(kind), count)):
         with method.arithmetic():
-            method.run(part, kind, unit_factor(largest_magnitude(part)), work)
+            factors = unit_factor(largest_magnitude(part))
+            part.mul_(factors.to(part.dtype))
+            updates = method.run(part, kind, factors, work)
+            if updates is not part:
+                part.copy_(updates)
     return stack
 
 
