@@ -29,6 +29,8 @@ _NUMBERS = 8
 """Numbers of a group, as `kernels.GROUP` has them."""
 
 _NO_DECAY, _DECOUPLED, _CAUTIOUS = range(3)
+_OF_ELEMENTS, _OF_NEURONS = 1, 2
+"""Flags of kernels: kinds of decay, and of second moments."""
 
 _FUSED: tuple[type[Rule], ...] = (AdaMuon, NorMuon, CautiousDecay, Hyperball)
 """Rules that the kernels have."""
@@ -189,7 +191,11 @@ class FusedPasses(Passes):
             self._scales.look([scales for _, scales in found])
         if self._divisor is not None:
             self._moments.look_at([self._divisor.moments[index] for index in held])
-            self._row_scales.look_at([self._divisor.row_scales[index] for index in held])
+        elif self._norms is not None:
+            self._moments.look([2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held])
+        second = self._divisor or self._norms
+        if second is not None:
+            self._row_scales.look_at([second.row_scales[index] for index in held])
         if self._sphere is not None:
             self._sphere.move = self._move
 
@@ -301,16 +307,31 @@ class FusedPasses(Passes):
         tables = self._tables_of(wave)
         if tables is None:
             super().finish(wave, factors)
-        elif tables.neurons is not None:
-            assert self._norms is not None
-            numbers = [self._all_groups.on_device, self._numbers.on_device]
-            tables.neurons.normalize(wave.stack_memory, factors, self._norms.moments_of_neurons, numbers)
+        elif tables.neurons is not None and not self._is_direct(wave):
+            scales = self._advance_neurons(tables, wave.stack_memory)
+            tables.neurons.normalize(wave.stack_memory, scales)
+
+    def _is_direct(self, wave: Wave) -> bool:
+        """Weights descend right along the updates that the method leaves, with NorMuon's factors."""
+        return wave.route.is_batch and len(wave.stacks) == 1
+
+    def _advance_neurons(self, tables: Tables, updates: Tensor) -> Tensor:
+        """Advance second moments of neurons; factors of all neurons, `(neurons,)` fp32."""
+        assert tables.neurons is not None
+        assert self._norms is not None
+        moments = self._norms.moments_of_neurons
+        groups = [self._all_groups.on_device, self._numbers.on_device]
+        tables.neurons.advance(updates, tables.factors, moments, groups)
+        return moments[2]
 
     @override
     def take(self, wave: Wave, number: int, updates: Tensor) -> None:
         """Drain a wave's stack, or let weights descend along a batch's, right from where it is."""
         tables = self._tables_of(wave)
-        if tables is None or not tables.parts:
+        if tables is not None and self._norms is not None and self._is_direct(wave):
+            self._advance_neurons(tables, updates)
+            self._descend(tables, tables.descend, updates, moment=_OF_NEURONS)
+        elif tables is None or not tables.parts:
             super().take(wave, number, updates)
         elif wave.route.is_batch:
             self._descend(tables, tables.parts[number], updates)
@@ -335,12 +356,20 @@ class FusedPasses(Passes):
             super().descend(wave)
         elif not wave.route.is_batch:
             self._descend(tables, tables.descend, wave.lane)
-        elif not tables.parts:
+        elif not tables.parts and not self._is_direct(wave):
             self._descend(tables, tables.descend, wave.stack_memory)
 
-    def _descend(self, tables: Tables, tiles: Tiles | None, updates: Tensor) -> None:
+    def _descend(
+        self,
+        tables: Tables,
+        tiles: Tiles | None,
+        updates: Tensor,
+        moment: int = 0,
+    ) -> None:
         if tiles is None:
             return
+        if self._divisor is not None:
+            moment = _OF_ELEMENTS
         holds = self._sphere is not None
         tensors = [
             self._weights.on_device,
@@ -350,16 +379,17 @@ class FusedPasses(Passes):
             self.rows.first_elements,
             self._moments.on_device,
             self._row_scales.on_device,
+            self._numbers.on_device if self._norms is None else self._norms.moments_of_neurons[2],
             self._gradients.on_device,
             tables.partial(tiles) if holds else self._numbers.on_device,
         ]
         decay = _CAUTIOUS if self._is_cautious else _DECOUPLED
         flags = [self._weights.is_half, self._gradients.is_half]
-        flags += [decay if self._decays else _NO_DECAY, self._divisor is not None, holds]
+        flags += [decay if self._decays else _NO_DECAY, moment, holds]
         weight_bytes = self._weights.dtype.itemsize
         element_bytes = updates.dtype.itemsize + weight_bytes
         element_bytes += self._gradients.dtype.itemsize if holds else weight_bytes
-        element_bytes += 8 if self._divisor is not None else 0
+        element_bytes += 8 if moment == _OF_ELEMENTS else 0
         aligned = self._weights.aligned
         if holds:
             aligned = min(aligned, self._gradients.aligned)

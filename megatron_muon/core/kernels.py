@@ -20,6 +20,8 @@ SCALE_COLS = tl.constexpr(128)
 """Columns that share a scale in int8: `offload.codecs`."""
 NONE, DECOUPLED, CAUTIOUS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Kinds of decay."""
+OF_ELEMENTS, OF_NEURONS = tl.constexpr(1), tl.constexpr(2)
+"""Kinds of second moments, beside NONE."""
 LEVEL_SIZE = tl.constexpr(2048)
 """Elements that a program multiplies at a time."""
 LEAST_BITS, MOST_BITS = tl.constexpr(0x2B800000), tl.constexpr(0x53800000)
@@ -459,29 +461,8 @@ def drain(
 
 
 @triton.jit
-def neurons(
-    strips,
-    parts,
-    lanes,
-    stacks,
-    factors,
-    before,
-    after,
-    scales,
-    sums,
-    groups,
-    numbers,
-    width: tl.constexpr,
-    depth: tl.constexpr,
-):
-    """Advance second moments of neurons; what they multiply updates with, and sums of squares.
-
-    `strips` are matrix, slot, first neuron, neurons, first part, parts, offset in a part, elements
-    of a neuron; `parts` start, strides of neurons and of their elements, elements; `lanes` the
-    places of neurons among moments.
-    `sums` get those of a strip, as the update is and as it will be.
-    """
-    strip = strips + tl.program_id(0) * 8
+def _squares(strip, parts, stacks, width: tl.constexpr, depth: tl.constexpr):
+    """Sums of squares of the neurons of a strip."""
     neuron = tl.arange(0, width)
     inside = neuron < tl.load(strip + 3)
     squares = tl.zeros((width,), tl.float32)
@@ -506,20 +487,71 @@ def neurons(
                 mask = inside[:, None] & there[None, :]
                 values = tl.load(at, mask=mask, other=0.0).to(tl.float32)
                 squares += tl.sum(values * values, axis=1)
+    return squares
+
+
+@triton.jit
+def neurons(
+    strips,
+    parts,
+    lanes,
+    stacks,
+    factors,
+    before,
+    after,
+    scales,
+    sums,
+    counters,
+    groups,
+    numbers,
+    width: tl.constexpr,
+    depth: tl.constexpr,
+):
+    """Advance second moments of neurons, and find what multiplies their updates.
+
+    `strips` are matrix, slot, first neuron, neurons, first part, parts, offset in a part, elements
+    of a neuron; first strip and strips, first neuron and neurons of the matrix. `parts` are start,
+    strides of neurons and of their elements, elements; `lanes` the places of neurons among moments.
+    The last program of a matrix multiplies all its factors, so that its norm stays.
+    """
+    strip = strips + tl.program_id(0) * 12
+    neuron = tl.arange(0, width)
+    inside = neuron < tl.load(strip + 3)
+    squares = _squares(strip, parts, stacks, width, depth)
     factor = tl.load(factors + tl.load(strip + 1))
     is_finite = factor == factor
     squares = tl.where(is_finite, squares, 0.0)
     group = numbers + tl.load(groups + tl.load(strip)) * GROUP
-    lane = tl.load(strip + 2) + neuron
-    place = tl.load(lanes + lane, mask=inside, other=0)
+    eps = tl.load(group + 5)
+    place = tl.load(lanes + tl.load(strip + 2) + neuron, mask=inside, other=0)
     moment = tl.load(before + place, mask=inside, other=0.0)
     means = squares / tl.load(strip + 7).to(tl.float32)
     moment = _lerp(moment, means, tl.where(is_finite, tl.load(group + 4), 0.0))
     tl.store(after + place, moment, mask=inside)
-    inverse = 1.0 / tl.sqrt_rn(tl.maximum(moment, tl.load(group + 5)))
-    tl.store(scales + lane, inverse, mask=inside)
+    inverse = 1.0 / tl.sqrt_rn(tl.maximum(moment, eps))
+    tl.store(scales + place, inverse, mask=inside)
     tl.store(sums + tl.program_id(0) * 2, tl.sum(squares))
     tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(squares * inverse * inverse))
+    first = tl.load(strip + 8)
+    count = tl.load(strip + 9)
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + first, 1, sem="acq_rel")
+    if done == count - 1:
+        norm = tl.full((), 0.0, tl.float32)
+        norm_now = tl.full((), 0.0, tl.float32)
+        for number in range(first, first + count):
+            norm += tl.load(sums + number * 2, cache_modifier=".cg")
+            norm_now += tl.load(sums + number * 2 + 1, cache_modifier=".cg")
+        ratio = tl.sqrt_rn(norm) / tl.maximum(tl.sqrt_rn(norm_now), eps)
+        ratio = tl.where(is_finite, ratio, float("nan"))
+        start = lanes + tl.load(strip + 10)
+        for begin in range(0, tl.load(strip + 11), 1024):
+            lane = begin + tl.arange(0, 1024)
+            there = lane < tl.load(strip + 11)
+            at = scales + tl.load(start + lane, mask=there, other=0)
+            values = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+            tl.store(at, values * ratio, mask=there)
+        tl.store(counters + first, 0)
 
 
 @triton.jit
@@ -528,48 +560,34 @@ def normalize(
     pieces,
     weights,
     stacks,
-    factors,
+    lanes,
     scales,
-    sums,
-    groups,
-    numbers,
-    most: tl.constexpr,
     rows: tl.constexpr,
     cols: tl.constexpr,
     aligned: tl.constexpr,
 ):
-    """Multiply updates by their neurons' factors, their norm's, and their block's scale.
+    """Multiply updates by their neurons' factors, and by their block's, `weights`.
 
-    `pieces` are matrix, slot, start, rows, columns, first neuron, 1 if these are columns, first
-    strip, strips, first tile; `weights` the blocks' scales.
+    `pieces` are start, rows, columns, first neuron, 1 if neurons are columns, first tile.
     """
     number = tl.load(tiles + tl.program_id(0)).to(tl.int64)
-    piece = pieces + number * 10
-    height = tl.load(piece + 3)
-    width = tl.multiple_of(tl.load(piece + 4), aligned)
-    tile = tl.program_id(0) - tl.load(piece + 9)
+    piece = pieces + number * 6
+    height = tl.load(piece + 1)
+    width = tl.multiple_of(tl.load(piece + 2), aligned)
+    tile = tl.program_id(0) - tl.load(piece + 5)
     across = tl.cdiv(width, cols)
     row = (tile // across * rows + tl.arange(0, rows))[:, None]
     col = (tile % across * cols + tl.arange(0, cols))[None, :]
     inside = (row < height) & (col < width)
-    strip = tl.arange(0, most)
-    there = strip < tl.load(piece + 8)
-    sum_at = sums + (tl.load(piece + 7) + strip) * 2
-    group = numbers + tl.load(groups + tl.load(piece)) * GROUP
-    norm = tl.sqrt_rn(tl.sum(tl.load(sum_at, mask=there, other=0.0)))
-    norm_now = tl.sqrt_rn(tl.sum(tl.load(sum_at + 1, mask=there, other=0.0)))
-    ratio = norm / tl.maximum(norm_now, tl.load(group + 5))
-    factor = tl.load(factors + tl.load(piece + 1))
-    ratio = tl.where(factor == factor, ratio, factor)
-    neuron = scales + tl.load(piece + 5)
-    if tl.load(piece + 6) == 1:
-        scale = tl.load(neuron + col, mask=col < width, other=0.0) + row * 0.0
+    neuron = lanes + tl.load(piece + 3)
+    if tl.load(piece + 4) == 1:
+        place = tl.load(neuron + col, mask=col < width, other=0) + row * 0
     else:
-        scale = tl.load(neuron + row, mask=row < height, other=0.0) + col * 0.0
-    at = stacks + tl.multiple_of(tl.load(piece + 2), aligned) + row * width + col
+        place = tl.load(neuron + row, mask=row < height, other=0) + col * 0
+    scale = tl.load(scales + place, mask=inside, other=0.0) * tl.load(weights + number)
+    at = stacks + tl.multiple_of(tl.load(piece), aligned) + row * width + col
     values = tl.load(at, mask=inside, other=0.0)
-    changed = values.to(tl.float32) * scale * ratio * tl.load(weights + number)
-    tl.store(at, changed.to(values.dtype), mask=inside)
+    tl.store(at, (values.to(tl.float32) * scale).to(values.dtype), mask=inside)
 
 
 @triton.jit
@@ -583,12 +601,13 @@ def descend(
     firsts,
     moments,
     row_scales,
+    scales,
     gradients,
     sums,
     half: tl.constexpr,
     half_gradients: tl.constexpr,
     decay: tl.constexpr,
-    divides: tl.constexpr,
+    moment: tl.constexpr,
     holds: tl.constexpr,
     rows: tl.constexpr,
     cols: tl.constexpr,
@@ -597,8 +616,10 @@ def descend(
 ):
     """weight <- weight - lr * (update + decay * weight); where an update is NaN the weight stays.
 
-    `half`: weights are bf16. `divides`: by the root of second moments. `holds`: weights stay,
-    updates go to the gradients' place, and their sums ||w||^2, ||u||^2 and <w, u> to `sums`.
+    `half`: weights are bf16. `moment`: updates are divided by the root of each element's second
+    moment, whose addresses are `moments`; or multiplied by their neurons' `scales`, and then
+    `moments` are the first neuron of each matrix twice, plus 1 if neurons are columns. `holds`:
+    weights stay, updates go to the gradients' place, and their sums ||w||^2, ||u||^2 and <w, u> to `sums`.
     """
     _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
     of = tl.load(piece)
@@ -612,16 +633,22 @@ def descend(
     before = weight.to(tl.float32)
     if (tl.load(piece + 1) == 0) & (tl.program_id(0) == tl.load(piece + 7)):
         tl.store(firsts + of, tl.load(updates + tl.load(piece + 3)).to(tl.float32))
-    if divides:
-        moment_at = _pointer(moments, of, tl.float32, 1) + near
-        moment = tl.load(moment_at, mask=inside, other=0.0)
-        advanced = _lerp(moment, update * update, tl.load(group + 4))
-        moment = tl.where(update == update, advanced, moment)
-        tl.store(moment_at, moment, mask=inside)
-        in_row, _ = _in_shard(piece, row, col)
-        scale_at = _pointer(row_scales, of, tl.float32, 1) + in_row
-        scale = tl.load(scale_at, mask=row < tl.load(piece + 5), other=0.0)
-        update = tl.div_rn(update, tl.sqrt_rn(moment) + tl.load(group + 5)) * scale
+    if moment != NONE:
+        in_row, in_col = _in_shard(piece, row, col)
+        row_scale = _pointer(row_scales, of, tl.float32, 1) + in_row
+        row_scale = tl.load(row_scale, mask=row < tl.load(piece + 5), other=0.0)
+        if moment == OF_ELEMENTS:
+            moment_at = _pointer(moments, of, tl.float32, 1) + near
+            square = tl.load(moment_at, mask=inside, other=0.0)
+            advanced = _lerp(square, update * update, tl.load(group + 4))
+            square = tl.where(update == update, advanced, square)
+            tl.store(moment_at, square, mask=inside)
+            update = tl.div_rn(update, tl.sqrt_rn(square) + tl.load(group + 5)) * row_scale
+        else:
+            neuron = tl.load(moments + of)
+            is_col = neuron % 2
+            place = neuron // 2 + in_col * is_col + in_row * (1 - is_col)
+            update = update * tl.load(scales + place, mask=inside, other=0.0) * row_scale
     if holds:
         kind: tl.constexpr = tl.bfloat16 if half_gradients else tl.float32
         update_at = _pointer(gradients, of, kind, aligned) + near

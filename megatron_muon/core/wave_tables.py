@@ -204,7 +204,11 @@ def _slots(wave: Wave) -> list[tuple[int, int]]:
 
 
 class Neurons:
-    """NorMuon's tables of a wave, whose matrices this rank owns alone."""
+    """NorMuon's tables of a wave, whose matrices this rank owns alone.
+
+    Args:
+        slots: first element and elements of each slot.
+    """
 
     def __init__(
         self,
@@ -221,31 +225,29 @@ class Neurons:
         by_matrix: dict[int, list[tuple[int, BlockSlice]]] = {}
         for number, each in enumerate(wave.route.slots):
             by_matrix.setdefault(each.index, []).append((number, each))
-        self._most = 1
         scales = []
         for index, blocks in by_matrix.items():
             blocks.sort(key=lambda found: found[1].block)
-            first = len(self._strips), len(self._pieces)
+            first, lane = len(self._strips), len(self._of_lanes)
             of_blocks = self._add(rule.starts[index], blocks)
-            strips = len(self._strips) - first[0]
-            self._most = max(self._most, strips)
-            for piece in self._pieces[first[1] :]:
-                piece[7:9] = [first[0], strips]
+            of_matrix = [first, len(self._strips) - first, lane, len(self._of_lanes) - lane]
+            for strip in self._strips[first:]:
+                strip += of_matrix
             scales += [rule.held.scales[index][rows[0], 0] for rows in of_blocks]
         counts: list[int] = []
-        tile_rows, tile_cols = SHAPES[0]
         for piece in self._pieces:
-            piece[9] = sum(counts)
-            counts.append(-(-piece[3] // tile_rows) * -(-piece[4] // tile_cols))
-        self._aligned = multiple_of(np.array([[piece[2], piece[4]] for piece in self._pieces]))
-        self._numel = sum(piece[3] * piece[4] for piece in self._pieces)
+            piece.append(sum(counts))
+            tile_rows, tile_cols = SHAPES[0]
+            counts.append(-(-piece[1] // tile_rows) * -(-piece[2] // tile_cols))
+        sides = np.array([[start, width] for start, _, width, *_ in self._pieces])
+        self._aligned = multiple_of(sides)
+        self._numel = sum(height * width for _, height, width, *_ in self._pieces)
         self._tiles = torch.from_numpy(tiled(np.array(counts, dtype=np.int64))).to(device)
-        tables = self._strips, self._parts, self._pieces
+        tables = self._strips, self._parts, self._pieces, self._of_lanes
         self._on_device = [torch.tensor(one, dtype=torch.int64, device=device) for one in tables]
-        self._lanes = torch.tensor(self._of_lanes, dtype=torch.int64, device=device)
         self._weights = torch.stack(scales).to(device, torch.float32)
-        self._scales = torch.zeros(len(self._of_lanes), dtype=torch.float32, device=device)
         self._sums = torch.zeros(len(self._strips), 2, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(len(self._strips), dtype=torch.int32, device=device)
 
     def _add(self, start: int, blocks: Sequence[tuple[int, BlockSlice]]) -> list[list[int]]:
         """Add a matrix, whose moments begin at `start`; the rows of its blocks."""
@@ -256,17 +258,16 @@ class Neurons:
         lane, part = len(self._of_lanes), len(self._parts)
         by_rows = rows >= cols
         for (slot, each), numbers in zip(blocks, of_blocks, strict=True):
-            height, width = len(numbers), cols
+            height = len(numbers)
             begin, _ = self._slots[slot]
             # a stack's rows are columns of a tall block
-            across, along = (1, height) if each.is_tall else (width, 1)
+            across, along = (1, height) if each.is_tall else (cols, 1)
             if not by_rows:
                 across, along = along, across
             self._parts.append([begin, across, along, cols if by_rows else height])
-            shape = [width, height] if each.is_tall else [height, width]
-            is_col = int(by_rows == each.is_tall)
+            shape = [cols, height] if each.is_tall else [height, cols]
             first = len(self._of_lanes) if by_rows else lane
-            self._pieces.append([each.index, slot, begin, *shape, first, is_col, 0, 0, 0])
+            self._pieces.append([begin, *shape, first, int(by_rows == each.is_tall)])
             if by_rows:
                 self._cut(each.index, slot, [start + one for one in numbers], [part, 1], cols)
                 part += 1
@@ -285,39 +286,35 @@ class Neurons:
             count = min(_STRIP, len(moments) - begin)
             self._strips.append([index, slot, lane + begin, count, *parts, begin, elements])
 
-    def normalize(
+    def advance(
         self,
-        stacks: Tensor,
+        updates: Tensor,
         factors: Tensor,
         moments: Tensor,
         groups: list[Tensor],
     ) -> None:
-        """Advance moments, `(2, neurons)` fp32 before and after, and normalize updates.
+        """Advance moments, and find factors of the updates.
 
-        `groups` are the group of each matrix, and the numbers of groups.
+        Args:
+            updates: memory of stacks.
+            factors: of slots, NaN where an update is skipped.
+            moments: of all neurons, before and after, and factors, `(3, neurons)` fp32.
+            groups: the group of each matrix, and the numbers of groups.
         """
-        before, after = moments
-        strips, parts, pieces = self._on_device
-        size = self._numel * stacks.itemsize
+        strips, parts, _, lanes = self._on_device
+        tensors = [strips, parts, lanes, updates, factors, *moments, self._sums, self._counters]
         launches.launch(
             "neurons",
             len(strips),
-            [
-                strips,
-                parts,
-                self._lanes,
-                stacks,
-                factors,
-                before,
-                after,
-                self._scales,
-                self._sums,
-                *groups,
-            ],
+            [*tensors, *groups],
             [_STRIP, _DEPTH],
-            size,
+            self._numel * updates.itemsize,
         )
-        tensors = [self._tiles, pieces, self._weights, stacks, factors, self._scales, self._sums]
-        most = 1 << (self._most - 1).bit_length()
-        constants = [most, *SHAPES[0], self._aligned]
-        launches.launch("normalize", len(self._tiles), [*tensors, *groups], constants, 2 * size)
+
+    def normalize(self, stacks: Tensor, scales: Tensor) -> None:
+        """Multiply updates in stacks by factors of neurons, and by those of their blocks."""
+        _, _, pieces, lanes = self._on_device
+        tensors = [self._tiles, pieces, self._weights, stacks, lanes, scales]
+        constants = [*SHAPES[0], self._aligned]
+        size = 2 * self._numel * stacks.itemsize
+        launches.launch("normalize", len(self._tiles), tensors, constants, size)

@@ -51,7 +51,7 @@ POINTERS = {
 }
 """Types of arguments; of elements on the wire, bf16; of all others, int64."""
 ELEMENTS = ("out", "lane", "stacks", "updates", "given", "q")
-SIZES = {"aligned": 8, "tall_aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "most": 256, "stored": 0}
+SIZES = {"aligned": 8, "tall_aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "stored": 0}
 FORMS: dict[str, list[dict[str, int]]] = {
     "advance": [{"stored": stored, "alone": stored != 1} for stored in range(3)],
     "fill": [{}],
@@ -60,9 +60,9 @@ FORMS: dict[str, list[dict[str, int]]] = {
     "neurons": [{}],
     "normalize": [{}],
     "descend": [
-        {"decay": 2, "holds": 0},
-        {"decay": 1, "divides": 0, "half": 0, "holds": 0},
-        {"decay": 0, "divides": 0},
+        {"decay": 2, "holds": 0, "moment": 2},
+        {"decay": 1, "moment": 0, "half": 0, "holds": 0},
+        {"decay": 0, "moment": 0},
     ],
     "total": [{}],
     "move": [{}],
@@ -88,7 +88,7 @@ def test_kernels_compile_for_gpus(name: str, capability: int) -> None:
                 signature[arg] = POINTERS.get(arg, "*bf16" if arg in ELEMENTS else "*i64")
         if name == "normalize":
             signature["weights"] = signature["scales"] = "*fp32"
-        if name == "neurons":
+        if name in ("neurons", "descend"):
             signature["scales"] = "*fp32"
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         options = {"num_warps": 8}

@@ -26,11 +26,21 @@ MOMENT2 = "moment2_buffer"
 
 
 class SecondMoment(Rule):
-    """Divides updates by the root of their second moment, which a skipped update leaves alone."""
+    """Divides updates by the root of their second moment, which a skipped update leaves alone.
+
+    Attributes:
+        row_scales: factors of each shard's rows, `(rows, 1)` fp32.
+    """
 
     slots = (MOMENT2,)
     numbers = ("beta2", "eps")
     unscaled = True
+
+    def __init__(self, held: Held, options: Options) -> None:
+        super().__init__(held, options)
+        self.row_scales: Tensors = []
+        for scales, shard in zip(held.scales, held.shards, strict=True):
+            self.row_scales.append(scales.narrow(0, shard.row_start, shard.rows))
 
     @override
     def begin(self, step: Rows) -> None:
@@ -42,23 +52,9 @@ class AdaMuon(SecondMoment):
     """One second moment for each element, fp32, with the rows.
 
     A rank advances it when the update of its rows arrives.
-
-    Attributes:
-        row_scales: factors of each shard's rows, `(rows, 1)` fp32.
     """
 
     scratch = True
-
-    def __init__(self, held: Held, options: Options) -> None:
-        super().__init__(held, options)
-        self.row_scales: Tensors = []
-        for scales, shard in zip(held.scales, held.shards, strict=True):
-            mine = scales.narrow(
-                0,
-                shard.row_start,
-                shard.rows,
-            )
-            self.row_scales.append(mine)
 
     @override
     def after(self, part: HeldRows) -> None:
@@ -85,7 +81,8 @@ class NorMuon(SecondMoment):
     After the exchange they return the same way.
 
     Attributes:
-        moments_of_neurons: of all matrices, before and after the exchange, `(2, neurons)` fp32.
+        moments_of_neurons: of all matrices, before and after the exchange, and what kernels
+            multiply updates with, `(3, neurons)` fp32.
         starts: the first neuron of each matrix.
     """
 
@@ -97,13 +94,13 @@ class NorMuon(SecondMoment):
         sizes = [max(shape) for shape in shapes]
         # before and after the exchange
         self.moments_of_neurons = torch.zeros(
-            2,
+            3,
             sum(sizes),
             dtype=torch.float32,
             device=held.device,
         )
         self.starts = [0, *itertools.accumulate(sizes)]
-        self._flat_before, self._flat_after = self.moments_of_neurons
+        self._flat_before, self._flat_after, _ = self.moments_of_neurons
         self._before = self._flat_before.split(sizes)
         self._after = self._flat_after.split(sizes)
         # of neurons of which this rank holds parts
@@ -120,6 +117,10 @@ class NorMuon(SecondMoment):
             if other == 0 and held.counts(index):
                 self._sent[index] = self._before[index].narrow(0, start, size)
 
+    def is_by_columns(self, index: int) -> bool:
+        """Neurons of a matrix are its columns."""
+        return self._averaged[index] == 0
+
     @override
     def zeros(
         self,
@@ -133,7 +134,7 @@ class NorMuon(SecondMoment):
     @override
     def begin(self, step: Rows) -> None:
         super().begin(step)
-        self.moments_of_neurons.zero_()
+        self.moments_of_neurons[:2].zero_()
         if not self._flat_moments:
             self._flat_moments = [moment.view(-1) for moment in self.moments]
         if self._sent:
