@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rehearse.recorder import Call, Members, Recorder, Split
 from megatron_muon import cpu
-from megatron_muon.core import exchange
+from megatron_muon.core import exchange, launches
 from megatron_muon.core.methods import symmetric
 from megatron_muon.patching import Patches
 from megatron_muon.tools.plan.estimate import Hardware
@@ -58,6 +58,12 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         size = a.nbytes + out.nbytes + (0 if c is None else c.nbytes)
         recorder.count(1, size, is_product=True)
 
+    def launch(
+        kernel: str, programs: int, tensors: Any, constants: Any, nbytes: int, **_: Any
+    ) -> None:
+        if programs and recorder.is_in_step:
+            recorder.count(1, nbytes)
+
     # `symmetric.products_on` distinguishes machines by it
     capability = (9, 0) if hardware.symmetric_kernel else (8, 0)
     stand_ins: dict[str, Any] = {
@@ -75,6 +81,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
             patches.replace(torch.cuda, name, value)
         patches.replace(torch.Tensor, "pin_memory", lambda host: host)
         patches.replace(symmetric, "symmetric_kernel", kernel)
+        patches.replace(launches, "launch", launch)
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
         yield
 

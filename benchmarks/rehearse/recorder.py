@@ -197,14 +197,11 @@ class Recorder(FakeTensorMode):
         return result
 
     def _count_traffic(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if func.namespace == "megatron_muon":
-            count, size = 1, args[-1]
-        else:
-            count = traffic.launches(func, args, kwargs)
-            size = traffic.moved_bytes(func, args, kwargs, result) if count else 0
+        count = traffic.launches(func, args, kwargs)
+        size = traffic.moved_bytes(func, args, kwargs, result) if count else 0
         self.count(count, size, is_product=func.overloadpacket in _PRODUCTS)
 
-    def count(self, launches: int, size: int, *, is_product: bool) -> None:
+    def count(self, launches: int, size: int, *, is_product: bool = False) -> None:
         """Count kernels of a pass, and bytes that they move."""
         phase = PRODUCTS if is_product else self.phase
         self.now.launches[phase] += launches

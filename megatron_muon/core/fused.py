@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.core import launches, wave_tables
+from megatron_muon.core.copies import Copy
 from megatron_muon.core.group_numbers import acts
 from megatron_muon.core.passes import COUPLED, DECOUPLED, Passes
 from megatron_muon.core.probe import Probe
@@ -20,8 +21,8 @@ from megatron_muon.core.rows import Rows
 from megatron_muon.core.rules.cautious import CautiousDecay
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.rules.second_moments import AdaMuon, NorMuon
-from megatron_muon.core.tiles import Tiles
+from megatron_muon.core.rules.second_moments import MOMENT2, AdaMuon, NorMuon
+from megatron_muon.core.tiles import Tiles, tiles_of
 from megatron_muon.core.wave import Wave, WaveStack
 from megatron_muon.core.wave_tables import Tables
 
@@ -109,6 +110,9 @@ def _alignment(addresses: Sequence[Any]) -> int:
 def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Gradients, contiguous and of one dtype: copies, in fp32, of those that are not."""
     dtypes = {one.dtype for one in gradients if one is not None}
+    have_gaps = any(not (one is None or one.is_contiguous()) for one in gradients)
+    if not have_gaps and dtypes in ({torch.float32}, {torch.bfloat16}):
+        return gradients
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     if dtype not in (torch.float32, torch.bfloat16):
         dtype = torch.float32
@@ -140,7 +144,7 @@ class FusedPasses(Passes):
         self._levels = levels
         self._records = records
         self._tables: dict[int, Tables] = {}
-        self._is_measured = False
+        self._is_measured = self._has_tables = False
         by_type: Mapping[type[Rule], Any] = {type(rule): rule for rule in rules}
         self._divisor: AdaMuon | None = by_type.get(AdaMuon)
         self._norms: NorMuon | None = by_type.get(NorMuon)
@@ -162,26 +166,40 @@ class FusedPasses(Passes):
 
     @override
     def begin(self, probe: Probe) -> None:
-        super().begin(probe)
         held = self.rows.held
         self._is_measured = type(probe).momentum is not Probe.momentum
+        # copies live until the step's end
         self._regular = _alike([self.rows.gradients[index] for index in held])
         self._gradients.look_at(self._regular)
         self._weights.look_at([self.rows.weights(index) for index in held])
         self._read_groups(self.rows.groups)
-        if not self._tables:
+        if not self._has_tables:
             self._make_tables()
         if self._records is not None:
             self._seeds.look([seed for index in held for seed in self._records.seeds(index)])
+        super().begin(probe)
+
+    @override
+    def _mark_failed(self, failed: Tensor) -> None:
+        """Make numbers of matrices NaN whose gradient is missing here, or not finite."""
+        tensors = [self.rows.order, self._gradients.on_device, failed]
+        flags = [self._gradients.is_half]
+        element_bytes = self._gradients.dtype.itemsize
+        self._run("find", self._shards, tensors, element_bytes, flags, self._gradients.aligned)
 
     def _make_tables(self) -> None:
         held = self.rows.held
+        self._has_tables = True
         places = {index: place for place, index in enumerate(held)}
+        shards = []
         for wave in self._waves:
+            shards += [(row.shard.rows, row.shard.cols) for row in wave.route.rows]
             weights = [self.rows.weights(row.of) for row in wave.route.rows]
             if all(one.is_contiguous() for one in weights) and self._has_whole_scales(wave):
                 tables = Tables(wave, places, norms=self._norms, sphere=self._sphere)
                 self._tables[id(wave)] = tables
+        whole = [Copy(0, 0, ((1, 0, 0), (r, c, c), (c, 1, 1))) for r, c in shards]
+        self._shards = tiles_of(whole, range(len(whole)), self.rows.order.device)
         if self._records is None:
             self._momenta.look_at([self.rows.momentum[index] for index in held])
         else:
@@ -189,15 +207,18 @@ class FusedPasses(Passes):
             self._momenta.look([elements for elements, _ in found])
             self._momenta.aligned = _alignment(self._momenta.seen)
             self._scales.look([scales for _, scales in found])
-        if self._divisor is not None:
-            self._moments.look_at([self._divisor.moments[index] for index in held])
-        elif self._norms is not None:
-            self._moments.look([2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held])
         second = self._divisor or self._norms
         if second is not None:
             self._row_scales.look_at([second.row_scales[index] for index in held])
+        if self._divisor is not None:
+            self._moments.look_at([self._moment_of(index) for index in held])
+        elif self._norms is not None:
+            self._moments.look([2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held])
         if self._sphere is not None:
             self._sphere.move = self._move
+
+    def _moment_of(self, index: int) -> Tensor:
+        return self.rows.state(MOMENT2)[index]
 
     def _has_whole_scales(self, wave: Wave) -> bool:
         """Columns are cut where blocks of one scale are, if there are scales."""

@@ -328,6 +328,31 @@ def level(
 
 
 @triton.jit
+def find(
+    tiles,
+    pieces,
+    matrices,
+    gradients,
+    failed,
+    half: tl.constexpr,
+    rows: tl.constexpr,
+    cols: tl.constexpr,
+    aligned: tl.constexpr,
+    tall_aligned: tl.constexpr,
+):
+    """Mark matrices with NaN whose gradient is missing, or not finite. `half`: gradients are bf16."""
+    _, piece, row, col, inside = _tile(tiles, pieces, rows, cols, aligned, tall_aligned)
+    of = tl.load(piece)
+    dtype: tl.constexpr = tl.bfloat16 if half else tl.float32
+    is_there = tl.load(gradients + of) != 0
+    gradient_at = _pointer(gradients, of, dtype, aligned) + _near(piece, row, col, aligned)
+    gradient = tl.load(gradient_at, mask=inside & is_there, other=0.0).to(tl.float32)
+    bits = tl.max(tl.max(gradient.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    if (bits >= 0x7F800000) | (is_there == 0):
+        tl.store(failed + tl.load(matrices + of), float("nan"))
+
+
+@triton.jit
 def advance(
     tiles,
     pieces,

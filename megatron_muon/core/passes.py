@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -53,10 +53,13 @@ class Passes:
         self._moving = [rule for rule in rules if rule.moves_weights]
         self._probe: Probe = SILENT
 
+    _mark_failed: Callable[[Tensor], None] | None = None
+    """As `Rows.find_failed` has it."""
+
     def begin(self, probe: Probe) -> None:
         """Begin a step. Collective."""
         self._probe = probe
-        self.rows.find_failed()
+        self.rows.find_failed(self._mark_failed)
         self.rows.beside.begin()
         for rule in self.rules:
             rule.begin(self.rows)

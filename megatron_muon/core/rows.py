@@ -195,8 +195,11 @@ class Rows:
         for held, part in zip(rows, flat.split(sizes), strict=True):
             self.momentum[held.of] = part.view(held.shard.rows, held.shard.cols)
 
-    def find_failed(self) -> None:
+    def find_failed(self, mark: Callable[[Tensor], None] | None = None) -> None:
         """Find matrices whose gradient is missing or not finite on some rank. Collective.
+
+        `mark` makes the numbers of this rank's such matrices NaN, `(matrices,)` fp32, in the place of
+        torch operations.
 
         Momentum advances before rows travel, so a rank that knew only its own gradients would
         advance the momentum of a matrix that another rank cannot update.
@@ -205,8 +208,8 @@ class Rows:
             RuntimeError: a shard with rows has no gradient, and missing ones are not skipped.
         """
         self.failed = None
-        missing = [index for index in self.held if self.gradients[index] is None]
         if not self._skip_missing:
+            missing = [index for index in self.held if self.gradients[index] is None]
             if missing:
                 raise RuntimeError(
                     f"{self.names[min(missing)]} has no gradient at the optimizer step; was"
@@ -214,6 +217,16 @@ class Rows:
                 )
             return
         failed = torch.zeros_like(self._skipped, dtype=torch.float32)
+        (mark or self._mark_failed)(failed)
+        if self._group.size() > 1:
+            dist.all_reduce(failed, group=self._group)
+        # where nothing waits for a device to tell
+        if self._device.type != "cpu" or failed.isnan().any():
+            self.failed = failed
+
+    def _mark_failed(self, failed: Tensor) -> None:
+        """Make the numbers of matrices NaN whose gradient is missing here, or not finite."""
+        missing = [index for index in self.held if self.gradients[index] is None]
         absent = set(missing)
         ready = [index for index in self.held if index not in absent]
         if ready:
@@ -227,11 +240,6 @@ class Rows:
             failed.index_add_(0, at, norms - norms)  # NaN where it is not finite
         if missing:
             failed[missing] = torch.nan
-        if self._group.size() > 1:
-            dist.all_reduce(failed, group=self._group)
-        # where nothing waits for a device to tell
-        if self._device.type != "cpu" or failed.isnan().any():
-            self.failed = failed
 
     def with_momentum(self, chunk: Chunk) -> Iterator[tuple[range, HeldRows]]:
         """Gradients of a chunk, in its prepared rows, with momentum; in parts that fit its staging.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.rehearse import machine
 from benchmarks.rehearse.recorder import Recorder
+from megatron_muon.core import launches
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.rules.held import Held
 from megatron_muon.errors import UserError
@@ -68,7 +70,7 @@ class Enqueued(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":
             self.operations.append(
-                (func, *(self._seen(one) for one in tree_leaves((args, kwargs))))
+                (func, *(self.seen(one) for one in tree_leaves((args, kwargs))))
             )
         if not func.is_view and all(value.alias_info is None for value in func._schema.returns):
             self._made |= {
@@ -76,7 +78,7 @@ class Enqueued(TorchDispatchMode):
             }
         return result
 
-    def _seen(self, one: Any) -> Any:
+    def seen(self, one: Any) -> Any:
         if not torch.is_tensor(one):
             return repr(one) if isinstance(one, float) else one  # NaN is unlike itself
         storage = one.untyped_storage()._cdata
@@ -123,7 +125,13 @@ def on_fake_gpu(**settings: Any) -> Iterator[ShardedMuon]:
 
 
 def enqueued(muon: ShardedMuon) -> list[tuple[Any, ...]]:
-    with Enqueued() as seen:
+    seen = Enqueued()
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        found = (seen.seen(one) for one in tree_leaves((args, kwargs)))
+        seen.operations.append(("launch", *found))
+
+    with mock.patch.object(launches, "launch", launch), seen:
         muon.step()
     return seen.operations
 

@@ -54,6 +54,7 @@ ELEMENTS = ("out", "lane", "stacks", "updates", "given", "q")
 SIZES = {"aligned": 8, "tall_aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "stored": 0}
 FORMS: dict[str, list[dict[str, int]]] = {
     "advance": [{"stored": stored, "alone": stored != 1} for stored in range(3)],
+    "find": [{}],
     "fill": [{}],
     "drain": [{}],
     "level": [{}],
