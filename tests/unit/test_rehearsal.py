@@ -22,7 +22,7 @@ from megatron_muon.core.layout import Layout
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, node_pattern
+from megatron_muon.tools.plan.estimate import moved_bytes, HARDWARE, Group, Hardware, node_pattern
 from megatron_muon.tools.plan.plan_command import settings_of
 from tests.support.cut_matrices import row_sharded
 
@@ -133,6 +133,21 @@ def test_launches_and_traffic_of_a_step_are_as_noted(sound: Recorded) -> None:
         held = sum(shard.numel for shard in DENSE.held(rank))
         assert second.launches == LAUNCHES[rank]
         assert second.moved == MOVED[rank] | {"momentum": 14 * held, "apply": 10 * held}
+
+
+@pytest.mark.parametrize("second", ["none", "adamuon", "normuon"])
+def test_a_step_moves_the_bytes_that_the_plan_counts(second: str) -> None:
+    """Tables, magnitudes and numbers of matrices are not counted, nor whole updates that are copied."""
+    settings: dict[str, Any] = {}
+    if second != "none":
+        settings = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": second}
+    record = recorded(rehearsal(**settings))
+    of_plan = record.plans[0].of(0)
+    plan_settings = settings_of(rehearsal(**settings).settings, H100)
+    planned = moved_bytes(of_plan.plan, of_plan.held, plan_settings, H100)
+    for rank, trace in record.traces.items():
+        moved = sum(trace.steps[1].moved.values()) - trace.steps[1].moved["products"]
+        assert moved == pytest.approx(planned[rank], rel=0.1 if second == "normuon" else 0.01)
 
 
 @pytest.mark.parametrize(

@@ -242,15 +242,14 @@ def plan_group(
     for matrix in layout.matrices:
         shards = matrix.shards
         held[shards.ranks] += shards.elements[shards.numbers]
-    # elements of the busiest owner: one owns each, however many hold it
-    owned = imbalance(plan) * sum(matrix.numel for matrix in layout.matrices) / layout.world_size
+    moved = moved_bytes(plan, held, settings, hardware)
     clock = _Clock(plan, rate, seconds)
     run(len(plan.waves), clock)
     times = Times(
         ns_ms=max(loads_of(plan)) / rate * 1e3,
         exchange_ms=sum(map(sum, seconds)) * 1e3,
         step_ms=float(clock.time.max()) * 1e3,
-        elementwise_ms=_elementwise_ms(int(held.max()), owned, settings, hardware),
+        elementwise_ms=moved.max() / hardware.memory_gb_per_s / 1e6,
     )
     return GroupPlan(
         name=group.name,
@@ -281,19 +280,29 @@ def all_to_all_s(
     return float(np.maximum(sent_s + posted_s * sends, received_s + posted_s * receives).max())
 
 
-def _elementwise_ms(held: float, owned: float, settings: PlanSettings, hardware: Hardware) -> float:
-    """Milliseconds of elementwise passes, by the elements that a rank holds and owns.
+def moved_bytes(plan: Plan, held: Ints, settings: PlanSettings, hardware: Hardware) -> Ints:
+    """Bytes of memory that the elementwise passes of each rank's step read and write.
 
-    Momentum and look-ahead each read two fp32 tensors and write one; decay and update each read and
-    write the weight, and the update is read. An owned element is assembled, measured, scaled to
-    about 1 in the iteration's dtype, checked for finiteness, and copied to its stack and on to a
-    buffer: `core.passes`, `core.methods`.
+    By kernels (`core.kernels`): gradient, momentum, wire; wire to stacks and back, if rows travel; two
+    passes over the small matrices of the iteration; wire, weight. NorMuon puts updates into stacks,
+    squares and multiplies them; where rows do not travel it squares alone. A processor's operations are counted as they are in `core.passes`.
     """
-    wire = settings.sizes.dtype.itemsize
-    holder_bytes = 24 + 2 * wire + 20
-    owner_bytes = 9 * wire + 3 * settings.sizes.method.dtype.itemsize
-    moved = held * holder_bytes + owned * owner_bytes
-    return moved / hardware.memory_gb_per_s / 1e6
+    wire, half = plan.sizes.dtype.itemsize, settings.sizes.method.dtype.itemsize
+    is_fused = not hardware.processor
+    of_holder = 12 + 2 * settings.momentum_bytes if is_fused else 44
+    moved = (of_holder + 2 * wire) * held.astype(float)
+    of_owner = 4 * wire if is_fused else 9 * wire + 3 * half
+    cast = wire + half if is_fused and wire != half else 0
+    of_norms = wire if is_fused and settings.sizes.whole else 0
+    alone = [set(itertools.chain(*batches)) for batches in plan.batches]
+    for index, (team, matrix) in enumerate(zip(plan.teams, plan.layout.matrices, strict=True)):
+        for part in team.slices(index, matrix):
+            stays = is_fused and index in alone[part.rank]
+            of_element = cast + of_norms if stays else of_owner + cast + 5 * of_norms
+            moved[part.rank] += of_element * part.numel
+            if is_fused:
+                moved[part.rank] += 4 * half * min(part.of) ** 2
+    return moved.astype(np.int64)
 
 
 class _Clock:
