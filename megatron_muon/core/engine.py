@@ -117,20 +117,21 @@ class Engine:
         factors = self.passes.measure(wave)
         one = len(wave.stacks) == 1
         of_stacks = [factors] if one else factors.split(wave.counts)
-        for number, of_stack in enumerate(of_stacks):
+        spare = None
+        for number in wave.order:
             stack = wave.stacks[number]
             if self.method.takes_levelled:
-                self.passes.scale(wave, stack, of_stack)
+                self.passes.scale(wave, stack, of_stacks[number])
             updates = self.method.run(
                 stack.blocks,
                 stack.kind,
-                of_stack,
-                wave.work,
+                of_stacks[number],
+                wave.work_with(spare),
                 state=stack.state,
                 team=stack.team,
                 probe=self.probe,
             )
-            self.passes.take(wave, number, stack.blocks if updates is None else updates)
+            spare = self.passes.take(wave, number, stack.blocks if updates is None else updates)
         self.passes.finish(wave, factors)
         self.probe.orthogonalized(wave.route.slots)
 

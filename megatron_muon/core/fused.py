@@ -346,9 +346,13 @@ class FusedPasses(Passes):
         return moments[2]
 
     @override
-    def take(self, wave: Wave, number: int, updates: Tensor) -> None:
-        """Drain a wave's stack, or let weights descend along a batch's, right from where it is."""
+    def take(self, wave: Wave, number: int, updates: Tensor) -> Tensor | None:
+        """Let weights descend along a batch's updates from where they are, or drain a wave's later.
+
+        Updates then lie in the memory of the stack before; that of their stack is spare.
+        """
         tables = self._tables_of(wave)
+        blocks = wave.stacks[number].blocks
         if tables is not None and self._norms is not None and self._is_direct(wave):
             self._advance_neurons(tables, updates)
             self._descend(tables, tables.descend, updates, moment=_OF_NEURONS)
@@ -356,15 +360,24 @@ class FusedPasses(Passes):
             super().take(wave, number, updates)
         elif wave.route.is_batch:
             self._descend(tables, tables.parts[number], updates)
+        elif updates is not blocks and tables.may_stay(updates):
+            tables.left[number] = updates
+            return blocks
         else:
-            self._drain(tables.parts[number], wave.lane, updates)
+            super().take(wave, number, updates)
+            tables.left[number] = blocks
+        return None
 
     @override
     def drain(self, wave: Wave) -> None:
         tables = self._tables_of(wave)
         if tables is None:
             super().drain(wave)
-        elif not tables.parts:
+        elif tables.parts:
+            for number, updates in tables.left.items():
+                self._drain(tables.parts[number], wave.lane, updates)
+            tables.left.clear()
+        else:
             self._drain(tables.drain, wave.lane, wave.stack_memory)
 
     def _drain(self, tiles: Tiles | None, lane: Tensor, stacks: Tensor) -> None:

@@ -128,11 +128,15 @@ class Passes:
         """Multiply blocks of a wave by their factors; rounds nothing, as these are powers of two."""
         torch.mul(stack.blocks, factors.to(stack.blocks.dtype), out=stack.blocks)
 
-    def take(self, wave: Wave, number: int, updates: Tensor) -> None:
-        """Take the updates of a stack of a wave from where the method has left them."""
+    def take(self, wave: Wave, number: int, updates: Tensor) -> Tensor | None:
+        """Take the updates of a stack of a wave from where the method has left them.
+
+        Returns memory in which it may leave those of the next stack; None for its own buffer.
+        """
         blocks = wave.stacks[number].blocks
         if updates is not blocks:
             blocks.copy_(updates)
+        return None
 
     def finish(self, wave: Wave, factors: Tensor) -> None:
         """Have rules change whole updates on their owner; `factors` are NaN for slots to skip."""

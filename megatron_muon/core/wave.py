@@ -150,6 +150,7 @@ class Wave:
         chunks: its rows.
         batches: of a wave.
         stacks: blocks to orthogonalize.
+        order: of stacks, large ones first: the memory of one has room for updates of the next.
         whole: whole updates, for rules that change them.
         fill, drain: copies between lane and stacks.
         work: buffers of the method.
@@ -192,6 +193,20 @@ class Wave:
         self.stacks = self._make_stacks(flat, space.sizes.method)
         self.counts = [len(stack.blocks) for stack in self.stacks]
         self.chunks = self._make_chunks(space, flat if route.is_batch else self.lane)
+        # teams iterate in one order on all of their ranks
+        self.order = list(range(len(self.stacks)))
+        if not any(stack.team for stack in self.stacks):
+            self.order.sort(key=lambda number: -self.stacks[number].blocks.numel())
+        self._works: dict[int, Work] = {}
+        self._result = space.sizes.method.leaves_updates_in
+
+    def work_with(self, spare: Tensor | None) -> Work:
+        """Buffers of the method, with memory in which it leaves updates; None for its own."""
+        if spare is None:
+            return self.work
+        if id(spare) not in self._works:
+            self._works[id(spare)] = self.work.with_buffer(self._result, spare)
+        return self._works[id(spare)]
 
     def _take_memory(self, space: Space) -> Tensor:
         """Make the lane and the method's buffers; the flat tensor of the stacks."""

@@ -57,6 +57,7 @@ class Tables:
         factors: of each slot, `(slots, 1, 1)` fp32.
         parts: tiles of `descend` of a batch, or of `drain`, for each stack by itself; none with
             NorMuon, which needs whole matrices.
+        left: by stack, updates that wait for `drain`.
         neurons: tables of NorMuon.
     """
 
@@ -107,6 +108,9 @@ class Tables:
         """Tiles of `descend` of a batch, or of `drain`, for each stack of the wave by itself."""
         route, device = wave.route, wave.lane.device
         self.parts: list[Tiles | None] = []
+        self.left: dict[int, Tensor] = {}
+        owned = wave.lane[route.owned_start :]
+        self._drained = _place(owned)
         if not is_apart:
             return
         copies = route.back.near if route.is_batch else route.back.far
@@ -119,6 +123,11 @@ class Tables:
                 self.parts.append(tiles_of(*self._by_matrix(chosen), device))
             else:
                 self.parts.append(tiles_of(chosen, [0] * len(chosen), device))
+
+    def may_stay(self, updates: Tensor) -> bool:
+        """True if updates lie where `drain` does not write."""
+        place = _place(updates)
+        return place.start >= self._drained.stop or place.stop <= self._drained.start
 
     def _make_levels(
         self,
@@ -192,6 +201,12 @@ class Tables:
         runs, partial = self._partial[id(tiles)]
         constants = [sums.shape[1], _TERMS]
         launches.launch("total", len(runs), [runs, partial, sums], constants, partial.nbytes)
+
+
+def _place(view: Tensor) -> range:
+    """Bytes of the step's memory that a contiguous view of it has."""
+    start = view.storage_offset() * view.itemsize
+    return range(start, start + view.nbytes)
 
 
 def _slots(wave: Wave) -> list[tuple[int, int]]:

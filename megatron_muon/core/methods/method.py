@@ -44,6 +44,15 @@ class Work:
             buffers[name] = torch.empty(size, dtype=torch.uint8, device=device)
         return cls(buffers)
 
+    def with_buffer(self, name: str, memory: Tensor) -> Work:
+        """The same buffers, but one in other memory, contiguous."""
+        flat = memory.view(-1).view(torch.uint8)
+        return Work({**self._buffers, name: flat})
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of a buffer."""
+        return self._buffers[name].nbytes
+
     def take(
         self,
         name: str,
@@ -79,12 +88,14 @@ class Method(ABC):
 
     Attributes:
         serves_teams: True if several ranks may share a block.
+        leaves_updates_in: the name of the buffer in which `run` may leave updates.
         takes_levelled: True if `run` gets stacks that have been multiplied by their factors.
         device: of momentum and stacks.
         dtype: of its arithmetic, which "auto" takes for wire and stacks.
     """
 
     serves_teams: ClassVar[bool] = False
+    leaves_updates_in: ClassVar[str] = ""
     takes_levelled: ClassVar[bool] = False
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
@@ -193,8 +204,8 @@ class Method(ABC):
                 of a block with a NaN factor must stay.
 
         Returns:
-            Updates `(count, m, n)`, in memory of `work` that is read before the next `run`; None if
-            they are in the stack's place.
+            Updates `(count, m, n)`, in the buffer `leaves_updates_in`; None if they are in the
+            stack's place.
         """
 
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:

@@ -64,6 +64,7 @@ class NewtonSchulz(Method):
     """
 
     serves_teams: ClassVar[bool] = True
+    leaves_updates_in: ClassVar[str] = "wide"
     takes_levelled: ClassVar[bool] = True
 
     iteration: Iteration = field(default_factory=Iteration)
