@@ -119,6 +119,15 @@ def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return [None if one is None else one.to(dtype).contiguous() for one in gradients]
 
 
+def _has_room(wave: Wave, number: int) -> bool:
+    """True if a stack's memory has room for the updates of the next stack, or there is none."""
+    place = wave.order.index(number) + 1
+    if place == len(wave.order):
+        return True
+    blocks, after = wave.stacks[number].blocks, wave.stacks[wave.order[place]].blocks
+    return wave.keeps_dtype and after.numel() <= blocks.numel()
+
+
 class FusedPasses(Passes):
     """Passes whose momentum and weights are on the device.
 
@@ -360,7 +369,7 @@ class FusedPasses(Passes):
             super().take(wave, number, updates)
         elif wave.route.is_batch:
             self._descend(tables, tables.parts[number], updates)
-        elif updates is not blocks and tables.may_stay(updates):
+        elif updates is not blocks and tables.may_stay(updates) and _has_room(wave, number):
             tables.left[number] = updates
             return blocks
         else:

@@ -150,7 +150,8 @@ class Wave:
         chunks: its rows.
         batches: of a wave.
         stacks: blocks to orthogonalize.
-        order: of stacks, large ones first: the memory of one has room for updates of the next.
+        order: of stacks, large ones first, so that the memory of one has room for updates of the next.
+        keeps_dtype: updates have the dtype of stacks.
         whole: whole updates, for rules that change them.
         fill, drain: copies between lane and stacks.
         work: buffers of the method.
@@ -197,6 +198,7 @@ class Wave:
         self.order = list(range(len(self.stacks)))
         if not any(stack.team for stack in self.stacks):
             self.order.sort(key=lambda number: -self.stacks[number].blocks.numel())
+        self.keeps_dtype = space.sizes.method.dtype == space.sizes.dtype
         self._works: dict[int, Work] = {}
         self._result = space.sizes.method.leaves_updates_in
 

@@ -109,8 +109,10 @@ class Tables:
         route, device = wave.route, wave.lane.device
         self.parts: list[Tiles | None] = []
         self.left: dict[int, Tensor] = {}
-        owned = wave.lane[route.owned_start :]
-        self._drained = _place(owned)
+        lane = _place(wave.lane).start
+        ends = [(copy.source, copy.source + _extent(copy)) for copy in route.back.far]
+        drained = np.array(ends, dtype=np.int64).reshape(-1, 2)
+        self._drained = lane + wave.lane.itemsize * drained
         if not is_apart:
             return
         copies = route.back.near if route.is_batch else route.back.far
@@ -127,7 +129,8 @@ class Tables:
     def may_stay(self, updates: Tensor) -> bool:
         """True if updates lie where `drain` does not write."""
         place = _place(updates)
-        return place.start >= self._drained.stop or place.stop <= self._drained.start
+        starts, ends = self._drained.T
+        return not ((place.start < ends) & (starts < place.stop)).any()
 
     def _make_levels(
         self,
@@ -207,6 +210,11 @@ def _place(view: Tensor) -> range:
     """Bytes of the step's memory that a contiguous view of it has."""
     start = view.storage_offset() * view.itemsize
     return range(start, start + view.nbytes)
+
+
+def _extent(copy: Copy) -> int:
+    """Elements from the first to the last of a copy's source."""
+    return 1 + sum((size - 1) * step for size, step, _ in copy.dims)
 
 
 def _slots(wave: Wave) -> list[tuple[int, int]]:
