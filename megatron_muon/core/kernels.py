@@ -84,13 +84,14 @@ def _load_far(
 def _store_far(
     far, piece, row, col, values, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr
 ):
-    """Write values to the far end."""
+    """Write values to the far end, if there is one."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
-    if tl.load(piece + 8) == 1:
+    kind = tl.load(piece + 8)
+    if kind == 1:
         down = tl.multiple_of(start, tall_aligned) + col * tl.multiple_of(stride, tall_aligned)
         tl.store(far + down + row, values, mask=inside)
-    else:
+    elif kind == 0:
         at = tl.multiple_of(start, aligned) + row * tl.multiple_of(stride, aligned) + col
         tl.store(far + at, values, mask=inside)
 

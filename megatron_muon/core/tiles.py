@@ -20,7 +20,10 @@ SHAPES = (32, 128), (4, 1024)
 
 FIELDS = 9
 """Of a piece: number of its matrix or slot, near start and row stride, far start and stride, rows,
-columns, first tile, 1 if columns are rows at the far end."""
+columns, first tile, 1 if columns are rows at the far end, 2 if there is no such end."""
+
+NOWHERE = -1
+"""The target of a copy without a far end."""
 
 _MOST_ALIGNED = 16
 
@@ -61,8 +64,8 @@ def tiles_of(
 ) -> Tiles | None:
     """Tiles of copies whose near end is the source; offsets there are from the matrix or lane.
 
-    `numbers` are those of matrices, or slots, by copy; `slots` likewise, if both are needed. None
-    for no copies.
+    `numbers` are those of matrices, or slots, by copy; `slots` likewise, if both are needed. A copy
+    to `NOWHERE` has no far end. None for no copies.
     """
     rows_of = []
     for place, copy in enumerate(copies):
@@ -72,7 +75,8 @@ def tiles_of(
         for number in range(repeats):
             source = copy.source + number * steps[0]
             target = copy.target + number * steps[1]
-            rows_of.append([place, source, near, target, stride, rows, cols, 0, int(is_tall)])
+            kind = 2 if copy.target == NOWHERE else int(is_tall)
+            rows_of.append([place, source, near, max(0, target), stride, rows, cols, 0, kind])
     if not rows_of:
         return None
     pieces = np.array(rows_of, dtype=np.int64)
@@ -99,6 +103,29 @@ def tiles_of(
     )
 
 
+def uncovered(copies: Sequence[Copy], rows: int, cols: int) -> list[Copy]:
+    """Copies to `NOWHERE` of the elements of a shard `(rows, cols)` that are in no copy from there."""
+    boxes = []
+    for copy in copies:
+        (repeats, step, _), (height, *_), (width, *_) = copy.dims
+        for number in range(repeats):
+            row, col = divmod(copy.source + number * step, max(1, cols))
+            boxes.append((row, row + height, col, col + width))
+    row_cuts = sorted({0, rows}.union(*(box[:2] for box in boxes)))
+    col_cuts = sorted({0, cols}.union(*(box[2:] for box in boxes)))
+    is_free = np.ones((len(row_cuts) - 1, len(col_cuts) - 1), dtype=bool)
+    for top, bottom, left, right in boxes:
+        down = slice(row_cuts.index(top), row_cuts.index(bottom))
+        is_free[down, col_cuts.index(left) : col_cuts.index(right)] = False
+    found = []
+    for down, across in np.argwhere(is_free).tolist():
+        row, col = row_cuts[down], col_cuts[across]
+        size = row_cuts[down + 1] - row, col_cuts[across + 1] - col
+        dims = ((1, 0, 0), (size[0], cols, 1), (size[1], 1, 1))
+        found.append(Copy(row * cols + col, NOWHERE, dims))
+    return found
+
+
 def tiled(counts: np.ndarray) -> np.ndarray:
     """The number of the piece of each tile, int32, of so many tiles each."""
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -119,8 +146,8 @@ def _runs(pieces: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _aligned(pieces: np.ndarray) -> tuple[int, int]:
     """`Tiles.aligned` and `tall_aligned`."""
-    is_tall = pieces[:, 8] == 1
-    flat = multiple_of(pieces[:, [1, 2, 6]], pieces[~is_tall][:, [3, 4]])
+    is_tall, is_flat = pieces[:, 8] == 1, pieces[:, 8] == 0
+    flat = multiple_of(pieces[:, [1, 2, 6]], pieces[is_flat][:, [3, 4]])
     return flat, multiple_of(pieces[is_tall][:, 3:6])
 
 

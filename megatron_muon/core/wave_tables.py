@@ -15,7 +15,7 @@ from megatron_muon.core.copies import Copy
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.second_moments import NorMuon
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.tiles import SHAPES, Tiles, multiple_of, tiled, tiles_of
+from megatron_muon.core.tiles import SHAPES, Tiles, multiple_of, tiled, tiles_of, uncovered
 from megatron_muon.core.wave import Wave
 
 INT8 = 2
@@ -82,7 +82,7 @@ class Tables:
 
         near, far = route.out.near, route.out.far
         self._of_batch = of_slots(near) if route.is_batch else None
-        self.advance = tiles_of(*self._by_matrix(near), device, self._of_batch)
+        self.advance = tiles_of(*self._advanced(wave), device, self._of_batch)
         self.descend = tiles_of(*self._by_matrix(route.back.near), device)
         self._make_parts(wave, norms is None)
         self.fill = tiles_of(far, of_slots(far), device, of_slots(far))
@@ -102,6 +102,20 @@ class Tables:
             row = bisect.bisect_right(self._starts, copy.source) - 1
             moved.append(copy.moved(-self._starts[row], 0))
             places.append(self._places[self._of[row]])
+        return moved, places
+
+    def _advanced(self, wave: Wave) -> tuple[list[Copy], list[int]]:
+        """Copies from all rows of this rank, also those that others send or that stay, and matrices."""
+        route = wave.route
+        moved, places = self._by_matrix(route.out.near)
+        by_place: dict[int, list[Copy]] = {}
+        for copy, place in zip(moved, places, strict=True):
+            by_place.setdefault(place, []).append(copy)
+        for held in route.rows:
+            place = self._places[held.of]
+            rest = uncovered(by_place.get(place, []), held.shard.rows, held.shard.cols)
+            moved += rest
+            places += [place] * len(rest)
         return moved, places
 
     def _make_parts(self, wave: Wave, is_apart: bool) -> None:
