@@ -119,15 +119,6 @@ def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
     return [None if one is None else one.to(dtype).contiguous() for one in gradients]
 
 
-def _has_room(wave: Wave, number: int) -> bool:
-    """True if a stack's memory has room for the updates of the next stack, or there is none."""
-    place = wave.order.index(number) + 1
-    if place == len(wave.order):
-        return True
-    blocks, after = wave.stacks[number].blocks, wave.stacks[wave.order[place]].blocks
-    return wave.keeps_dtype and after.numel() <= blocks.numel()
-
-
 class FusedPasses(Passes):
     """Passes whose momentum and weights are on the device.
 
@@ -343,7 +334,7 @@ class FusedPasses(Passes):
 
     def _is_direct(self, wave: Wave) -> bool:
         """Weights descend right along the updates that the method leaves, with NorMuon's factors."""
-        return wave.route.is_batch and len(wave.stacks) == 1
+        return wave.route.is_batch and len(wave.stacks) == 1 and wave.keeps_dtype
 
     def _advance_neurons(self, tables: Tables, updates: Tensor) -> Tensor:
         """Advance second moments of neurons; factors of all neurons, `(neurons,)` fp32."""
@@ -368,13 +359,19 @@ class FusedPasses(Passes):
         elif tables is None or not tables.parts:
             super().take(wave, number, updates)
         elif wave.route.is_batch:
+            if not wave.keeps_dtype:  # as if they had travelled
+                super().take(wave, number, updates)
+                updates = blocks
             self._descend(tables, tables.parts[number], updates)
-        elif updates is not blocks and tables.may_stay(updates) and _has_room(wave, number):
-            tables.left[number] = updates
-            return blocks
         else:
-            super().take(wave, number, updates)
-            tables.left[number] = blocks
+            is_last = number == wave.order[-1]
+            if updates is blocks or not tables.may_stay(updates, is_last=is_last):
+                super().take(wave, number, updates)
+                updates = blocks
+            else:
+                tables.spare = blocks
+            tables.left[number] = updates
+            return tables.spare
         return None
 
     @override
@@ -386,6 +383,7 @@ class FusedPasses(Passes):
             for number, updates in tables.left.items():
                 self._drain(tables.parts[number], wave.lane, updates)
             tables.left.clear()
+            tables.spare = None
         else:
             self._drain(tables.drain, wave.lane, wave.stack_memory)
 

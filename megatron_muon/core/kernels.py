@@ -700,7 +700,7 @@ def descend(
 
 @triton.jit
 def total(runs, partial, sums, count, size: tl.constexpr):
-    """Sums of three numbers of the tiles of each matrix; `runs` are matrix, first tile, tiles."""
+    """Add three numbers of the tiles of each matrix; `runs` are matrix, first tile, tiles."""
     run = runs + tl.program_id(0) * 3
     first = tl.load(run + 1)
     tiles = tl.load(run + 2)
@@ -710,7 +710,8 @@ def total(runs, partial, sums, count, size: tl.constexpr):
             tile = begin + tl.arange(0, size)
             at = partial + (first + tile) * 3 + number
             terms += tl.load(at, mask=tile < tiles, other=0.0)
-        tl.store(sums + number * count + tl.load(run), tl.sum(terms))
+        at = sums + number * count + tl.load(run)
+        tl.store(at, tl.load(at) + tl.sum(terms))
 
 
 @triton.jit

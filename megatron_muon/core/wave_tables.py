@@ -57,7 +57,7 @@ class Tables:
         factors: of each slot, `(slots, 1, 1)` fp32.
         parts: tiles of `descend` of a batch, or of `drain`, for each stack by itself; none with
             NorMuon, which needs whole matrices.
-        left: by stack, updates that wait for `drain`.
+        left: by stack, updates that wait for `drain`; spare: memory for those of the next stack.
         neurons: tables of NorMuon.
     """
 
@@ -123,6 +123,9 @@ class Tables:
         route, device = wave.route, wave.lane.device
         self.parts: list[Tiles | None] = []
         self.left: dict[int, Tensor] = {}
+        self.spare: Tensor | None = None
+        numels = [wave.stacks[number].blocks.numel() for number in wave.order]
+        self._rotates = wave.keeps_dtype and numels == sorted(numels, reverse=True)
         lane = _place(wave.lane).start
         ends = [(copy.source, copy.source + _extent(copy)) for copy in route.back.far]
         drained = np.array(ends, dtype=np.int64).reshape(-1, 2)
@@ -140,8 +143,10 @@ class Tables:
             else:
                 self.parts.append(tiles_of(chosen, [0] * len(chosen), device))
 
-    def may_stay(self, updates: Tensor) -> bool:
-        """True if updates lie where `drain` does not write."""
+    def may_stay(self, updates: Tensor, *, is_last: bool) -> bool:
+        """True if updates lie where neither `drain` nor a later stack's method writes."""
+        if not (is_last or self._rotates):
+            return False
         place = _place(updates)
         starts, ends = self._drained.T
         return not ((place.start < ends) & (starts < place.stop)).any()
