@@ -91,8 +91,8 @@ class _Addresses(_Sent):
 
     def look_at(self, tensors: Sequence[Tensor | None]) -> None:
         """Take new addresses, if some tensor has moved; they are contiguous and of one dtype."""
+        self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
         if self.look([0 if one is None else one.data_ptr() for one in tensors]):
-            self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
             self.aligned = _alignment(self.seen)
 
     @property
@@ -145,6 +145,8 @@ class FusedPasses(Passes):
         self._records = records
         self._tables: dict[int, Tables] = {}
         self._is_measured = self._has_tables = False
+        self._regular: list[Tensor | None] = []
+        """Gradients, with copies of those that kernels do not take."""
         by_type: Mapping[type[Rule], Any] = {type(rule): rule for rule in rules}
         self._divisor: AdaMuon | None = by_type.get(AdaMuon)
         self._norms: NorMuon | None = by_type.get(NorMuon)
@@ -168,7 +170,6 @@ class FusedPasses(Passes):
     def begin(self, probe: Probe) -> None:
         held = self.rows.held
         self._is_measured = type(probe).momentum is not Probe.momentum
-        # copies live until the step's end
         self._regular = _alike([self.rows.gradients[index] for index in held])
         self._gradients.look_at(self._regular)
         self._weights.look_at([self.rows.weights(index) for index in held])
@@ -178,6 +179,11 @@ class FusedPasses(Passes):
         if self._records is not None:
             self._seeds.look([seed for index in held for seed in self._records.seeds(index)])
         super().begin(probe)
+
+    @override
+    def end(self) -> None:
+        super().end()
+        self._regular = []
 
     @override
     def _mark_failed(self, failed: Tensor) -> None:
@@ -192,10 +198,13 @@ class FusedPasses(Passes):
         self._has_tables = True
         places = {index: place for place, index in enumerate(held)}
         shards = []
+        dtypes = {self.rows.weights(index).dtype for index in held}
+        is_known = len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16}
         for wave in self._waves:
             shards += [(row.shard.rows, row.shard.cols) for row in wave.route.rows]
             weights = [self.rows.weights(row.of) for row in wave.route.rows]
-            if all(one.is_contiguous() for one in weights) and self._has_whole_scales(wave):
+            is_dense = is_known and all(one.is_contiguous() for one in weights)
+            if (is_dense or not held) and self._has_whole_scales(wave):
                 tables = Tables(wave, places, norms=self._norms, sphere=self._sphere)
                 self._tables[id(wave)] = tables
         whole = [Copy(0, 0, ((1, 0, 0), (r, c, c), (c, 1, 1))) for r, c in shards]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -29,5 +30,9 @@ def launch(
     """
     from megatron_muon.core import kernels  # Triton is there only where it can run
 
-    if programs:
+    if not programs:
+        return
+    device = tensors[0].device
+    # Triton launches on the current device
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         getattr(kernels, kernel)[(programs,)](*tensors, *numbers, *constants, num_warps=warps)

@@ -15,15 +15,26 @@ from triton.compiler import ASTSource
 
 from megatron_muon.core import kernels
 from megatron_muon.core.tiles import SHAPES
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_interpreted() -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param("not wide", marks=pytest.mark.timeout(300)),
+        pytest.param("wide", marks=[pytest.mark.wide, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_interpreted(chosen: str) -> None:
     """`tests/interpreted`, in a process in which Triton interprets."""
     command = [sys.executable, "-m", "pytest", "tests/interpreted", "-q", "-p", "no:xdist"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop(warm.SHARED, None)
+    done = subprocess.run(
+        [*command, "-m", chosen], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout[-5000:]
 
 

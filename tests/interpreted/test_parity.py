@@ -1,0 +1,31 @@
+"""The table of parity with kernels in the place of torch operations: on several ranks, with every
+layout, split, variant and way of state that it has.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.functional.test_exact_updates import ON_ANY_NUMBER
+from tests.support.cases import TABLE
+from tests.support.parity import assert_same_bits, check, run
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
+
+
+@pytest.mark.parametrize("name", wide_but(["variants on 3"], TABLE))
+def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
+    group = TABLE[name]
+    with ranks.interpreted():
+        seen = ranks(group.ranks, run, cases=group.cases)[0]
+    for label, case in group.cases.items():
+        check(seen[label], case, label=label)
+
+
+@pytest.mark.wide
+def test_the_number_of_ranks_changes_no_bit(ranks: Pool) -> None:
+    """Rounded alike whether rows travel or not, and added up in one order."""
+    with ranks.interpreted():
+        alone, seen = (ranks(size, run, cases=ON_ANY_NUMBER)[0] for size in (1, 3))
+    for label in ON_ANY_NUMBER:
+        assert_same_bits(alone[label], seen[label], label)
