@@ -83,6 +83,7 @@ setup(
         ],
         "hf": ["transformers>=4.50"],
         "te": ["transformer-engine[pytorch]>=2.9"],
+        "quack": ["quack-kernels>=0.6.5"],  # see core/methods/symmetric.py
         "plots": ["matplotlib>=3.8"],
         "wandb": ["wandb>=0.18"],
         "trainers": ["accelerate>=1.10", "pytorch-lightning>=2.5", "transformers>=5.0", "trl>=1.0"],

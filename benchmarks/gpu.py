@@ -1,7 +1,7 @@
 """What a GPU has to say about the kernels: right, the same twice, and how fast. Eight minutes.
 
     python -m benchmarks.gpu --json report.json
-    TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu     a rehearsal, interpreted, on small sizes
+    TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu     interpreted, small: a rehearsal
 
 1. Ten steps of each variant, odd shapes, by kernels and by torch operations: largest difference of
    weights, as a share of how far they moved. 2. The same steps again while other streams keep the
@@ -41,7 +41,7 @@ type Shapes = Sequence[tuple[int, ...]]
 ODD: Shapes = [(33, 70), (70, 20), (130, 33), (257, 513), (1024, 384), (64, 64), (5, 40, 96)]
 LAYER: Shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
 TIMED: dict[str, Shapes] = {
-    "4 layers of llama3-8b": LAYER * 4,
+    "4 layers of llama3-8b": [*LAYER] * 4,
     "64 of 256 x 512": [(256, 512)] * 64,
     "16 experts of 256 x 512": [(16, 256, 512)],
 }
@@ -77,7 +77,9 @@ TIMED_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def parameters(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def parameters(
+    shapes: Shapes, device: torch.device, dtype: torch.dtype
+) -> list[torch.nn.Parameter]:
     """Parameters of these shapes, the same each time."""
     generator = torch.Generator().manual_seed(0)
     made = (torch.randn(shape, generator=generator) for shape in shapes)
@@ -94,7 +96,7 @@ def muon(given: Sequence[torch.nn.Parameter], **settings: Any) -> torch.optim.Op
 @contextlib.contextmanager
 def kernels(on: bool) -> Iterator[None]:
     """With kernels, or torch operations in their place."""
-    with mock.patch.object(launches, "has_kernels", lambda device: on):
+    with mock.patch.object(launches, "has_kernels", return_value=on):
         yield
 
 
@@ -106,7 +108,7 @@ def stepped(
     before = [p.detach().clone() for p in given]
     noise = torch.Generator().manual_seed(1)
     with kernels(fused):
-        optimizer = muon(given, **({"fp32_matmul_prec": "highest"} | settings))
+        optimizer = muon(given, **{"fp32_matmul_prec": "highest", **settings})
         for step in range(10 if device.type == "cuda" else 2):
             for p in given:
                 p.grad = torch.randn(p.shape, generator=noise).to(device)

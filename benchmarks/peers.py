@@ -110,7 +110,7 @@ class UpstreamNewtonSchulz(NewtonSchulz):
         factors: torch.Tensor,
         work: Work,
         **options: Any,
-    ) -> None:
+    ) -> torch.Tensor:
         """Orthogonalize blocks that no team cuts."""
         iteration = self.iteration
         for block in stack:
@@ -121,3 +121,4 @@ class UpstreamNewtonSchulz(NewtonSchulz):
                     coefficient_type=iteration.coefficient_type,
                 )
             torch.mul(orthogonal, kind.scale, out=block)
+        return stack

@@ -1,8 +1,8 @@
 """What CUDA does for an operation of torch: kernels that it launches, bytes that it moves.
 
 Lists are cut as torch's `multi_tensor_apply` cuts them, if its fast path takes them: 110, 64, 48
-tensors of one, two or three lists, 320 chunks of 65,536 elements. cuBLAS takes a base that is not the
-result by a copy. Launches within cuBLAS and NCCL are not counted.
+tensors of one, two or three lists, 320 chunks of 65,536 elements. A base that is not the result of
+a product is copied there first. Launches within cuBLAS and NCCL are not counted.
 """
 
 from __future__ import annotations
@@ -97,4 +97,3 @@ def _is_dense(tensor: Tensor) -> bool:
         return True
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return 1 + last == tensor.numel()
-

@@ -78,6 +78,13 @@ product's time, of 8,192 half, and the iteration gained 11 to 20 %; with 3,072 r
 as dense products, with 2,048, where a batch of dense ones is one launch that fills the device, up
 to 1.6 times as long (docs/gpu.md)."""
 
+QUACK = Products(square=0.5, symmetric=0.5, from_rows=256, multiple_of=8)
+"""QuACK's symmetric products, of whole stacks and of two matrices that commute, in bf16.
+
+They add the base as they write, where cuBLAS copies it first. Shares and the least rows are
+assumed: no GPU has measured them here, so `methods.symmetric.FASTER_WITH_QUACK` names none.
+"""
+
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together, or of rows that several operations take. On a
 processor they stay in its cache; on a GPU such buffers stay small beside a wave's."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, override
 
 import torch
@@ -40,8 +39,9 @@ _FUSED: tuple[type[Rule], ...] = (AdaMuon, NorMuon, CautiousDecay, Hyperball)
 class Records(Protocol):
     """Momentum that is stored in a format of its own, on the device."""
 
-    format: int
-    """`kernels.FP32`, `BF16` or `INT8`."""
+    @property
+    def format(self) -> int:
+        """`kernels.FP32`, `BF16` or `INT8`."""
 
     def addresses(self, index: int) -> tuple[int, int]:
         """Of a matrix's elements and scales."""
@@ -222,7 +222,9 @@ class FusedPasses(Passes):
         if self._divisor is not None:
             self._moments.look_at([self._moment_of(index) for index in held])
         elif self._norms is not None:
-            self._moments.look([2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held])
+            self._moments.look(
+                [2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held]
+            )
         if self._sphere is not None:
             self._sphere.move = self._move
 
@@ -434,7 +436,7 @@ class FusedPasses(Passes):
             tables.partial(tiles) if holds else self._numbers.on_device,
         ]
         decay = _CAUTIOUS if self._is_cautious else _DECOUPLED
-        flags = [self._weights.is_half, self._gradients.is_half]
+        flags: list[int] = [self._weights.is_half, self._gradients.is_half]
         flags += [decay if self._decays else _NO_DECAY, moment, holds]
         weight_bytes = self._weights.dtype.itemsize
         element_bytes = updates.dtype.itemsize + weight_bytes

@@ -65,9 +65,7 @@ def _in_shard(piece, row, col):
 
 
 @triton.jit
-def _load_far(
-    far, piece, row, col, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr
-):
+def _load_far(far, piece, row, col, inside, aligned: tl.constexpr, tall_aligned: tl.constexpr):
     """Values of the far end, where columns may be rows."""
     start = tl.load(piece + 3)
     stride = tl.load(piece + 4)
@@ -404,9 +402,7 @@ def advance(
         stays = mark != mark
         advanced = tl.where(stays, momentum, advanced)
         sent = tl.where(stays, mark, sent)
-    _store_momentum(
-        momenta, scales, seeds, of, piece, row, col, advanced, inside, stored, aligned
-    )
+    _store_momentum(momenta, scales, seeds, of, piece, row, col, advanced, inside, stored, aligned)
     sent = sent.to(out.dtype.element_ty)
     _store_far(out, piece, row, col, sent, inside, aligned, tall_aligned)
     if to_stacks:

@@ -74,6 +74,8 @@ class Plan:
             self.batches,
             self.by_pairs,
         ]
+        if self.sizes.method.products:
+            content.append(self.sizes.method.products)
         digest = hashlib.sha256(json.dumps(content).encode())
         return digest.hexdigest()[:DIGEST_LENGTH]
 

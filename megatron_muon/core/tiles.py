@@ -118,9 +118,9 @@ def uncovered(copies: Sequence[Copy], rows: int, cols: int) -> list[Copy]:
         down = slice(row_cuts.index(top), row_cuts.index(bottom))
         is_free[down, col_cuts.index(left) : col_cuts.index(right)] = False
     found = []
-    for down, across in np.argwhere(is_free).tolist():
-        row, col = row_cuts[down], col_cuts[across]
-        size = row_cuts[down + 1] - row, col_cuts[across + 1] - col
+    for place, number in np.argwhere(is_free).tolist():
+        row, col = row_cuts[place], col_cuts[number]
+        size = row_cuts[place + 1] - row, col_cuts[number + 1] - col
         dims = ((1, 0, 0), (size[0], cols, 1), (size[1], 1, 1))
         found.append(Copy(row * cols + col, NOWHERE, dims))
     return found

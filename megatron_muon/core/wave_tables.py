@@ -167,7 +167,8 @@ class Tables:
         by_matrix: dict[int, list[int]] = {}
         for number, each in enumerate(slices):
             by_matrix.setdefault(each.index, []).append(number)
-        table, siblings = [], []
+        table: list[list[int]] = []
+        siblings: list[int] = []
         firsts: dict[int, int] = {}
         for alike in by_matrix.values():
             firsts |= dict.fromkeys(alike, len(siblings))

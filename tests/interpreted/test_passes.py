@@ -1,7 +1,7 @@
 """The kernels of the passes in Triton's interpreter, against the passes in torch operations.
 
-Triton decides when it is imported whether it interprets: `tests/unit/test_kernels.py` runs these in a
-process with TRITON_INTERPRET=1.
+Triton decides when it is imported whether it interprets: `tests/unit/test_kernels.py` runs these in
+a process with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def test_another_share_of_momentum_is_noticed() -> None:
     expected, _, _ = trained(momentum=0.9)
     with interpreted():
         weights, _, _ = trained(momentum=0.95)
-    assert any((one - other).abs().max() > 1e-3 for one, other in zip(weights, expected, strict=True))
+    assert any(
+        (one - other).abs().max() > 1e-3 for one, other in zip(weights, expected, strict=True)
+    )
 
 
 COPIES = [

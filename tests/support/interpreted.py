@@ -42,7 +42,7 @@ def interpreted() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(interpreter, "_convert_float", _rounded(interpreter._convert_float)),
-        mock.patch.object(launches, "has_kernels", lambda device: True),
+        mock.patch.object(launches, "has_kernels", return_value=True),
         mock.patch.object(launches, "launch", counting),
         np.errstate(all="ignore"),
     ):

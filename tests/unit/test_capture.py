@@ -69,9 +69,7 @@ class Enqueued(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace != "profiler":
-            self.operations.append(
-                (func, *(self.seen(one) for one in tree_leaves((args, kwargs))))
-            )
+            self.operations.append((func, *(self.seen(one) for one in tree_leaves((args, kwargs)))))
         if not func.is_view and all(value.alias_info is None for value in func._schema.returns):
             self._made |= {
                 one.untyped_storage()._cdata for one in tree_leaves(result) if torch.is_tensor(one)

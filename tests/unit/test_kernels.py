@@ -62,7 +62,15 @@ POINTERS = {
 }
 """Types of arguments; of elements on the wire, bf16; of all others, int64."""
 ELEMENTS = ("out", "lane", "stacks", "updates", "given", "q")
-SIZES = {"aligned": 8, "tall_aligned": 8, "size": 1024, "parts": 4, "width": 64, "depth": 64, "stored": 0}
+SIZES = {
+    "aligned": 8,
+    "tall_aligned": 8,
+    "size": 1024,
+    "parts": 4,
+    "width": 64,
+    "depth": 64,
+    "stored": 0,
+}
 FORMS: dict[str, list[dict[str, int]]] = {
     "advance": [{"stored": stored, "alone": stored != 1} for stored in range(3)],
     "find": [{}],
@@ -104,9 +112,7 @@ def test_kernels_compile_for_gpus(name: str, capability: int) -> None:
             signature["scales"] = "*fp32"
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         options = {"num_warps": 8}
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", capability, 32), options=options
-        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert f"sm_{capability}" in compiled.asm["ptx"]
 
 

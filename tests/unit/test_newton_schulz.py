@@ -4,6 +4,7 @@ emerging-optimizers.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -17,10 +18,13 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
-from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, Iteration
-from megatron_muon.core.layout import Matrix
+from megatron_muon.core.build import sizes_of
+from megatron_muon.core.cost import DENSE, GRAM, KERNEL, QUACK, STANDARD, Iteration
+from megatron_muon.core.layout import Matrix, replicated_layout
 from megatron_muon.core.methods import newton_schulz as ns
 from megatron_muon.core.methods import symmetric
+from megatron_muon.core.methods.newton_schulz import NewtonSchulz
+from megatron_muon.core.plan import make_plan
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import Team
 from megatron_muon.proven import check_iteration
@@ -167,6 +171,53 @@ def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(
     assert len(squares) == 2 * (3 if runs else 5)
     monkeypatch.setattr(symmetric, "products_on", lambda device, dtype: DENSE)
     torch.testing.assert_close(found, iterated(stack, QUINTIC, runs), rtol=0.0, atol=0.03)
+
+
+@pytest.mark.parametrize("runs", [None, Iteration().runs(GRAM)])
+def test_quack_forms_symmetric_products_of_whole_stacks(monkeypatch, runs) -> None:
+    """It runs on a GPU alone; a stand-in checks what it is given."""
+    calls = []
+
+    def gemm_symmetric(a, b, *, C, out, alpha, beta) -> None:
+        assert a.dtype == b.dtype == out.dtype == torch.bfloat16
+        assert a.shape == b.mT.shape
+        calls.append(tuple(a.shape))
+        base = 0.0 if C is None else beta * C.float()
+        out.copy_(base + alpha * (a.float() @ b.float()))
+
+    module = SimpleNamespace(gemm_symmetric=gemm_symmetric)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", module)
+    small = replace(QUACK, from_rows=16)
+    monkeypatch.setattr(symmetric, "QUACK", small)
+    stack = torch.randn(2, 16, 40, generator=seeded(0)).bfloat16()
+    expected = iterated(stack, QUINTIC, runs)
+    monkeypatch.setattr(symmetric, "products_on", lambda device, dtype: small)
+    found = iterated(stack, QUINTIC, runs)
+    # X X^T and R R of each run, and four products of each further step
+    assert len(calls) == (2 * 3 + 4 * 2 if runs else 2 * 5)
+    assert set(calls) == {(2, 16, 40), (2, 16, 16)}
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.03)
+
+
+def test_quack_is_off_where_nobody_has_measured_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    gpu = torch.device("cuda", 0)
+    assert symmetric.products_on(gpu, torch.bfloat16) is not QUACK
+    monkeypatch.setattr(symmetric, "FASTER_WITH_QUACK", ("NVIDIA H100",))
+    assert symmetric.products_on(gpu, torch.bfloat16) is QUACK
+    assert symmetric.products_on(gpu, torch.float32) is DENSE
+
+
+def test_ranks_agree_on_quack_by_the_plan() -> None:
+    layout, _ = replicated_layout([Matrix("w", (8, 8))], 1)
+    method = NewtonSchulz()
+    plan = make_plan(layout, [1.0], sizes=sizes_of(method, "bf16", (), processor=False))
+    before = plan.digest()
+    method.iteration = replace(method.iteration, products=QUACK)
+    assert plan.digest() != before
 
 
 ALONE = Team((0,), ())

@@ -16,13 +16,13 @@ from benchmarks.rehearse.rank import Rehearsal, rehearse_rank
 from benchmarks.rehearse.recorder import RankTrace
 from megatron_muon import cpu
 from megatron_muon.core.engine import Engine
-from megatron_muon.core.fused import FusedPasses
 from megatron_muon.core.exchange import ToOwners, Works
+from megatron_muon.core.fused import FusedPasses
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.muon_config import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.tools.plan.estimate import moved_bytes, HARDWARE, Group, Hardware, node_pattern
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, moved_bytes, node_pattern
 from megatron_muon.tools.plan.plan_command import settings_of
 from tests.support.cut_matrices import row_sharded
 
@@ -137,7 +137,7 @@ def test_launches_and_traffic_of_a_step_are_as_noted(sound: Recorded) -> None:
 
 @pytest.mark.parametrize("second", ["none", "adamuon", "normuon"])
 def test_a_step_moves_the_bytes_that_the_plan_counts(second: str) -> None:
-    """Tables, magnitudes and numbers of matrices are not counted, nor whole updates that are copied."""
+    """Tables and magnitudes are not counted, nor NorMuon's numbers that travel."""
     settings: dict[str, Any] = {}
     if second != "none":
         settings = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": second}

@@ -208,6 +208,11 @@ class Method(ABC):
             stack's place.
         """
 
+    @property
+    def products(self) -> str:
+        """What else decides bits, the same on all ranks, for the plan's digest; nothing by default."""
+        return ""
+
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:
         """Prepare for this rank's blocks before the first step, for instance by compiling."""
         return

@@ -27,7 +27,7 @@ from emerging_optimizers.utils import fp32_matmul_precision
 from torch import Tensor
 
 from megatron_muon.core import launches
-from megatron_muon.core.cost import GRAM, KERNEL, Coefficients, Iteration
+from megatron_muon.core.cost import GRAM, KERNEL, QUACK, Coefficients, Iteration
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.methods import symmetric
 from megatron_muon.core.methods.method import Method, Work
@@ -150,6 +150,11 @@ class NewtonSchulz(Method):
         probe.blocks(updates, kind.scale, team)
         return updates
 
+    @property
+    @override
+    def products(self) -> str:
+        return "quack" if self.iteration.products is QUACK else ""
+
     @override
     def warm_up(self, slots: Sequence[BlockSlice]) -> None:
         """Compile the symmetric kernel for blocks; in a step others would wait for that in a collective.
@@ -157,7 +162,7 @@ class NewtonSchulz(Method):
         Coefficients are constants of a compilation, and the last step's depend on the scale and the
         number of steps.
         """
-        if self.iteration.products is KERNEL:
+        if self.iteration.products in (KERNEL, QUACK):
             for kind in {slot.kind(self.scale(slot.of)) for slot in slots}:
                 self._run_once(kind)
 

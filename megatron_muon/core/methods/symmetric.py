@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch import Tensor
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, QUACK, Products
 from megatron_muon.core.methods.method import Work
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.teams import TeamGroup
@@ -18,12 +20,15 @@ from megatron_muon.core.teams import TeamGroup
 def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     """Symmetric products of `device` in `dtype`.
 
+    QuACK's are taken on GPUs that are known to be faster with them, if it can be imported.
     emerging-optimizers' kernel needs bf16, Triton's tensor descriptors (3.4), and a GPU that has
     them in hardware and shared memory for `WIDE` tiles: GeForce and RTX cards of capability 12 have half
     of a data centre's.
     """
     if device.type == "cpu":
         return HALVES
+    if dtype == torch.bfloat16 and _is_faster_with_quack(device):
+        return QUACK
     has_kernel = (
         device.type == "cuda"
         and dtype == torch.bfloat16
@@ -31,6 +36,19 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
         and torch.cuda.get_device_capability(device)[0] in (9, 10)
     )
     return KERNEL if has_kernel else DENSE
+
+
+FASTER_WITH_QUACK: tuple[str, ...] = ()
+"""Names of GPUs, or their beginnings, on which `python -m benchmarks.gpu` and `doctor --gpu --only
+arithmetic` have shown QuACK's products to be faster, within the proven bounds."""
+
+
+def _is_faster_with_quack(device: torch.device) -> bool:
+    return bool(
+        FASTER_WITH_QUACK
+        and torch.cuda.get_device_name(device).startswith(FASTER_WITH_QUACK)
+        and importlib.util.find_spec("quack")
+    )
 
 
 class SymmetricProducts:
@@ -85,6 +103,10 @@ class SymmetricProducts:
                 torch.bmm(left, right.mT, out=out)
             else:
                 torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
+        elif self._products is QUACK:
+            # its result is symmetric to the last bit, whatever the base is
+            quack: Any = importlib.import_module("quack.gemm_interface")
+            quack.gemm_symmetric(left, right.mT, C=base, out=out, alpha=alpha, beta=beta)
         else:
             blocks = self.work.blocks
             bases = [None] * count if base is None else blocks(base)

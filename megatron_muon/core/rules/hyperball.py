@@ -129,10 +129,10 @@ class Hyperball(Rule):
             self.move(shrink, of_updates)
         if not self._waiting:
             return
-        of_weights, of_updates = shrink.unbind(), of_updates.unbind()
+        factors, paces = shrink.unbind(), of_updates.unbind()
         for index, (weight, update) in self._waiting.items():
-            weight.mul_(of_weights[index])
-            weight.addcmul_(update, of_updates[index])
+            weight.mul_(factors[index])
+            weight.addcmul_(update, paces[index])
         self._waiting.clear()
 
     def _measure(self, indices: Sequence[int]) -> None:

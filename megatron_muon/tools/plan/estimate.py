@@ -30,7 +30,6 @@ from megatron_muon.core.traffic import Transfers
 from megatron_muon.errors import SettingError
 from megatron_muon.megatron.plan_figures import (
     all_to_alls,
-    imbalance,
     loads_of,
     received,
     received_bytes,
@@ -283,9 +282,10 @@ def all_to_all_s(
 def moved_bytes(plan: Plan, held: Ints, settings: PlanSettings, hardware: Hardware) -> Ints:
     """Bytes of memory that the elementwise passes of each rank's step read and write.
 
-    By kernels (`core.kernels`): gradient, momentum, wire; wire to stacks and back, if rows travel; two
-    passes over the small matrices of the iteration; wire, weight. NorMuon puts updates into stacks,
-    squares and multiplies them; where rows do not travel it squares alone. A processor's operations are counted as they are in `core.passes`.
+    By kernels (`core.kernels`): gradient, momentum, wire; wire to stacks and back, if rows travel;
+    two passes over the small matrices of the iteration; wire, weight. NorMuon puts updates into
+    stacks, squares and multiplies them; where rows do not travel it squares alone. A processor's
+    operations are counted as they are in `core.passes`.
     """
     wire, half = plan.sizes.dtype.itemsize, settings.sizes.method.dtype.itemsize
     is_fused = not hardware.processor
