@@ -33,7 +33,8 @@ ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "extra_bytes": ("extra memory, MiB", _mebibytes),
     "flops": ("floating-point operations", "{:.4g}".format),
     "collectives": ("collectives", "{:,}".format),
-    "operations": ("other operations of torch", "{:,}".format),
+    "launches": ("launches, without products", "{:,}".format),
+    "moved_bytes": ("memory traffic likewise, MiB", _mebibytes),
 }
 """The table by figure: label, and how a value is written."""
 

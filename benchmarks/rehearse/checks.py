@@ -65,7 +65,7 @@ class Recorded:
     def planned(self, rank: int) -> dict[str, Any]:
         """Planned figures of a rank over its groups, which step one after the other."""
         digests = []
-        received = extra = 0
+        received = extra = moved = 0
         flops = 0.0
         for kind in self.plans:
             item = kind.of(rank)
@@ -74,11 +74,13 @@ class Recorded:
             received += item.received[place]
             extra = max(extra, int(item.extra[place]))
             flops += loads_of(item.plan)[place]
+            moved += int(item.moved[place])
         return {
             "digest": "-".join(digests),
             "received_bytes": received,
             "extra_bytes": extra,
             "flops": flops,
+            "moved_bytes": moved,
         }
 
     def calls(self, step: int) -> dict[Members, CallsByRank]:

@@ -96,7 +96,6 @@ class StepTrace:
     # how often this rank has done each part
     orthogonalized: Counter[BlockPart] = field(default_factory=Counter)
     flops: int = 0  # of all products
-    operations: int = 0  # of torch that are not views
     # kernels and bytes of memory by pass: a phase of the probe, "products", or "other"
     launches: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
@@ -154,7 +153,8 @@ class RankTrace:
             "extra_bytes": last.extra_bytes,
             "flops": last.flops,
             "collectives": len(last.calls),
-            "operations": last.operations,
+            "launches": sum(last.launches.values()) - last.launches[PRODUCTS],
+            "moved_bytes": sum(last.moved.values()) - last.moved[PRODUCTS],
         }
 
 
@@ -184,8 +184,6 @@ class Recorder(FakeTensorMode):
             self._is_within = not is_outer
         if is_outer and self.is_in_step:
             self._count_traffic(func, args, kwargs, result)
-        if func.namespace == "aten" and not func.is_view:
-            self.now.operations += 1
         if func.overloadpacket in _PRODUCTS:
             self.now.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         if _makes_memory(func):

@@ -376,12 +376,15 @@ class FusedPasses(Passes):
             self._descend(tables, tables.parts[number], updates)
         else:
             is_last = number == wave.order[-1]
-            if updates is blocks or not tables.may_stay(updates, is_last=is_last):
-                super().take(wave, number, updates)
-                updates = blocks
-            else:
+            rows = 0
+            if updates is not blocks:
+                rows = tables.rows_that_stay(updates, is_last=is_last)
+            if rows:
+                tables.leave(number, updates, blocks, rows)
                 tables.spare = blocks
-            tables.left[number] = updates
+            else:
+                super().take(wave, number, updates)
+                tables.left.append((tables.parts[number], blocks))
             return tables.spare
         return None
 
@@ -391,8 +394,8 @@ class FusedPasses(Passes):
         if tables is None:
             super().drain(wave)
         elif tables.parts:
-            for number, updates in tables.left.items():
-                self._drain(tables.parts[number], wave.lane, updates)
+            for tiles, updates in tables.left:
+                self._drain(tiles, wave.lane, updates)
             tables.left.clear()
             tables.spare = None
         else:

@@ -126,6 +126,30 @@ def uncovered(copies: Sequence[Copy], rows: int, cols: int) -> list[Copy]:
     return found
 
 
+def split_at(copies: Sequence[Copy], length: int, row: int, moved: int) -> list[Copy]:
+    """Copies whose targets have rows of a length; those from a row on are moved by so many elements."""
+    found = []
+    for copy in copies:
+        (repeats, *steps), (rows, near, far), (cols, one, far_col) = copy.dims
+        is_tall = far_col != 1 and cols > 1
+        for number in range(repeats):
+            source, target = copy.source + number * steps[0], copy.target + number * steps[1]
+            first = target // length
+            before = min(max(0, row - first), cols if is_tall else rows)
+            if is_tall:
+                parts = [(rows, before), (rows, cols - before)]
+                at = source + before, target + before * length
+            else:
+                parts = [(before, cols), (rows - before, cols)]
+                at = source + before * near, target + before * far
+            ends = (source, target), (at[0], at[1] + moved)
+            for (height, width), (start, end) in zip(parts, ends, strict=True):
+                if height and width:
+                    dims = ((1, 0, 0), (height, near, far), (width, one, far_col))
+                    found.append(Copy(start, end, dims))
+    return found
+
+
 def tiled(counts: np.ndarray) -> np.ndarray:
     """The number of the piece of each tile, int32, of so many tiles each."""
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)

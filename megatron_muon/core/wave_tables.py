@@ -15,7 +15,15 @@ from megatron_muon.core.copies import Copy
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.second_moments import NorMuon
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.tiles import SHAPES, Tiles, multiple_of, tiled, tiles_of, uncovered
+from megatron_muon.core.tiles import (
+    SHAPES,
+    Tiles,
+    multiple_of,
+    split_at,
+    tiled,
+    tiles_of,
+    uncovered,
+)
 from megatron_muon.core.wave import Wave
 
 INT8 = 2
@@ -57,7 +65,8 @@ class Tables:
         factors: of each slot, `(slots, 1, 1)` fp32.
         parts: tiles of `descend` of a batch, or of `drain`, for each stack by itself; none with
             NorMuon, which needs whole matrices.
-        left: by stack, updates that wait for `drain`; spare: memory for those of the next stack.
+        left: tiles and memory of updates that wait for `drain`.
+        spare: memory for updates of the next stack.
         neurons: tables of NorMuon.
     """
 
@@ -122,10 +131,13 @@ class Tables:
         """Tiles of `descend` of a batch, or of `drain`, for each stack of the wave by itself."""
         route, device = wave.route, wave.lane.device
         self.parts: list[Tiles | None] = []
-        self.left: dict[int, Tensor] = {}
+        self.left: list[tuple[Tiles | None, Tensor]] = []
+        self._copies: list[list[Copy]] = []
+        self._split: dict[int, Tiles | None] = {}
         self.spare: Tensor | None = None
         numels = [wave.stacks[number].blocks.numel() for number in wave.order]
-        self._rotates = wave.keeps_dtype and numels == sorted(numels, reverse=True)
+        self._keeps_dtype = wave.keeps_dtype
+        self._rotates = numels == sorted(numels, reverse=True)
         lane = _place(wave.lane).start
         ends = [(copy.source, copy.source + _extent(copy)) for copy in route.back.far]
         drained = np.array(ends, dtype=np.int64).reshape(-1, 2)
@@ -138,18 +150,38 @@ class Tables:
             first = stack.blocks.storage_offset() - start
             end = first + stack.blocks.numel()
             chosen = [copy.moved(0, -first) for copy in copies if first <= copy.target < end]
+            self._copies.append(chosen)
             if route.is_batch:
                 self.parts.append(tiles_of(*self._by_matrix(chosen), device))
             else:
                 self.parts.append(tiles_of(chosen, [0] * len(chosen), device))
 
-    def may_stay(self, updates: Tensor, *, is_last: bool) -> bool:
-        """True if updates lie where neither `drain` nor a later stack's method writes."""
-        if not (is_last or self._rotates):
-            return False
+    def rows_that_stay(self, updates: Tensor, *, is_last: bool) -> int:
+        """Rows of updates that neither `drain` nor a later stack's method overwrites, from the first.
+
+        Updates `(count, m, n)` have count m rows. Before the last stack all of them stay, or none.
+        """
+        count, m, length = updates.shape
         place = _place(updates)
         starts, ends = self._drained.T
-        return not ((place.start < ends) & (starts < place.stop)).any()
+        reached = starts[(place.start < ends) & (starts < place.stop)]
+        free = max(0, int(reached.min()) - place.start) if len(reached) else updates.nbytes
+        rows = free // (length * updates.itemsize)
+        if is_last or (rows == count * m and self._rotates):
+            return rows if self._keeps_dtype else 0
+        return 0
+
+    def leave(self, number: int, updates: Tensor, blocks: Tensor, rows: int) -> None:
+        """Have `drain` read so many rows of a stack's updates where they are, and others in blocks."""
+        if rows * updates.shape[2] < updates.numel():
+            tail = slice(rows * updates.shape[2], None)
+            blocks.view(-1)[tail].copy_(updates.view(-1)[tail])
+        if number not in self._split:
+            moved = blocks.storage_offset() - updates.storage_offset()
+            copies = split_at(self._copies[number], updates.shape[2], rows, moved)
+            device = updates.device
+            self._split[number] = tiles_of(copies, [0] * len(copies), device)
+        self.left.append((self._split[number], updates))
 
     def _make_levels(
         self,

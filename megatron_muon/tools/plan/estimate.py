@@ -187,6 +187,7 @@ class GroupPlan:
     unmet: SettingError | None  # a setting that its ranks do not support
     digest: str
     received: tuple[int, ...]  # bytes that each rank receives in a step
+    moved: Ints  # bytes of memory that each rank's elementwise passes read and write
 
 
 @word_as_flags()
@@ -259,6 +260,7 @@ def plan_group(
         unmet=rules.unmet(),
         digest=plan.digest(),
         received=received_bytes(plan, exchanges),
+        moved=moved,
     )
 
 
