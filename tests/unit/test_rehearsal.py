@@ -137,7 +137,7 @@ def test_launches_and_traffic_of_a_step_are_as_noted(sound: Recorded) -> None:
 
 @pytest.mark.parametrize("second", ["none", "adamuon", "normuon"])
 def test_a_step_moves_the_bytes_that_the_plan_counts(second: str) -> None:
-    """Tables and magnitudes are not counted, nor NorMuon's numbers that travel."""
+    """Not counted: tables, NorMuon's numbers that travel, updates that a drain would overwrite."""
     settings: dict[str, Any] = {}
     if second != "none":
         settings = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": second}
@@ -145,7 +145,7 @@ def test_a_step_moves_the_bytes_that_the_plan_counts(second: str) -> None:
     planned = record.plans[0].of(0).moved
     for rank, trace in record.traces.items():
         moved = sum(trace.steps[1].moved.values()) - trace.steps[1].moved["products"]
-        assert moved == pytest.approx(planned[rank], rel=0.1 if second == "normuon" else 0.01)
+        assert moved == pytest.approx(planned[rank], rel=0.08)
 
 
 @pytest.mark.parametrize(
