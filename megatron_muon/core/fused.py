@@ -24,6 +24,7 @@ from megatron_muon.core.rules.second_moments import MOMENT2, AdaMuon, NorMuon
 from megatron_muon.core.tiles import Tiles, tiles_of
 from megatron_muon.core.wave import Wave, WaveStack
 from megatron_muon.core.wave_tables import Tables
+from megatron_muon.errors import UserError
 
 _NUMBERS = 8
 """Numbers of a group, as `kernels.GROUP` has them."""
@@ -89,16 +90,22 @@ class _Addresses(_Sent):
     dtype: torch.dtype = torch.float32
     aligned: int = 1
 
-    def look_at(self, tensors: Sequence[Tensor | None]) -> None:
-        """Take new addresses, if some tensor has moved; they are contiguous and of one dtype."""
+    def look_at(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Take the addresses of tensors of one dtype; True if some tensor has moved."""
         self.dtype = next((one.dtype for one in tensors if one is not None), self.dtype)
-        if self.look([0 if one is None else one.data_ptr() for one in tensors]):
+        has_moved = self.look([0 if one is None else one.data_ptr() for one in tensors])
+        if has_moved:
             self.aligned = _alignment(self.seen)
+        return has_moved
 
     @property
     def is_half(self) -> bool:
         """They are bf16."""
         return self.dtype is torch.bfloat16
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _alignment(addresses: Sequence[Any]) -> int:
@@ -124,7 +131,6 @@ class FusedPasses(Passes):
 
     Args:
         waves: of the step, with their batches.
-        levels: the method takes levelled stacks.
         records: momentum that is not fp32 beside the rows.
     """
 
@@ -139,12 +145,12 @@ class FusedPasses(Passes):
         nesterov: bool = True,
         decay: str = DECOUPLED,
     ) -> None:
-        super().__init__(rows, rules, nesterov=nesterov, decay=decay)
+        super().__init__(rows, rules, nesterov=nesterov, decay=decay, levels=levels)
         self._waves = [each for wave in waves for each in (wave, *wave.batches)]
-        self._levels = levels
         self._records = records
         self._tables: dict[int, Tables] = {}
-        self._is_measured = self._has_tables = False
+        self._is_measured = self._is_under_way = False
+        self._dense: list[tuple[bool, torch.dtype]] | None = None
         self._regular: list[Tensor | None] = []
         """Gradients, with copies of those that kernels do not take."""
         by_type: Mapping[type[Rule], Any] = {type(rule): rule for rule in rules}
@@ -167,23 +173,38 @@ class FusedPasses(Passes):
         self._decays = False
 
     @override
-    def begin(self, probe: Probe) -> None:
+    def look(self) -> None:
         held = self.rows.held
-        self._is_measured = type(probe).momentum is not Probe.momentum
-        self._regular = _alike([self.rows.gradients[index] for index in held])
+        gradients = [self.rows.gradients[index] for index in held]
+        self._regular = _alike(gradients)
+        if self._regular is not gradients and _is_capturing(self.rows.order.device):
+            raise UserError("cuda_graph=True needs contiguous gradients of one dtype, fp32 or bf16")
         self._gradients.look_at(self._regular)
-        self._weights.look_at([self.rows.weights(index) for index in held])
+        weights = [self.rows.weights(index) for index in held]
+        if self._weights.look_at(weights) or self._dense is None:
+            dense = [(one.is_contiguous(), one.dtype) for one in weights]
+            if dense != self._dense:
+                self._dense = dense
+                self._make_tables()
         self._read_groups(self.rows.groups)
-        if not self._has_tables:
-            self._make_tables()
         if self._records is not None:
             self._seeds.look([seed for index in held for seed in self._records.seeds(index)])
+
+    @override
+    def begin(self, probe: Probe) -> None:
+        self._is_measured = type(probe).momentum is not Probe.momentum
+        self.look()
+        if self._is_under_way:  # an error ended the step before
+            for tables in self._tables.values():
+                tables.reset()
+        self._is_under_way = True
         super().begin(probe)
 
     @override
     def end(self) -> None:
         super().end()
         self._regular = []
+        self._is_under_way = False
 
     @override
     def _mark_failed(self, failed: Tensor) -> None:
@@ -195,16 +216,16 @@ class FusedPasses(Passes):
 
     def _make_tables(self) -> None:
         held = self.rows.held
-        self._has_tables = True
+        self._tables.clear()
         places = {index: place for place, index in enumerate(held)}
         shards = []
         dtypes = {self.rows.weights(index).dtype for index in held}
-        is_known = len(dtypes) == 1 and dtypes <= {torch.float32, torch.bfloat16}
+        is_known = len(dtypes) <= 1 and dtypes <= {torch.float32, torch.bfloat16}
         for wave in self._waves:
             shards += [(row.shard.rows, row.shard.cols) for row in wave.route.rows]
             weights = [self.rows.weights(row.of) for row in wave.route.rows]
             is_dense = is_known and all(one.is_contiguous() for one in weights)
-            if (is_dense or not held) and self._has_whole_scales(wave):
+            if is_dense and self._has_whole_scales(wave):
                 tables = Tables(wave, places, norms=self._norms, sphere=self._sphere)
                 self._tables[id(wave)] = tables
         whole = [Copy(0, 0, ((1, 0, 0), (r, c, c), (c, 1, 1))) for r, c in shards]
@@ -244,9 +265,12 @@ class FusedPasses(Passes):
         self._all_groups.look(of_matrices)
         self._groups.look([of_matrices[index] for index in self.rows.held])
         different = list({id(group): group for group in groups}.values())
-        self._decays = any(acts(group["weight_decay"]) for group in different)
+        self._decays = any(acts(group["weight_decay"]) for group in different if group)
         numbers: list[Any] = []
         for group in different:
+            if not group:  # of a parameter that is in no group, and has no rows here
+                numbers += [0.0] * _NUMBERS
+                continue
             share, beta2 = group["momentum"], group.get("beta2", 0.0)
             of_group = [share, 1.0 - share, group["lr"], group["weight_decay"]]
             of_group += [1.0 - beta2, group.get("eps", 0.0)]

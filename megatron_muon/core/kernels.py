@@ -259,7 +259,7 @@ def _level(
         slot = tl.load(siblings + number)
         bits = tl.atomic_max(largest + slot, 0) & 0x7FFFFFFF
         power = tl.maximum(bits & 0x7F800000, 0x00800000).to(tl.float32, bitcast=True)
-        factor = 0.5 / power
+        factor = tl.div_rn(tl.full((), 0.5, tl.float32), power)
         if multiplies:
             is_usual = (bits == 0) | ((bits >= LEAST_BITS) & (bits <= MOST_BITS))
             factor = tl.where(is_usual, 1.0, factor)
@@ -550,7 +550,7 @@ def neurons(
     means = squares / tl.load(strip + 7).to(tl.float32)
     moment = _lerp(moment, means, tl.where(is_finite, tl.load(group + 4), 0.0))
     tl.store(after + place, moment, mask=inside)
-    inverse = 1.0 / tl.sqrt_rn(tl.maximum(moment, eps))
+    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), tl.sqrt_rn(tl.maximum(moment, eps)))
     tl.store(scales + place, inverse, mask=inside)
     tl.store(sums + tl.program_id(0) * 2, tl.sum(squares))
     tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(squares * inverse * inverse))
@@ -706,8 +706,8 @@ def total(runs, partial, sums, count, size: tl.constexpr):
             tile = begin + tl.arange(0, size)
             at = partial + (first + tile) * 3 + number
             terms += tl.load(at, mask=tile < tiles, other=0.0)
-        at = sums + number * count + tl.load(run)
-        tl.store(at, tl.load(at) + tl.sum(terms))
+        place = sums + number * count + tl.load(run)
+        tl.store(place, tl.load(place) + tl.sum(terms))
 
 
 @triton.jit
@@ -750,6 +750,7 @@ def divide(
     out,
     roots,
     m,
+    numel,
     has_least: tl.constexpr,
     parts: tl.constexpr,
     size: tl.constexpr,
@@ -758,9 +759,8 @@ def divide(
 
     Each program adds up the diagonal, in the same order. `roots` get the roots of the inverses.
     """
-    numel = m.to(tl.int64) * m
     across = tl.cdiv(numel, size * parts)
-    block = tl.program_id(0) // across
+    block = (tl.program_id(0) // across).to(tl.int64)
     start = given + block * numel
     terms = tl.zeros((1024,), tl.float32)
     for begin in range(0, m, 1024):
@@ -778,19 +778,18 @@ def divide(
     if part == 0:
         tl.store(roots + block, tl.sqrt_rn(inverse))
     for number in tl.static_range(parts):
-        place = (part * parts + number) * size + tl.arange(0, size)
+        place = (part.to(tl.int64) * parts + number) * size + tl.arange(0, size)
         values = tl.load(start + place, mask=place < numel, other=0.0)
         divided = (values.to(tl.float32) * inverse).to(values.dtype)
         tl.store(out + block * numel + place, divided, mask=place < numel)
 
 
 @triton.jit
-def shift(q, factors, added, m, size: tl.constexpr):
+def shift(q, factors, added, m, numel, size: tl.constexpr):
     """q <- factor * (q + added I), rounded once, of each block."""
-    numel = m.to(tl.int64) * m
     across = tl.cdiv(numel, size)
-    block = tl.program_id(0) // across
-    place = tl.program_id(0) % across * size + tl.arange(0, size)
+    block = (tl.program_id(0) // across).to(tl.int64)
+    place = (tl.program_id(0) % across).to(tl.int64) * size + tl.arange(0, size)
     at = q + block * numel + place
     stored = tl.load(at, mask=place < numel, other=0.0)
     values = stored.to(tl.float32) + tl.where(place % (m + 1) == 0, added, 0.0)

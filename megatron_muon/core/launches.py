@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True if kernels take the passes on a device."""
-    return device.type == "cuda"
+    """True if kernels take the passes on a device; MUON_KERNELS=0 has torch operations take them."""
+    return device.type == "cuda" and os.environ.get("MUON_KERNELS") != "0"
 
 
 def launch(

@@ -32,6 +32,9 @@ from megatron_muon.core.wave import Wave, WaveStack
 
 DECOUPLED, COUPLED, BY_RULE = "decoupled", "coupled", "by rule"
 
+LEAST, MOST = 2.0**-40, 2.0**40
+"""Largest magnitudes of blocks whose squares fit in fp32 and bf16 as they are."""
+
 
 class Passes:
     """The passes on this rank's rows and stacks.
@@ -40,21 +43,32 @@ class Passes:
         rules: in the order of a step.
         nesterov: mix momentum with the gradient again before it travels.
         decay: DECOUPLED, COUPLED or BY_RULE.
+        levels: the method takes levelled stacks.
     """
 
     def __init__(
-        self, rows: Rows, rules: Sequence[Rule], *, nesterov: bool = True, decay: str = DECOUPLED
+        self,
+        rows: Rows,
+        rules: Sequence[Rule],
+        *,
+        nesterov: bool = True,
+        decay: str = DECOUPLED,
+        levels: bool = True,
     ) -> None:
         self.rows = rows
         self.rules = rules
         self._nesterov = nesterov
         self._decay = decay
+        self._levels = levels
         self._normalizing = [rule.normalize for rule in rules if rule.normalize is not None]
         self._moving = [rule for rule in rules if rule.moves_weights]
         self._probe: Probe = SILENT
 
     _mark_failed: Callable[[Tensor], None] | None = None
     """As `Rows.find_failed` has it."""
+
+    def look(self) -> None:
+        """Note where gradients and weights are, and numbers of groups; before a step is captured."""
 
     def begin(self, probe: Probe) -> None:
         """Begin a step. Collective."""
@@ -115,14 +129,22 @@ class Passes:
         copy_all(wave.fill)
 
     def measure(self, wave: Wave) -> Tensor:
-        """A power of two for each block, `(slots, 1, 1)` fp32, as `unit_factor`. Collective in teams."""
+        """A power of two for each block, `(slots, 1, 1)` fp32, as `unit_factor`. Collective in teams.
+
+        Of levelled stacks, 1 where squares fit. A team's ranks have the same factors, whether kernels
+        or torch operations find them.
+        """
         found = [largest_magnitude(stack.blocks) for stack in wave.stacks]
         if not found:  # this rank has no slots, but agrees with others
             found.append(wave.lane.new_zeros(0, 1, 1, dtype=torch.float32))
         largest = found[0] if len(found) == 1 else torch.cat(found)
         if wave.agreement.shared:
             wave.agreement.agree(largest)
-        return unit_factor(largest)
+        factors = unit_factor(largest)
+        if self._levels:
+            is_usual = (largest == 0) | ((largest >= LEAST) & (largest <= MOST))
+            factors.masked_fill_(is_usual, 1.0)
+        return factors
 
     def scale(self, wave: Wave, stack: WaveStack, factors: Tensor) -> None:
         """Multiply blocks of a wave by their factors; rounds nothing, as these are powers of two."""

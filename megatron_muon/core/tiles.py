@@ -131,17 +131,20 @@ def split_at(copies: Sequence[Copy], length: int, row: int, moved: int) -> list[
     found = []
     for copy in copies:
         (repeats, *steps), (rows, near, far), (cols, one, far_col) = copy.dims
-        is_tall = far_col != 1 and cols > 1
         for number in range(repeats):
             source, target = copy.source + number * steps[0], copy.target + number * steps[1]
-            first = target // length
-            before = min(max(0, row - first), cols if is_tall else rows)
-            if is_tall:
+            before = max(0, row - target // length)
+            if cols > 1 and far_col >= length:  # columns are the target's rows
+                before = min(before, cols)
                 parts = [(rows, before), (rows, cols - before)]
-                at = source + before, target + before * length
-            else:
+                at = source + before, target + before * far_col
+            elif rows > 1 and far >= length:
+                before = min(before, rows)
                 parts = [(before, cols), (rows - before, cols)]
                 at = source + before * near, target + before * far
+            else:  # all in one row
+                parts = [(rows if before else 0, cols), (0 if before else rows, cols)]
+                at = source, target
             ends = (source, target), (at[0], at[1] + moved)
             for (height, width), (start, end) in zip(parts, ends, strict=True):
                 if height and width:
@@ -172,7 +175,9 @@ def _aligned(pieces: np.ndarray) -> tuple[int, int]:
     """`Tiles.aligned` and `tall_aligned`."""
     is_tall, is_flat = pieces[:, 8] == 1, pieces[:, 8] == 0
     flat = multiple_of(pieces[:, [1, 2, 6]], pieces[is_flat][:, [3, 4]])
-    return flat, multiple_of(pieces[is_tall][:, 3:6])
+    if not is_tall.any():
+        return flat, _MOST_ALIGNED
+    return flat, multiple_of(pieces[is_tall][:, [3, 4]], pieces[:, 5])
 
 
 def multiple_of(*numbers: np.ndarray) -> int:

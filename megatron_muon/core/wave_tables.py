@@ -171,6 +171,13 @@ class Tables:
             return rows if self._keeps_dtype else 0
         return 0
 
+    def reset(self) -> None:
+        """Forget a step that an error has ended."""
+        self.left.clear()
+        self.spare = None
+        self.largest.zero_()
+        self.counters.zero_()
+
     def leave(self, number: int, updates: Tensor, blocks: Tensor, rows: int) -> None:
         """Have `drain` read so many rows of a stack's updates where they are, and others in blocks."""
         if rows * updates.shape[2] < updates.numel():

@@ -177,15 +177,16 @@ class Part:
 
     def _make_passes(self, passing: Mapping[str, Any], outside: Storage | None) -> Passes:
         """Passes by kernels where these have all that is asked for, or in torch operations."""
+        levels = self.waves.method.takes_levelled
         is_resident = outside is None and (self.store is None or self.store.is_resident)
         decay = passing.get("decay", DECOUPLED)
         if not (is_resident and can_fuse(self.device, self.rules, decay)):
-            return Passes(self.rows, self.rules, **passing)
+            return Passes(self.rows, self.rules, levels=levels, **passing)
         return FusedPasses(
             self.rows,
             self.rules,
             waves=self.waves.all,
-            levels=self.waves.method.takes_levelled,
+            levels=levels,
             records=self.store,
             **passing,
         )

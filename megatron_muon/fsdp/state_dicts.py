@@ -178,7 +178,8 @@ class MuonState(torch.optim.Optimizer):
         groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
         put_on_device(groups, device)
         for part in self.parts:
-            part.captured = CapturedStep(part.engine.step, part.viewed, groups)
+            look = part.engine.passes.look
+            part.captured = CapturedStep(part.engine.step, look, part.viewed, groups)
 
     def __getstate__(self) -> dict[str, Any]:
         refuse_copy()

@@ -106,10 +106,12 @@ class CapturedStep:
     def __init__(
         self,
         enqueue: Callable[[], None],
+        look: Callable[[], None],
         parameters: Iterable[torch.Tensor],
         groups: Sequence[dict[str, Any]],
     ) -> None:
         self._enqueue = enqueue
+        self._look = look
         self._groups = groups
         self._held = [parameter for parameter in parameters if local_part(parameter).numel()]
         self._steps = 0
@@ -135,6 +137,7 @@ class CapturedStep:
                 " group['lr'].fill_(value), or leave cuda_graph out"
             )
         if self._graph is None:
+            self._look()  # copies from the host cannot be captured
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._enqueue()

@@ -18,7 +18,7 @@ import megatron_muon
 from megatron_muon.core import kernels
 from megatron_muon.core.copies import Copy
 from megatron_muon.core.passes import unit_factor
-from megatron_muon.core.tiles import tiles_of
+from megatron_muon.core.tiles import split_at, tiles_of
 from megatron_muon.offload.codecs import CODECS, Place, seeds
 from tests.support.interpreted import interpreted
 
@@ -43,7 +43,8 @@ def trained(
     named = {}
     for number, shape in enumerate(SHAPES):
         named[f"w{number}"] = torch.nn.Parameter(torch.randn(shape).to(dtype))
-    settings = {"lr": 0.02, "weight_decay": 0.1, "fp32_matmul_prec": "highest"} | settings
+    usual = {"lr": 0.02, "weight_decay": 0.1, "fp32_matmul_prec": "highest", "matrices": ["*"]}
+    settings = usual | settings
     optimizer = megatron_muon.Muon(list(named.items()), **settings)
     for step in range(3):
         for number, p in enumerate(named.values()):
@@ -119,6 +120,24 @@ def test_learning_rates_may_be_tensors_and_gradients_may_have_gaps() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
 
 
+def test_weights_may_lose_their_order_between_steps() -> None:
+    def steps() -> Tensor:
+        torch.manual_seed(0)
+        p = torch.nn.Parameter(torch.randn(40, 20))
+        optimizer = megatron_muon.Muon([("w", p)], lr=0.02)
+        for step in range(3):
+            if step == 1:
+                p.data = p.data.t().contiguous().t()
+            p.grad = torch.randn(40, 20)
+            optimizer.step()
+        return p.detach()
+
+    expected = steps()
+    with interpreted():
+        found = steps()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_another_share_of_momentum_is_noticed() -> None:
     """The control: the comparison sees a wrong step."""
     expected, _, _ = trained(momentum=0.9)
@@ -171,6 +190,33 @@ def test_tiles_carry_every_element_once() -> None:
     carried = back != 0
     assert carried.sum() == sum(math.prod(size for size, *_ in copy.dims) for copy in COPIES)
     assert torch.equal(back[carried], lane[carried])
+
+
+SPLIT = [
+    Copy(0, 7, ((1, 0, 0), (3, 25, 30), (20, 1, 1))),  # rows from an offset
+    Copy(0, 2, ((1, 0, 0), (4, 6, 1), (6, 1, 30))),  # columns are rows
+    Copy(0, 32, ((1, 0, 0), (5, 1, 1), (1, 1, 30))),  # one column, in one row
+    Copy(0, 0, ((2, 3, 60), (2, 30, 30), (3, 1, 1))),  # repeated
+]
+
+
+@pytest.mark.parametrize("row", range(7))
+@pytest.mark.parametrize("copy", SPLIT)
+def test_rows_from_one_on_are_moved(copy: Copy, row: int) -> None:
+    lane = torch.arange(400.0) + 1
+    expected, found = torch.zeros(1000), torch.zeros(1000)
+    view(expected, copy, 2).copy_(view(lane, copy, 1))
+    expected[600 + 30 * row : 800] = expected[30 * row : 200]
+    expected[30 * row : 200] = 0
+    for part in split_at([copy], 30, row, 600):
+        view(found, part, 2).copy_(view(lane, part, 1))
+    assert torch.equal(found, expected)
+
+
+def test_one_column_in_rows_of_one_element_is_split() -> None:
+    copy = Copy(0, 0, ((1, 0, 0), (1, 5, 1), (5, 1, 1)))
+    targets = [part.target for part in split_at([copy], 1, 2, 100)]
+    assert targets == [0, 102]
 
 
 def test_offsets_beyond_two_to_the_31_are_not_cut() -> None:

@@ -222,7 +222,9 @@ class Captured:
         groups = self.muon.param_groups
         put_on_device(groups, torch.device("cpu"))
         for part in self.muon.parts:
-            part.captured = CapturedStep(part.engine.step, list(part.viewed), groups)
+            part.captured = CapturedStep(
+                part.engine.step, part.engine.passes.look, list(part.viewed), groups
+            )
 
     def _graph(self) -> RecordedGraph:
         weights = list(self.weights.values())

@@ -57,6 +57,7 @@ POINTERS = {
     "of_weights": "*fp32",
     "of_updates": "*fp32",
     "m": "i32",
+    "numel": "i32",
     "count": "i32",
     "added": "fp32",
 }
@@ -86,8 +87,8 @@ FORMS: dict[str, list[dict[str, int]]] = {
     ],
     "total": [{}],
     "move": [{}],
-    "divide": [{}],
-    "shift": [{}],
+    "divide": [{}, {"m": 1, "numel": 1}],
+    "shift": [{}, {"m": 1, "numel": 1}],
 }
 """Constants of each kernel to compile; those that are not named are 1."""
 
@@ -101,7 +102,7 @@ def test_kernels_compile_for_gpus(name: str, capability: int) -> None:
         signature, constants = {}, {}
         for parameter in kernel.params:
             arg = parameter.name
-            if parameter.is_constexpr:
+            if parameter.is_constexpr or arg in form:  # 1 is compiled as a constant
                 signature[arg] = "constexpr"
                 constants[arg] = given.get(arg, 1)
             else:

@@ -304,7 +304,7 @@ def _divide_by_trace(
         roots = r.new_empty(count, 1, 1, dtype=torch.float32)
         tensors = [given, roots if least_norm is None else least_norm, r, roots]
         programs = count * -(-m * m // (_PARTS * _ELEMENTS))
-        constants = [m, least_norm is not None, _PARTS, _ELEMENTS]
+        constants = [m, m * m, least_norm is not None, _PARTS, _ELEMENTS]
         launches.launch("divide", programs, tensors, constants, 2 * r.nbytes)
         return r, roots
     square = given.diagonal(dim1=-2, dim2=-1).sum(dim=-1, dtype=torch.float32).view(-1, 1, 1)
@@ -329,7 +329,7 @@ def _shifted(
         count, m, _ = q.shape
         programs = count * -(-m * m // _ELEMENTS)
         tensors = [q, factor]
-        constants = [m, _ELEMENTS]
+        constants = [m, m * m, _ELEMENTS]
         launches.launch("shift", programs, tensors, constants, 2 * q.nbytes, numbers=[a])
     else:
         sums = torch.add(diagonal, products.work.one, alpha=a).mul_(factor[:, 0])
