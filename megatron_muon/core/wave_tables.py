@@ -161,7 +161,7 @@ class Tables:
 
         Updates `(count, m, n)` have count m rows. Before the last stack all of them stay, or none.
         """
-        count, m, length = updates.shape
+        count, m, length = map(int, updates.shape)
         place = _place(updates)
         starts, ends = self._drained.T
         reached = starts[(place.start < ends) & (starts < place.stop)]
@@ -184,7 +184,7 @@ class Tables:
             tail = slice(rows * updates.shape[2], None)
             blocks.view(-1)[tail].copy_(updates.view(-1)[tail])
         if number not in self._split:
-            moved = blocks.storage_offset() - updates.storage_offset()
+            moved = int(blocks.storage_offset()) - int(updates.storage_offset())
             copies = split_at(self._copies[number], updates.shape[2], rows, moved)
             device = updates.device
             self._split[number] = tiles_of(copies, [0] * len(copies), device)
