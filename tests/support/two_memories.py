@@ -34,6 +34,7 @@ from torch.utils import _device as device_context
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon import cpu
+from megatron_muon.core import launches
 from megatron_muon.cpu import devices
 from tests.support.streams import Driver
 
@@ -79,6 +80,7 @@ def two_memories() -> Iterator[None]:
             (torch.cuda, "cudart", lambda: driver),
             (DeviceMesh, "__init__", DeviceMesh.__init__.__wrapped__),
             (c10d, "_get_object_coll_device", lambda group=None: "cuda"),
+            (launches, "has_kernels", lambda device: False),  # Triton would look for a driver
             # else a tensor that waits, on torch's own cuda:0
             (funcol, "_maybe_wrap_tensor", funcol.wait_tensor),
         ):
