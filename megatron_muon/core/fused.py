@@ -118,7 +118,7 @@ def _alike(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Gradients, contiguous and of one dtype: copies, in fp32, of those that are not."""
     dtypes = {one.dtype for one in gradients if one is not None}
     have_gaps = any(not (one is None or one.is_contiguous()) for one in gradients)
-    if not have_gaps and dtypes in ({torch.float32}, {torch.bfloat16}):
+    if not have_gaps and len(dtypes) <= 1 and dtypes <= {torch.float32, torch.bfloat16}:
         return gradients
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     if dtype not in (torch.float32, torch.bfloat16):

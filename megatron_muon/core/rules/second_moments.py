@@ -39,7 +39,7 @@ class SecondMoment(Rule):
     def __init__(self, held: Held, options: Options) -> None:
         super().__init__(held, options)
         self.row_scales: Tensors = []
-        for scales, shard in zip(held.scales, held.shards, strict=True):
+        for scales, shard in zip(held.scales, held.shards, strict=bool(held.scales)):
             self.row_scales.append(scales.narrow(0, shard.row_start, shard.rows))
 
     @override
