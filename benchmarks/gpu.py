@@ -1,4 +1,4 @@
-"""What a GPU has to say about the kernels: right, the same twice, and how fast. Eight minutes.
+"""What a GPU has to say about the kernels: right, the same twice, and how fast.
 
     python -m benchmarks.gpu --json report.json
     TRITON_INTERPRET=1 python -m benchmarks.gpu --device cpu     interpreted, small: a rehearsal

@@ -38,7 +38,7 @@ _FUSED: tuple[type[Rule], ...] = (AdaMuon, NorMuon, CautiousDecay, Hyperball)
 
 
 class Records(Protocol):
-    """Momentum that is stored in a format of its own, on the device."""
+    """Momentum on the device that is not stored beside the rows in fp32."""
 
     @property
     def format(self) -> int:
@@ -243,9 +243,11 @@ class FusedPasses(Passes):
         if self._divisor is not None:
             self._moments.look_at([self._moment_of(index) for index in held])
         elif self._norms is not None:
-            self._moments.look(
-                [2 * self._norms.starts[i] + self._norms.is_by_columns(i) for i in held]
-            )
+            first_neurons = []
+            for index in held:
+                start = self._norms.starts[index]
+                first_neurons.append(2 * start + self._norms.is_by_columns(index))
+            self._moments.look(first_neurons)
         if self._sphere is not None:
             self._sphere.move = self._move
 
